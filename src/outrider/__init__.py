@@ -1,0 +1,1 @@
+"""Outrider: speculative sampling for Hugging Face causal language models."""

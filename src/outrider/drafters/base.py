@@ -1,0 +1,68 @@
+"""The interface of drafters, and the drafter that proposes nothing.
+
+A drafter is configuration and may be shared; ``open`` starts a session over one batch, which holds what it needs to
+remember between rounds. A session learns what was committed by looking at the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.batch import Batch
+from outrider.flow import Draft
+from outrider.verify import Rule
+
+
+class Session(Protocol):
+    """A drafter at work on one batch."""
+
+    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+        """Draft at most ``num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """The batch has kept only these rows, in this order."""
+        ...
+
+
+class Drafter(Protocol):
+    """Something that can propose tokens.
+
+    Attributes:
+        name: for tables and messages.
+    """
+
+    name: str
+
+    def open(self, batch: Batch) -> Session:
+        """Start on a batch whose prompts are in its buffer."""
+        ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    name = "none"
+
+    def open(self, batch: Batch) -> NoDrafter:
+        return self
+
+    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+        return empty_draft(batch)
+
+    def keep(self, rows: Tensor) -> None:
+        pass
+
+
+def empty_draft(batch: Batch) -> Draft:
+    """No tokens for any row."""
+    device = batch.ids.device
+    return Draft(
+        ids=torch.zeros(len(batch), 0, dtype=torch.long, device=device),
+        probs=None,
+        num_drafted=torch.zeros(len(batch), dtype=torch.long, device=device),
+    )

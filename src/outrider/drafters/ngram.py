@@ -1,0 +1,64 @@
+"""Prompt look-up: the text so far proposes its own continuation.
+
+The last n tokens of the text (n from ``max_ngram`` down to 1) are searched for earlier in it, and what followed there
+is drafted. q is one-hot, so nothing but the tokens is reported. The idea is Saxena's prompt lookup decoding (2023) and,
+with references as the source, Yang et al. 2304.04487.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.batch import Batch
+from outrider.drafters.base import empty_draft
+from outrider.flow import Draft
+from outrider.verify import Rule
+
+
+class NgramDrafter:
+    """Drafts by looking up the last tokens earlier in the text. It has no state, so it is its own session."""
+
+    name = "ngram"
+
+    def __init__(self, max_ngram: int = 3) -> None:
+        assert max_ngram >= 1
+        self.max_ngram = max_ngram
+
+    def open(self, batch: Batch) -> NgramDrafter:
+        return self
+
+    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+        device = batch.ids.device
+        wanted = torch.tensor(num_wanted, device=device)
+        begins, num_found = self._look_up(batch.ids[:, : batch.max_length], batch.lengths, wanted)
+        k = int(num_found.amax())
+        if k == 0:
+            return empty_draft(batch)
+        columns = begins[:, None] + torch.arange(k, device=device)
+        ids = batch.ids.gather(1, columns.clamp_max(batch.ids.shape[1] - 1))
+        return Draft(ids=ids, probs=None, num_drafted=num_found)
+
+    def keep(self, rows: Tensor) -> None:
+        pass
+
+    def _look_up(self, ids: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each row's continuation begins, and how many tokens of it there are (0: not found). [B], [B]"""
+        num_rows, width = ids.shape
+        begins, num_found = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        for n in range(1, min(self.max_ngram, width - 1) + 1):  # a longer match overrides a shorter one
+            suffix_columns = (lengths[:, None] - n + torch.arange(n, device=ids.device)).clamp_min(0)
+            suffix = ids.gather(1, suffix_columns)  # [B, n]
+            is_hit = (ids.unfold(1, n, 1) == suffix[:, None]).all(dim=-1)  # [B, width-n+1]
+            ends = torch.arange(n, width + 1, device=ids.device)  # where the continuation of each window begins
+            num_after = torch.minimum(lengths[:, None] - ends, wanted[:, None])  # [B, width-n+1]
+            # Of several hits the one with most to offer, then the latest.
+            score = torch.where(is_hit & (num_after > 0), num_after * (width + 1) + ends, -1)
+            best, at = score.max(dim=1)
+            is_found = best > 0
+            begins = torch.where(is_found, ends[at], begins)
+            num_found = torch.where(is_found, num_after.gather(1, at[:, None]).squeeze(1), num_found)
+        return begins, num_found

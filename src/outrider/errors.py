@@ -1,0 +1,97 @@
+"""What can go wrong, in one tree.
+
+    OutriderError
+    ├── UsageError                 the caller can mend it: a message of one line that names the value and the remedy
+    │   ├── OptionError            an option's value is out of range, or unknown
+    │   ├── PromptError            a prompt is empty, or longer than the context
+    │   ├── ModelError             a model cannot be had
+    │   │   ├── ModelNotFound      no such name, path or hub id
+    │   │   ├── ModelCorrupt       there is something, but it cannot be read as a causal language model
+    │   │   └── UnsupportedModel   a model of a kind that cannot be rolled back
+    │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
+    │   ├── DeviceError            the device is not there
+    │   ├── FileError              a file cannot be read or written, or a row of it is wrong
+    │   └── MissingExtra           an optional dependency is not installed
+    └── NumericsError              a model gave NaN or infinite logits
+
+The command line prints the message of any of them on one line and ends with exit code 2. A fault of Outrider itself is
+an ``assert`` or an ordinary exception, never one of these.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DeviceError",
+    "FileError",
+    "MissingExtra",
+    "ModelCorrupt",
+    "ModelError",
+    "ModelNotFound",
+    "NumericsError",
+    "OptionError",
+    "OutriderError",
+    "PromptError",
+    "TokenizerMismatch",
+    "UnsupportedModel",
+    "UsageError",
+]
+
+
+class OutriderError(Exception):
+    """Base of all errors that Outrider raises on purpose."""
+
+
+class UsageError(OutriderError):
+    """The caller can mend it; the message names the value and the remedy."""
+
+
+class OptionError(UsageError):
+    """An option's value is out of range, or unknown."""
+
+    def __init__(self, name: str, value: object, remedy: str) -> None:
+        super().__init__(f"{name} = {value!r} is not possible: {remedy}")
+        self.name = name
+        self.value = value
+
+
+class PromptError(UsageError):
+    """A prompt is empty, or longer than the context."""
+
+
+class ModelError(UsageError):
+    """A model cannot be had."""
+
+
+class ModelNotFound(ModelError):
+    """No such name, path or hub id."""
+
+
+class ModelCorrupt(ModelError):
+    """There is something, but it cannot be read as a causal language model."""
+
+
+class UnsupportedModel(ModelError):
+    """A model of a kind whose cache cannot be rolled back to an earlier position."""
+
+
+class TokenizerMismatch(UsageError):
+    """Target and draft do not speak of the same tokens."""
+
+
+class DeviceError(UsageError):
+    """The device is not there."""
+
+
+class FileError(UsageError):
+    """A file cannot be read or written, or a row of it is wrong."""
+
+
+class MissingExtra(UsageError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs {package}: pip install 'outrider[{extra}]'")
+
+
+class NumericsError(OutriderError):
+    """A model gave NaN or infinite logits."""

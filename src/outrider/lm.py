@@ -1,0 +1,122 @@
+"""LM: one causal language model, seen as a function from tokens at positions to logits.
+
+    logits = lm.forward(ids, positions, cache, view_len)
+
+The model itself is Hugging Face's own modelling code. What is added here is the mask (made from positions alone, since
+place and position are one in a SlotCache) and the width of the vocabulary. This module does not know sampling, drafts
+or text, nor where a model comes from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.cache import SlotCache
+
+_VIEW_STEP = 64  # the cache is viewed in steps of this many places, so that shapes seldom change
+_PREFILL_CHUNK = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
+
+
+class LM:
+    """A model with what the loop needs to know of it.
+
+    Attributes:
+        name: for messages.
+        vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
+        context_len: most tokens in a sequence.
+        device: where its first layer is.
+        dtype: of its activations.
+    """
+
+    def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
+        self.model = model
+        self.name = name
+        self.vocab_size = vocab_size
+        self.context_len = context_len
+        self.device = next(model.parameters()).device
+        # Quantized weights are whole numbers; what masks must match is the type of the activations.
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        config: Any = model.config
+        text_config = config.get_text_config(decoder=True)
+        self._num_layers: int = text_config.num_hidden_layers
+        self._window: int | None = getattr(text_config, "sliding_window", None)
+        # Models with both kinds of layers take a dict of masks, by kind; the others take one tensor.
+        layer_types = set(getattr(text_config, "layer_types", None) or ())
+        if not layer_types:
+            layer_types = {"full_attention" if self._window is None else "sliding_attention"}
+        self._layer_types = tuple(sorted(layer_types))
+
+    def new_cache(self, capacity: int) -> SlotCache:
+        """A cache for sequences of at most ``capacity`` tokens, rounded up to the steps of the view."""
+        return SlotCache(self._num_layers, _round_up(capacity))
+
+    @torch.inference_mode()
+    def forward(
+        self, ids: Tensor, positions: Tensor, cache: SlotCache, view_len: int, *, num_logits: int = 0
+    ) -> Tensor:
+        """Logits after each token.
+
+        Args:
+            ids: [B, T]
+            positions: of the tokens, -1 for padding (whose logits mean nothing). [B, T]
+            cache: holds all tokens of lower position; this forward adds its own.
+            view_len: above every position. It may be rounded up.
+            num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
+
+        Returns:
+            [B, T, V]
+        """
+        device = ids.device
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        view_len = _round_up(view_len)
+        cache.at(positions, view_len)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self._mask(positions, view_len),
+            position_ids=positions.clamp_min(0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
+        logits: Tensor = output.logits[..., : self.vocab_size]
+        return logits.to(device)
+
+    def prefill(self, ids: Tensor, starts: Tensor, ends: Tensor, cache: SlotCache) -> None:
+        """Put the tokens starts <= position < ends of each row into the cache.
+
+        Args:
+            ids: token buffer; column j holds the token at position j. [B, N]
+            starts, ends: [B]
+        """
+        num_columns = int((ends - starts).amax())
+        for offset in range(0, num_columns, _PREFILL_CHUNK):
+            width = min(_PREFILL_CHUNK, num_columns - offset)
+            positions = starts[:, None] + torch.arange(offset, offset + width, device=ids.device)
+            is_there = positions < ends[:, None]
+            columns = positions.clamp_max(ids.shape[1] - 1)
+            positions = torch.where(is_there, positions, -1)
+            self.forward(ids.gather(1, columns), positions, cache, int(positions.amax()) + 1, num_logits=1)
+
+    def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
+
+        Additive, since eager attention adds what it is given; scaled-dot-product attention takes both forms.
+        """
+        places = torch.arange(view_len, device=positions.device)
+        queries = positions[..., None]
+        masks = {}
+        for layer_type in self._layer_types:
+            is_hidden = places > queries  # [B, T, view_len]
+            if layer_type == "sliding_attention":
+                assert self._window is not None
+                is_hidden = is_hidden | (places <= queries - self._window)
+            mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
+            masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
+        return masks if len(masks) > 1 else masks[self._layer_types[0]]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _VIEW_STEP) * _VIEW_STEP
