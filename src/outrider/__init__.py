@@ -1,1 +1,38 @@
-"""Outrider: speculative sampling for Hugging Face causal language models."""
+"""Outrider: speculative sampling for Hugging Face causal language models.
+
+decoder = outrider.load("fable", "fable-draft")
+for chunk in decoder.stream("Once upon a time", temperature=0.8, seed=1):
+    print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder, load
+    from outrider.errors import OutriderError, UsageError
+    from outrider.flow import Chunk, Completion, Sampling, Stats, Timing
+
+__all__ = [
+    "Chunk",
+    "Completion",
+    "Decoder",
+    "OutriderError",
+    "Sampling",
+    "Stats",
+    "Timing",
+    "UsageError",
+    "load",
+]
+
+_HOMES = {"Decoder": "api", "load": "api", "OutriderError": "errors", "UsageError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    # Names are looked up when they are used, so that `import outrider` (and with it `outrider --help`) stays quick:
+    # torch is imported by what needs it.
+    if name not in __all__:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    return getattr(import_module(f"outrider.{_HOMES.get(name, 'flow')}"), name)

@@ -293,7 +293,8 @@ class Chunk:
     Attributes:
         row: index of the prompt.
         pieces: the text, cut where the origin of the tokens that it came from changes.
-        stats, timing: of this round; the timing is the whole round's, which all rows of the batch share.
+        stats: of this row in this round.
+        timing: of the round, in the first of its chunks; zero in the others. So the timings of all chunks add up.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
     """
 

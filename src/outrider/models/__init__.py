@@ -1,0 +1,1 @@
+"""Names to checkpoints to models. The only place that loads models."""

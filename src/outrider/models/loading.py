@@ -1,0 +1,220 @@
+"""From a name, or from objects in memory, to an LM that is known to work.
+
+Every model is probed before it is used: it must give the same logits block by block through a SlotCache, with a
+rollback in between, as in one forward without a cache. An architecture that cannot do that is refused here, with its
+name, and not found out by a wrong text later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import DeviceError, ModelCorrupt, ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.lm import LM
+from outrider.models.registry import ModelSpec
+from outrider.tokens import vocab_size
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_UNBOUNDED = 2**31  # context of a model that states none
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model and its tokenizer, as Hugging Face has them."""
+
+    name: str
+    model: Any
+    tokenizer: Any | None
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        for owner in (getattr(self.model, "generation_config", None), self.model.config, self.tokenizer):
+            ids = getattr(owner, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+
+def pick_device(name: str) -> torch.device:
+    """A device by name; ``auto`` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        DeviceError: it is not there.
+    """
+    if name == "auto":
+        has_mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
+    there = ["cpu"]
+    if torch.cuda.is_available():
+        there += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if name not in there:
+        raise DeviceError(f"there is no device {name!r} here: choose auto, {', '.join(there)}")
+    return torch.device(name)
+
+
+def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto") -> Checkpoint:
+    """Read a model and its tokenizer.
+
+    Args:
+        device: see ``pick_device``; the spec's own choice stands where this is ``auto``.
+        dtype: a name of DTYPES; ``auto`` is the spec's, else float32 on the CPU, else the checkpoint's own.
+
+    Raises:
+        ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError
+    """
+    import transformers
+
+    place = pick_device(spec.device or "auto" if device == "auto" else device)
+    dtype = spec.dtype or "auto" if dtype == "auto" else dtype
+    if dtype != "auto" and dtype not in DTYPES:
+        raise OptionError("dtype", dtype, f"choose auto, {', '.join(DTYPES)}")
+    torch_dtype: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
+    if spec.path is not None and not (spec.path / "config.json").is_file():
+        raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
+    with _loading(spec):
+        config = transformers.AutoConfig.from_pretrained(spec.location)
+        _check_config(spec.name, config)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            spec.location, config=config, dtype=torch_dtype, output_loading_info=True
+        )
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ModelCorrupt(f"{spec.location} lacks {len(missing)} of the model's weights, {missing[0]} among them")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(spec.location)
+    return Checkpoint(spec.name, model.to(place).eval(), tokenizer)
+
+
+@contextlib.contextmanager
+def _loading(spec: ModelSpec) -> Iterator[None]:
+    """Turn what goes wrong while loading into errors of ours; keep the progress bars of small models quiet."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    is_quiet = spec.path is not None and sum(f.stat().st_size for f in spec.path.glob("*.safetensors")) < 2**30
+    had_bars = logging.is_progress_bar_enabled()
+    if is_quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    except SafetensorError as error:
+        raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): fetch them again") from None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if spec.hub is not None and isinstance(error, OSError):
+            raise ModelNotFound(
+                f"the hub model {spec.hub!r} cannot be fetched, and is not in the local cache: check its name and the "
+                f"network, or give a local folder ({reason})"
+            ) from None
+        raise ModelCorrupt(f"{spec.location} cannot be loaded as a causal language model: {reason}") from None
+    finally:
+        if is_quiet and had_bars:
+            logging.enable_progress_bar()
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Refuse by name what is known not to work, before its weights are read."""
+    kind = config.model_type
+    architectures = config.architectures or []
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
+    if architectures and not any("CausalLM" in a or "LMHead" in a or "Conditional" in a for a in architectures):
+        raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
+    text_config = config.get_text_config(decoder=True)
+    strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
+    if strange:
+        raise UnsupportedModel(
+            f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose state cannot be rolled back to an "
+            "earlier token: speculative sampling needs attention with a key-value cache"
+        )
+    if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
+        raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which cannot place tokens by position ids")
+
+
+def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
+    """The model as an LM of ``num_tokens`` tokens, after a probe.
+
+    Raises:
+        UnsupportedModel: its architecture cannot be rolled back.
+        TokenizerMismatch: it has logits for fewer tokens.
+    """
+    model: nn.Module = checkpoint.model
+    config: Any = model.config
+    kind = config.model_type
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModel(
+            f"{checkpoint.name} ({kind}) keeps a recurrent state, which cannot be rolled back to an earlier token: "
+            "speculative sampling needs attention with a key-value cache"
+        )
+    _check_config(checkpoint.name, config)
+    if config._attn_implementation not in _ATTENTION:
+        raise UnsupportedModel(
+            f"{checkpoint.name} was loaded with attn_implementation={config._attn_implementation!r}: "
+            f"load it with one of {', '.join(_ATTENTION)}"
+        )
+    width = config.get_text_config(decoder=True).vocab_size
+    if width < num_tokens:
+        raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
+    context_len = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _UNBOUNDED
+    model.eval()
+    lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len)
+    _probe(lm, kind)
+    return lm
+
+
+def num_tokens_of(checkpoint: Checkpoint) -> int:
+    """V: the tokens that the tokenizer knows and the model has logits for. What lies beyond is padding."""
+    width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
+    return width if checkpoint.tokenizer is None else min(width, vocab_size(checkpoint.tokenizer))
+
+
+@torch.inference_mode()
+def _probe(lm: LM, kind: str) -> None:
+    """Compare block-wise forwards, with a rollback between them, to one forward without a cache."""
+    length = min(8, lm.context_len)
+    generator = torch.Generator().manual_seed(0)
+    ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
+    positions = torch.arange(length, device=lm.device)[None]
+    half = length // 2
+    cache = lm.new_cache(length)
+
+    def feed(tokens: Tensor, begin: int, end: int) -> Tensor:
+        return lm.forward(tokens[:, begin:end], positions[:, begin:end], cache, end)
+
+    try:
+        want = lm.model(input_ids=ids, use_cache=False).logits[..., : lm.vocab_size].float()
+        feed(ids, 0, half)
+        feed(wrong, half, length)  # rejected: the next block is written over it
+        got = torch.cat((feed(ids, half, half + 1), feed(ids, half + 1, length)), dim=1).float()
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}") from error
+    want = want[:, half:]
+    if not bool(want.isfinite().all()):
+        return  # broken weights are reported by the loop, with the position
+    spread = (want - want.mean(dim=-1, keepdim=True)).norm()
+    if float((got - want).norm()) > _probe_tolerance(lm.dtype) * float(spread):
+        raise UnsupportedModel(
+            f"{lm.name} ({kind}) gives other logits block by block than in one forward: its cache cannot be rolled "
+            "back, or it looks at later tokens"
+        )
+
+
+def _probe_tolerance(dtype: torch.dtype) -> float:
+    """Relative error that rounding may explain; an architecture that cannot be rolled back is off by far more."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

@@ -1,0 +1,74 @@
+"""How much memory a model needs: its weights, and the cache at a given context and batch.
+
+Sizes come from files (configuration and the headers of the weights); nothing is loaded. For models that are not on this
+disk they come from what the registry states.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.models.registry import ModelSpec
+
+BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What memory follows from. ``num_params`` counts shared weights once."""
+
+    num_params: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int
+
+    def weights_bytes(self, dtype: str) -> int:
+        return self.num_params * BYTES_PER_NUMBER[dtype]
+
+    def cache_bytes(self, dtype: str, context_len: int, batch_size: int) -> int:
+        """Keys and values of ``batch_size`` sequences of ``context_len`` tokens."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
+        return per_token * context_len * batch_size
+
+
+def sizes_of(spec: ModelSpec) -> Sizes | None:
+    """None where neither files nor the registry tell."""
+    if spec.path is not None:
+        try:
+            return _from_files(spec.path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    stated = (spec.num_params, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.context_len)
+    return Sizes(*(value for value in stated if value is not None)) if None not in stated else None
+
+
+def _from_files(folder: Path) -> Sizes:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+    def first(*names: str) -> int:
+        return next(int(config[name]) for name in names if config.get(name) is not None)
+
+    try:
+        num_heads = first("num_attention_heads", "n_head")
+        hidden_size = first("hidden_size", "n_embd")
+        return Sizes(
+            num_params=sum(_num_params(file) for file in sorted(folder.glob("*.safetensors"))),
+            num_layers=first("num_hidden_layers", "n_layer"),
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            context_len=first("max_position_embeddings", "n_positions"),
+        )
+    except StopIteration:
+        raise KeyError("a size is missing") from None
+
+
+def _num_params(file: Path) -> int:
+    """Numbers in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,123 @@
+"""Names of models: the known ones, and the user's own from a TOML file.
+
+This module reads TOML; it does not load models, and does not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import FileError, ModelNotFound
+
+_KNOWN = Path(__file__).parent / "known.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Where a model is to be had, and what is known of it without loading it.
+
+    Attributes:
+        path: a folder on this disk; or
+        hub: a repository of the Hugging Face hub.
+        dtype, device: None leaves the choice to the command.
+        source: the file that the name was defined in, for the listing.
+        num_params ... context_len: stated sizes, for models that are not on this disk.
+    """
+
+    name: str
+    path: Path | None = None
+    hub: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    about: str = ""
+    source: str = ""
+    num_params: int | None = None
+    num_layers: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    context_len: int | None = None
+
+    @property
+    def location(self) -> str:
+        """What Hugging Face's ``from_pretrained`` takes."""
+        return str(self.path) if self.path is not None else str(self.hub)
+
+
+def user_file() -> Path:
+    """Where the user's own names are looked for."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "outrider" / "models.toml"
+
+
+def known_models(extra: Path | None = None) -> dict[str, ModelSpec]:
+    """All names: the built-in ones, the user's file if there is one, then ``extra``; later ones win.
+
+    Raises:
+        FileError: a file cannot be read, or says something that is not understood.
+    """
+    files = [(_KNOWN, "built in")]
+    if user_file().exists():
+        files.append((user_file(), str(user_file())))
+    if extra is not None:
+        files.append((extra, str(extra)))
+    specs: dict[str, ModelSpec] = {}
+    for file, source in files:
+        specs |= _read(file, source)
+    return specs
+
+
+def _read(file: Path, source: str) -> dict[str, ModelSpec]:
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise FileError(f"cannot read the model file {file}: {error}") from None
+    tables = document.pop("models", {})
+    if document or not isinstance(tables, dict):
+        raise FileError(f"{file}: expected tables [models.NAME] and nothing else, found {', '.join(document)}")
+    return {name: _spec(name, table, file, source) for name, table in tables.items()}
+
+
+def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
+    kinds = {field.name: str if field.type in ("str", "str | None", "Path | None") else int for field in _settable()}
+    if not isinstance(table, dict) or ("path" in table) == ("hub" in table):
+        raise FileError(f"{file}: models.{name} needs either path = ... or hub = ...")
+    for key, value in table.items():
+        if key not in kinds:
+            raise FileError(f"{file}: models.{name}: unknown key {key!r}; known are {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise FileError(f"{file}: models.{name}.{key} = {value!r} should be of type {kinds[key].__name__}")
+    spec = ModelSpec(name=name, source=source, **{k: v for k, v in table.items() if k != "path"})
+    if "path" in table:
+        spec = replace(spec, path=file.parent / Path(table["path"]).expanduser())
+    return spec
+
+
+def _settable() -> list[Any]:
+    return [field for field in fields(ModelSpec) if field.name not in ("name", "source")]
+
+
+def resolve(name: str, extra: Path | None = None) -> ModelSpec:
+    """What a user means by a name: one that is known, a folder, or a hub id.
+
+    Raises:
+        ModelNotFound: none of these; the message suggests the nearest known name.
+    """
+    specs = known_models(extra)
+    if name in specs:
+        return specs[name]
+    path = Path(name).expanduser()
+    if path.exists():
+        return ModelSpec(name=name, path=path, source="path")
+    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if is_path and "/" in name:
+        raise ModelNotFound(f"there is no folder {name}; a model is a known name, a folder, or a hub id like org/model")
+    if "/" in name:
+        return ModelSpec(name=name, hub=name, source="hub")
+    nearest = difflib.get_close_matches(name, specs, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else "'outrider models' lists the known names"
+    raise ModelNotFound(f"no model is called {name!r}: {hint} (a folder or a hub id like org/model works too)")
