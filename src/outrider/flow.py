@@ -176,6 +176,15 @@ class Timing:
     def rest_s(self) -> float:
         return self.total_s - self.prefill_s - self.draft_s - self.verify_s
 
+    def to_json(self) -> dict[str, float]:
+        return {
+            "prefill": self.prefill_s,
+            "draft": self.draft_s,
+            "verify": self.verify_s,
+            "rest": self.rest_s,
+            "total": self.total_s,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class RowRound:

@@ -1,0 +1,1 @@
+"""Paired, interleaved measurement, and what is said of it."""

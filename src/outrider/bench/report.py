@@ -1,0 +1,168 @@
+"""What is said of measurements: a summary of each arm, as JSON, as a table, as a plot.
+
+The JSON documents of all commands are described in docs/json.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.run import Arm, Measurement
+from outrider.errors import FileError, MissingExtra
+from outrider.flow import Stats, Timing
+from outrider.intervals import Interval, mean_std, paired_ratio
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """One arm over all cases.
+
+    Attributes:
+        ms_per_token: of decoding, mean and standard deviation over the cases.
+        total_ms_per_token: the same with the prefill counted in.
+        prefill_ms: of one prompt.
+        speed_up: of decoding, over the baseline arm on the same cases; None for the baseline itself.
+        total_speed_up: the same with the prefill counted in.
+    """
+
+    arm: Arm
+    num_cases: int
+    ms_per_token: tuple[float, float | None]
+    total_ms_per_token: tuple[float, float | None]
+    prefill_ms: tuple[float, float | None]
+    tokens_per_s: float
+    speed_up: Interval | None
+    total_speed_up: Interval | None
+    stats: Stats
+    timing: Timing
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.arm.name,
+            "draft": self.arm.draft,
+            "k": self.arm.num_draft_tokens,
+            "num_cases": self.num_cases,
+            "ms_per_token": {"mean": self.ms_per_token[0], "std": self.ms_per_token[1]},
+            "total_ms_per_token": {"mean": self.total_ms_per_token[0], "std": self.total_ms_per_token[1]},
+            "prefill_ms": {"mean": self.prefill_ms[0], "std": self.prefill_ms[1]},
+            "tokens_per_s": self.tokens_per_s,
+            "speed_up": self.speed_up.to_json() if self.speed_up else None,
+            "total_speed_up": self.total_speed_up.to_json() if self.total_speed_up else None,
+            "stats": self.stats.to_json(),
+            "time_s": self.timing.to_json(),
+        }
+
+
+def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:
+    """A summary of each arm; the first is the baseline of the others. Cases that an arm has not done are left out."""
+    groups = [[m for m in measurements if m.arm == arm] for arm in arms]
+    done = set.intersection(*({m.case.index for m in group} for group in groups))
+    groups = [sorted((m for m in group if m.case.index in done), key=lambda m: m.case.index) for group in groups]
+    return [_summary(group, groups[0], is_baseline=place == 0) for place, group in enumerate(groups)]
+
+
+def _summary(group: Sequence[Measurement], base: Sequence[Measurement], *, is_baseline: bool) -> ArmSummary:
+    timing = sum((m.timing for m in group), Timing())
+    stats = sum((m.stats for m in group), Stats())
+
+    def ratio(times: list[float], base_times: list[float]) -> Interval | None:
+        return None if is_baseline else paired_ratio(base_times, times)
+
+    return ArmSummary(
+        arm=group[0].arm,
+        num_cases=len(group),
+        ms_per_token=mean_std([1e3 * m.decode_s_per_token for m in group]),
+        total_ms_per_token=mean_std([1e3 * m.total_s_per_token for m in group]),
+        prefill_ms=mean_std([1e3 * m.timing.prefill_s for m in group]),
+        tokens_per_s=stats.num_generated_tokens / timing.decode_s,
+        speed_up=ratio([m.decode_s_per_token for m in group], [m.decode_s_per_token for m in base]),
+        total_speed_up=ratio([m.total_s_per_token for m in group], [m.total_s_per_token for m in base]),
+        stats=stats,
+        timing=timing,
+    )
+
+
+def interval_text(interval: Interval | None, unit: str = "x") -> str:
+    """Like 1.31x [1.25, 1.38]; for a console, so the bracket is escaped."""
+    if interval is None:
+        return "-"
+    ends = "" if interval.low is None else f" \\[{interval.low:.2f}, {interval.high:.2f}]"
+    return f"{interval.value:.2f}{unit}{ends}"
+
+
+def pm_text(pair: tuple[float, float | None]) -> str:
+    """Like 5.31 ± 0.12."""
+    return f"{pair[0]:.2f}" + ("" if pair[1] is None else f" ± {pair[1]:.2f}")
+
+
+def table(summaries: Sequence[ArmSummary], title: str) -> Table:
+    """A table for people."""
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left")
+    for name in ("arm", "ms/token", "tok/s", "prefill ms", "speed-up, 95%", "tok/round", "accepted"):
+        out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
+    for summary in summaries:
+        rate = summary.stats.draft_acceptance_rate
+        out.add_row(
+            summary.arm.name,
+            pm_text(summary.ms_per_token),
+            f"{summary.tokens_per_s:.1f}",
+            pm_text(summary.prefill_ms),
+            interval_text(summary.speed_up),
+            f"{summary.stats.mean_acceptance_length or 1:.2f}",
+            "-" if rate is None else f"{rate:.0%}",
+        )
+    return out
+
+
+def check_plot_file(path: Path) -> None:
+    """Find out before the measurement, not after it, that a plot cannot be made.
+
+    Raises:
+        FileError: the name or the folder is not possible.
+        MissingExtra: matplotlib is not installed.
+    """
+    if path.suffix not in PLOT_FORMATS:
+        raise FileError(f"cannot plot to {path}: the name must end in {', '.join(PLOT_FORMATS)}")
+    if not path.parent.is_dir():
+        raise FileError(f"cannot write {path}: there is no folder {path.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise MissingExtra("matplotlib", "plot") from None
+
+
+def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> None:
+    """Speed-up against K, a line with 95% bars for each draft."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    drafts = dict.fromkeys(s.arm.draft for s in summaries if s.speed_up is not None and s.arm.num_draft_tokens)
+    for draft in drafts:
+        points = [s for s in summaries if s.arm.draft == draft and s.speed_up is not None]
+        ks = [s.arm.num_draft_tokens or 0 for s in points]
+        speed_ups = [s.speed_up for s in points if s.speed_up is not None]
+        values = [i.value for i in speed_ups]
+        bars = None
+        if all(i.low is not None for i in speed_ups):
+            bars = [[i.value - (i.low or 0) for i in speed_ups], [(i.high or 0) - i.value for i in speed_ups]]
+        axes.errorbar(ks, values, yerr=bars, marker="o", capsize=3, label=draft)
+    axes.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="plain decoding")
+    axes.set_xlabel("drafted tokens per round, K")
+    axes.set_ylabel("speed-up over plain decoding (95% interval)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,126 @@
+"""Measure arms in turn.
+
+An arm is a decoder and its options under a name. All arms take the same cases (prompt and seed) one after the other,
+and the order of the arms rotates from case to case, so that drift of the machine falls on all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outrider.api import Decoder
+from outrider.flow import Chunk, Stats, Timing
+from outrider.tokens import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to generate.
+
+    Attributes:
+        draft: name of the draft, None for plain decoding.
+        num_draft_tokens: K, None for plain decoding.
+    """
+
+    name: str
+    decoder: Decoder
+    draft: str | None = None
+    num_draft_tokens: int | None = None
+
+    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Chunk]:
+        return self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to generate: what is paired between the arms."""
+
+    index: int
+    prompt: Prompt
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One arm on one case. Times in seconds."""
+
+    arm: Arm
+    case: Case
+    stats: Stats
+    timing: Timing
+    text: str
+    rejected_ratios: tuple[float, ...] = field(repr=False, default=())
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stats.num_generated_tokens
+
+    @property
+    def decode_s_per_token(self) -> float:
+        return self.timing.decode_s / self.num_tokens
+
+    @property
+    def total_s_per_token(self) -> float:
+        return self.timing.total_s / self.num_tokens
+
+
+OnChunk = Callable[[Arm, Case, Chunk], None]
+
+
+def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None) -> Measurement:
+    """Generate once. What ``on_chunk`` does (printing, say) is not timed."""
+    stats, timing, text, ratios = Stats(), Timing(), "", []
+    gc.collect()  # not in the middle of a measurement
+    for chunk in arm.stream(case.prompt, {**options, "seed": case.seed}):
+        stats, timing, text = stats + chunk.stats, timing + chunk.timing, text + chunk.text
+        if chunk.rejected_ratio is not None:
+            ratios.append(chunk.rejected_ratio)
+        if on_chunk is not None:
+            on_chunk(arm, case, chunk)
+    return Measurement(arm, case, stats, timing, text, tuple(ratios))
+
+
+def warm_up(arms: Sequence[Arm], prompt: Prompt, options: dict[str, Any], num_tokens: int = 8) -> None:
+    """Let every arm run once without measuring: memory is allocated and kernels are chosen on first use."""
+    for arm in arms:
+        measure(arm, Case(-1, prompt, 0), {**options, "max_new_tokens": min(num_tokens, options["max_new_tokens"])})
+
+
+def interleave(
+    arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any], on_chunk: OnChunk | None = None
+) -> Iterator[Measurement]:
+    """Every arm on every case. The arm that goes first changes with the case."""
+    for place, case in enumerate(cases):
+        for turn in range(len(arms)):
+            yield measure(arms[(place + turn) % len(arms)], case, options, on_chunk)
+
+
+# How far p/q may be from 1 between two computations of the same logits. In bfloat16 a logit near 16 has steps of 1/8.
+_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+
+
+def count_rejections(ratios: Sequence[float], dtype: torch.dtype) -> tuple[int, float | None]:
+    """For a model that drafts for itself: how many rejections rounding explains, and the p/q farthest from 1."""
+    num_rounding = sum(abs(ratio - 1) <= _ROUNDING[dtype] for ratio in ratios)
+    return num_rounding, max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Most memory that was in use so far: of the device where it is a CUDA device, else of the process.
+
+    None on Windows, which does not tell.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

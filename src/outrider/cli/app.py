@@ -1,0 +1,49 @@
+"""The entry point. Errors of ours are one line and exit code 2; Ctrl-C is exit code 130."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from outrider.cli import compare, evaluate, generate, latency, models
+from outrider.errors import OutriderError
+
+app = typer.Typer(
+    name="outrider",
+    help="Speculative sampling: a large language model, faster, with the same distribution.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("generate")(generate.generate)
+app.command("compare")(compare.compare)
+app.command("latency")(latency.latency)
+app.add_typer(evaluate.app, name="eval")
+app.command("models")(models.models)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"outrider {version('outrider')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    # The libraries' own warnings and retries would bury the one line that tells what is wrong.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    try:
+        app()
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,215 @@
+"""``outrider compare``: the race between plain and speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import EndOptions, JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
+from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.bench.report import ArmSummary
+    from outrider.bench.run import Arm, Case, Measurement
+    from outrider.flow import Chunk
+
+_PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
+
+
+@flat
+def compare(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
+    num_draft_tokens: Annotated[
+        str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.")
+    ] = "4",
+    num_runs: Annotated[int, typer.Option(help="Runs of each arm, in turn. The first is shown.")] = 5,
+    seed: SeedOption = 0,
+    json_target: JsonOption = None,
+) -> None:
+    """Race plain against speculative decoding, and say how much faster it is, with an interval."""
+    options = sampling.to_options(**end.to_options())
+    ks = parse_k(num_draft_tokens)
+    if num_runs < 1:
+        raise OptionError("--num-runs", num_runs, "a whole number >= 1")
+    if pair.draft_names == ["none"]:
+        raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
+    if not prompt.strip():
+        raise PromptError("the prompt is empty: give at least one token of text to start from")
+    check_json_target(json_target)
+
+    from outrider.bench.report import summarise
+    from outrider.bench.run import Case, interleave, warm_up
+
+    decoder = pair.load()
+    decoder.encode(prompt)
+    arms = _arms(pair, decoder, ks)
+    console = console_for(json_target)
+    warm_up(arms, prompt, options)
+    cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
+    measurements = _show_race(console, arms, cases[0], options)
+    with progress_bar("runs", (num_runs - 1) * len(arms)) as advance:
+        for measurement in interleave(arms, cases[1:], options):
+            measurements.append(measurement)
+            advance(1)
+    summaries = summarise(measurements, arms)
+    checks = _check_same_model(pair, measurements, decoder)
+    _print_verdict(console, summaries, decoder)
+    for check in checks:
+        console.print(check["message"], style="green" if check["is_ok"] else "bold red")
+    body: dict[str, Any] = {
+        "arms": [summary.to_json() for summary in summaries],
+        "baseline": arms[0].name,
+        "texts": {m.arm.name: m.text for m in measurements if m.case.index == 0},
+        "same_model_checks": checks,
+    }
+    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, seed=seed)
+    write_json(json_target, "compare", str(decoder.target.device), settings, body)
+    if not all(check["is_ok"] for check in checks):
+        raise typer.Exit(1)
+
+
+def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
+    """Plain decoding, then each draft at each K."""
+    from outrider.bench.run import Arm
+
+    arms = [Arm("plain", decoder)]
+    for name in pair.draft_names:
+        if name != "none":
+            with_draft = replace(decoder, drafter=pair.load_draft(decoder, name))
+            arms += [Arm(f"{name}, K = {k}", with_draft, draft=name, num_draft_tokens=k) for k in ks]
+    return arms
+
+
+def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
+    """Run the first case before the eyes of the reader: live panels on a terminal, plain text elsewhere."""
+    from outrider.bench.run import measure
+
+    if console.is_terminal:
+        return _show_panels(console, arms, case, options)
+    measurements = []
+    for arm in arms:
+        console.print(f"--- {arm.name}", markup=False)
+        measurement = measure(arm, case, options)
+        console.print(measurement.text, markup=False, soft_wrap=True)
+        measurements.append(measurement)
+    return measurements
+
+
+def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.text import Text
+
+    from outrider.bench.run import measure
+    from outrider.flow import Timing
+
+    num_lines = max(3, (console.height - 2) // len(arms) - 2)
+    texts = {arm.name: "" for arm in arms}
+    counts = dict.fromkeys(texts, 0)
+    timings = {name: Timing() for name in texts}
+    running: list[str] = []
+
+    def panels() -> Group:
+        shown = []
+        for arm in arms:
+            rate = counts[arm.name] / timings[arm.name].total_s if counts[arm.name] else 0.0
+            # The last lines are what is new; a text that is longer than its panel loses its beginning.
+            lines = Text(texts[arm.name]).wrap(console, console.width - 4)[-num_lines:]
+            title = f"{arm.name}: {counts[arm.name]} tokens, {rate:.1f} tokens/s"
+            style = "cyan" if arm.name in running else "dim"
+            shown.append(Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style))
+        return Group(*shown)
+
+    measurements = []
+    # No refresh thread: it would take time from the arm that is being measured.
+    with Live(panels(), console=console, auto_refresh=False) as live:
+
+        def show(arm: Arm, case: Case, chunk: Chunk) -> None:
+            texts[arm.name] += chunk.text
+            counts[arm.name] += len(chunk.token_ids)
+            timings[arm.name] += chunk.timing
+            live.update(panels(), refresh=True)
+
+        for arm in arms:
+            running[:] = [arm.name]
+            measurements.append(measure(arm, case, options, show))
+        running.clear()
+        live.update(panels(), refresh=True)
+    return measurements
+
+
+def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
+    from rich.table import Table
+
+    from outrider.bench.report import interval_text
+
+    num_runs = summaries[0].num_cases
+    title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; times in ms per token"
+    table = Table(title=title, title_justify="left")
+    parts = ("prefill", "draft", "verify", "rest")
+    for name in ("arm", "tokens/s", "tokens/round", "accepted", *parts):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
+    for summary in summaries:
+        rate = summary.stats.draft_acceptance_rate
+        times = summary.timing.to_json()
+        num_tokens = summary.stats.num_generated_tokens
+        table.add_row(
+            summary.arm.name,
+            f"{num_tokens / summary.timing.total_s:.1f}",
+            f"{summary.stats.mean_acceptance_length or 1:.2f}",
+            "-" if rate is None else f"{rate:.0%}",
+            *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
+        )
+    console.print(table)
+    for summary in summaries[1:]:
+        assert summary.total_speed_up is not None
+        mean, std = summary.total_ms_per_token
+        console.print(
+            f"{summary.arm.name}: [bold]{interval_text(summary.total_speed_up)}[/] as fast as plain "
+            f"({mean:.2f} against {summaries[0].total_ms_per_token[0]:.2f} ms/token"
+            + (f", standard deviation {std:.2f}" if std is not None else "")
+            + ")"
+        )
+    if num_runs == 1:
+        console.print("One run has no interval: use --num-runs 5 or more.", style="dim")
+
+
+def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:
+    """Where a draft is the target itself, p = q and nothing may be rejected: a test of everything at once."""
+    from outrider.bench.run import count_rejections
+    from outrider.models.registry import resolve
+
+    location = resolve(pair.target, pair.models).location
+    checks = []
+    for name in pair.draft_names:
+        if name in ("none", "ngram") or resolve(name, pair.models).location != location:
+            continue
+        ratios = [ratio for m in measurements if m.arm.draft == name for ratio in m.rejected_ratios]
+        num_rounding, worst = count_rejections(ratios, decoder.target.dtype)
+        is_ok = num_rounding == len(ratios)
+        if not ratios:
+            message = f"Sanity check: {name} drafts for itself, and no token was rejected."
+        elif is_ok:
+            message = (
+                f"Sanity check: {name} drafts for itself; {num_rounding} rejections, all by rounding (p/q near 1)."
+            )
+        else:
+            message = (
+                f"SANITY CHECK FAILED: {name} drafts for itself, and {len(ratios) - num_rounding} tokens were rejected "
+                f"that rounding does not explain (worst p/q = {worst:.3g}). The text may not follow the target. "
+                "At temperature 0 a near tie can do this: run again at temperature 1 to tell."
+            )
+        rounding = {"draft": name, "num_rejected": len(ratios), "num_by_rounding": num_rounding, "worst_ratio": worst}
+        checks.append(rounding | {"is_ok": is_ok, "message": message})
+    return checks

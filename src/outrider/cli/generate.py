@@ -1,0 +1,219 @@
+"""``outrider generate``: text from a prompt, or from a file of prompts."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from outrider.cli.jsonl import read_finished, read_prompts
+from outrider.cli.options import EndOptions, JsonOption, PairOptions, SamplingOptions, flat, single_k
+from outrider.cli.output import (
+    check_json_target,
+    check_writable,
+    console_for,
+    options_json,
+    progress_bar,
+    write_json,
+)
+from outrider.errors import FileError, OptionError, PromptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.flow import Chunk, Stats, Timing
+
+ORIGIN_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
+
+
+@flat
+def generate(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue. Without it: standard input.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --prompts: write JSON lines here. An interrupted run is continued.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="With --prompts: rows generated at once.")] = 1,
+    num_draft_tokens: Annotated[
+        str, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.")
+    ] = "4",
+    seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i. Default: random.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probability of each token, and of the N most probable, into the JSON.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message: use the model's chat template.")
+    ] = False,
+    show_origin: Annotated[
+        bool, typer.Option("--show-origin", help="Colour the text: accepted, correction, bonus.")
+    ] = False,
+    json_target: JsonOption = None,
+) -> None:
+    """Continue a text, printing it as it comes; or continue every prompt of a file."""
+    options = sampling.to_options(**end.to_options(), logprobs=logprobs, seed=seed)
+    draft, k = pair.single_draft, single_k(num_draft_tokens)
+    settings = options_json(pair, options, draft=draft, num_draft_tokens=k, chat=chat)
+    if batch_size < 1:
+        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+    if prompts is None and (output is not None or batch_size > 1):
+        raise OptionError("--prompts", None, "--output and --batch-size are for a file of prompts")
+    if prompts is not None and (prompt is not None or show_origin):
+        raise OptionError("--prompts", str(prompts), "it goes without a PROMPT and without --show-origin")
+    check_json_target(json_target)
+    numbered = read_prompts(prompts) if prompts is not None else [(1, _read_prompt(prompt))]
+    texts = [text for _, text in numbered]
+    num_finished = 0
+    if output is not None:
+        check_writable(output)
+        num_finished = read_finished(output, texts, settings)
+
+    decoder = pair.load()
+    decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+    inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    for (number, _), item in zip(numbered, inputs, strict=True):
+        try:
+            decoder.encode(item)
+        except PromptError as error:
+            raise PromptError(f"{prompts}, line {number}: {error}" if prompts else str(error)) from None
+
+    first_seed = secrets.randbits(62) if seed is None else seed
+    run = _Run(decoder, inputs, texts, options, first_seed)
+    if prompts is None:
+        run.show(console_for(json_target, has_colours=show_origin or None), show_origin)
+    elif output is not None:
+        with output.open("a", encoding="utf-8") as stream:
+            run.write(stream, settings, num_finished, batch_size)
+    else:
+        run.write(sys.stderr if json_target == "-" else sys.stdout, settings, 0, batch_size)
+    print(run.summary(), file=sys.stderr)
+    write_json(json_target, "generate", str(decoder.target.device), settings, run.to_json())
+    if run.is_interrupted:
+        raise typer.Exit(130)
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is not None:
+        text = argument
+    elif sys.stdin.isatty():
+        raise PromptError("there is no prompt: give one as an argument, pipe it in, or use --prompts FILE")
+    else:
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8").rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
+    if not text.strip():
+        raise PromptError("the prompt is empty: give at least one token of text to start from")
+    return text
+
+
+class _Run:
+    """Generation over the prompts, which may be interrupted at any time; what was made until then is kept."""
+
+    def __init__(
+        self, decoder: Decoder, inputs: Sequence[Any], texts: Sequence[str], options: dict[str, Any], seed: int
+    ) -> None:
+        from outrider.flow import Stats, Timing
+
+        self.decoder, self.inputs, self.texts, self.options, self.seed = decoder, inputs, texts, options, seed
+        self.rows: list[dict[str, Any]] = []
+        self.stats: Stats = Stats()
+        self.timing: Timing = Timing()
+        self.is_interrupted = False
+
+    def show(self, console: Console, has_colours: bool) -> None:
+        """Print the text of the first prompt as it comes."""
+        chunks: list[Chunk] = []
+        try:
+            if console.file.isatty():
+                console.print(self.texts[0], style="dim", end="", markup=False, soft_wrap=True)
+            for chunk in self.decoder.stream(self.inputs[0], **self.options | {"seed": self.seed}):
+                chunks.append(chunk)
+                self._count(chunk)
+                for text, origin in chunk.pieces:
+                    if has_colours:
+                        console.print(text, style=ORIGIN_STYLES[origin], end="", markup=False, soft_wrap=True)
+                    else:
+                        console.file.write(text)
+                console.file.flush()
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        console.file.write("\n")
+        if has_colours:
+            legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
+            console.print(legend)
+        self.rows.append(self._row(0, chunks))
+
+    def write(self, stream: TextIO, settings: dict[str, Any], begin: int, batch_size: int) -> None:
+        """Write a line of JSON for each prompt from ``begin`` on, in order, a batch at a time."""
+        num_prompts = len(self.inputs)
+        with progress_bar("prompts", num_prompts, begin) as advance:
+            try:
+                for start in range(begin, num_prompts, batch_size):
+                    batch = self.inputs[start : start + batch_size]
+                    chunks: list[list[Chunk]] = [[] for _ in batch]
+                    seeds = [self.seed + start + i for i in range(len(batch))]
+                    for chunk in self.decoder.stream_many(batch, **self.options | {"seed": seeds}):
+                        chunks[chunk.row].append(chunk)
+                        self._count(chunk)
+                        if chunk.finish_reason is not None:
+                            advance(1)
+                    for i, row_chunks in enumerate(chunks):
+                        row = self._row(start + i, row_chunks)
+                        self.rows.append(row)
+                        stream.write(json.dumps(row | {"settings": settings}, ensure_ascii=False) + "\n")
+                    stream.flush()
+            except KeyboardInterrupt:
+                self.is_interrupted = True
+
+    def _count(self, chunk: Chunk) -> None:
+        self.stats, self.timing = self.stats + chunk.stats, self.timing + chunk.timing
+
+    def _row(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        from outrider.flow import Stats
+
+        row: dict[str, Any] = {
+            "index": index,
+            "prompt": self.texts[index],
+            "text": "".join(chunk.text for chunk in chunks),
+            "token_ids": [i for chunk in chunks for i in chunk.token_ids],
+            "origins": [origin for chunk in chunks for origin in chunk.origins],
+            "finish_reason": chunks[-1].finish_reason if chunks else None,
+            "seed": self.seed + index,
+            "stats": sum((chunk.stats for chunk in chunks), Stats()).to_json(),
+        }
+        if self.options["logprobs"] is not None:
+            row["logprobs"] = [asdict(item) for chunk in chunks for item in chunk.logprobs or ()]
+        return row
+
+    def summary(self) -> str:
+        num_tokens, rate = self.stats.num_generated_tokens, self._tokens_per_s()
+        tau = self.stats.mean_acceptance_length
+        return (
+            f"{num_tokens} tokens, {rate:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f} "
+            f"({self.decoder.target.name} with {self.decoder.drafter.name}, K = {self.decoder.num_draft_tokens}, "
+            f"{self.decoder.acceptance})" + (", interrupted" if self.is_interrupted else "")
+        )
+
+    def _tokens_per_s(self) -> float:
+        return self.stats.num_generated_tokens / self.timing.total_s if self.timing.total_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "completions": self.rows,
+            "tokens_per_s": self._tokens_per_s(),
+            "stats": self.stats.to_json(),
+            "time_s": self.timing.to_json(),
+            "is_interrupted": self.is_interrupted,
+        }

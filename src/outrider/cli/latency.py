@@ -1,0 +1,86 @@
+"""``outrider latency``: milliseconds per token of every target, draft and K, measured in turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
+from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.bench.run import Arm
+
+
+@flat
+def latency(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: Annotated[
+        str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.")
+    ] = "1-8",
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
+    seed: SeedOption = 0,
+    plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Measure target, drafts and pairs over 15 built-in prompts, arms in turn, after a warm-up."""
+    from outrider.bench.prompts import PROMPTS, WARM_UP
+    from outrider.bench.report import check_plot_file, plot_speed_up, summarise, table
+    from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
+
+    options = sampling.to_options(max_new_tokens=max_new_tokens, ignore_eos=True)
+    ks = parse_k(num_draft_tokens)
+    check_json_target(json_target)
+    if plot is not None:
+        check_plot_file(plot)
+    decoder = pair.load()
+    arms = _arms(pair, decoder, ks)
+    cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
+    warm_up(arms, WARM_UP, options)
+    measurements = []
+    with progress_bar("measurements", len(arms) * len(cases)) as advance:
+        for measurement in interleave(arms, cases, options):
+            measurements.append(measurement)
+            advance(1)
+    summaries = summarise(measurements, arms)
+    peak = peak_memory_bytes(decoder.target.device)
+    console = console_for(json_target)
+    console.print(table(summaries, f"{decoder.target.name}, {len(cases)} prompts, {max_new_tokens} tokens each"))
+    console.print(f"Times are mean ± standard deviation over the prompts; {_memory_text(peak)}.", style="dim")
+    if plot is not None:
+        plot_speed_up(summaries, plot, f"{decoder.target.name}, temperature {sampling.temperature:g}")
+        console.print(f"Plot: {plot}")
+    body: dict[str, Any] = {
+        "arms": [summary.to_json() for summary in summaries],
+        "baseline": arms[0].name,
+        "num_prompts": len(cases),
+        "peak_memory_bytes": peak,
+    }
+    settings = options_json(pair, options, num_draft_tokens=ks, seed=seed)
+    write_json(json_target, "latency", str(decoder.target.device), settings, body)
+
+
+def _memory_text(peak_bytes: int | None) -> str:
+    return "peak memory is not known" if peak_bytes is None else f"peak memory {peak_bytes / 2**20:.0f} MiB"
+
+
+def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
+    """The target alone (the baseline), each draft model alone, and each pair at each K."""
+    from outrider.bench.run import Arm
+    from outrider.drafters.model import ModelDrafter
+
+    alone = [Arm(f"{decoder.target.name} alone", decoder)]
+    pairs = []
+    for name in pair.draft_names:
+        drafter = pair.load_draft(decoder, name)
+        if isinstance(drafter, ModelDrafter):
+            alone.append(Arm(f"{name} alone", replace(decoder, target=drafter.lm), draft=name))
+        if name != "none":
+            with_draft = replace(decoder, drafter=drafter)
+            pairs += [Arm(f"{name}, K = {k}", with_draft, draft=name, num_draft_tokens=k) for k in ks]
+    return alone + pairs

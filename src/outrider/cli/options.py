@@ -1,0 +1,220 @@
+"""Options that several commands share, each defined once.
+
+A command takes a group of them as one parameter, ``pair: PairOptions``; ``flat`` spreads the fields of such groups into
+the signature that Typer reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from outrider.errors import OptionError
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.drafters.base import Drafter
+
+_MODELS, _SAMPLING, _MACHINE = "Models", "Sampling", "Machine"
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write one JSON document; '-' is standard output.")
+]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Target, drafts and machine."""
+
+    target: Annotated[str, typer.Option(help="Known name, folder or hub id.", rich_help_panel=_MODELS)] = "fable"
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Known name, folder, hub id, 'ngram' or 'none'. Repeat it to compare several. "
+            "Default: fable-draft for fable, else ngram.",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None
+    acceptance: Annotated[
+        str, typer.Option(help="Acceptance rule: rejection, block or gumbel.", rich_help_panel=_MODELS)
+    ] = "rejection"
+    models: Annotated[Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=_MODELS)] = (
+        None
+    )
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=_MACHINE)] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, float64, float32, bfloat16, float16. auto is float32 on the CPU, else the checkpoint's own.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=_MACHINE)
+    ] = None
+
+    @property
+    def draft_names(self) -> list[str]:
+        return list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
+
+    @property
+    def single_draft(self) -> str:
+        """For commands that use one.
+
+        Raises:
+            OptionError: several were given.
+        """
+        if len(self.draft_names) > 1:
+            raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
+        return self.draft_names[0]
+
+    def load(self) -> Decoder:
+        """The target, without a draft."""
+        import torch
+
+        from outrider.api import load
+
+        if self.threads is not None:
+            if self.threads < 1:
+                raise OptionError("--threads", self.threads, "a whole number >= 1")
+            torch.set_num_threads(self.threads)
+        return load(
+            self.target, device=self.device, dtype=self.dtype, acceptance=self.acceptance, models_file=self.models
+        )
+
+    def load_draft(self, decoder: Decoder, name: str) -> Drafter:
+        from outrider.api import load_drafter
+
+        return load_drafter(decoder, name, device=self.device, dtype=self.dtype, models_file=self.models)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the text is sampled; the names and meanings of ``outrider.Sampling``."""
+
+    temperature: Annotated[
+        float, typer.Option("-t", "--temperature", help="0 is greedy.", rich_help_panel=_SAMPLING)
+    ] = 1.0
+    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.", rich_help_panel=_SAMPLING)] = 0
+    top_p: Annotated[float, typer.Option(help="1.0 keeps all tokens.", rich_help_panel=_SAMPLING)] = 1.0
+    min_p: Annotated[float, typer.Option(help="0.0 keeps all tokens.", rich_help_panel=_SAMPLING)] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="1.0 is none.", rich_help_panel=_SAMPLING)] = 1.0
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(help="TOKEN_ID=BIAS, added to the logit. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None
+
+    def to_options(self, **more: Any) -> dict[str, Any]:
+        """Keyword arguments for a decoder, with ``more`` of them, checked before anything is loaded.
+
+        Raises:
+            OptionError
+        """
+        from outrider.flow import Sampling
+
+        options = {field.name: getattr(self, field.name) for field in fields(self)} | more
+        options["logit_bias"] = dict(_parse_bias(item) for item in self.logit_bias) if self.logit_bias else None
+        Sampling(**options)
+        return options
+
+
+@dataclass(frozen=True)
+class EndOptions:
+    """What ends a text."""
+
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", help="Most tokens to generate.", rich_help_panel=_SAMPLING)
+    ] = 128
+    stop: Annotated[
+        list[str] | None, typer.Option(help="String that ends the text. Repeatable.", rich_help_panel=_SAMPLING)
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=_SAMPLING)
+    ] = False
+
+    def to_options(self) -> dict[str, Any]:
+        """Keyword arguments for a decoder."""
+        return {"max_new_tokens": self.max_new_tokens, "stop": tuple(self.stop or ()), "ignore_eos": self.ignore_eos}
+
+
+SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=_SAMPLING)]
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise OptionError("--logit-bias", text, "write TOKEN_ID=BIAS, like 42=-5 or 42=-inf") from None
+
+
+def parse_k(text: str) -> list[int]:
+    """ "4", "1-8", "1,2,4" or "1-4,8" as whole numbers.
+
+    Raises:
+        OptionError
+    """
+    ks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= low <= high:
+            remedy = "whole numbers >= 1, like 4, 1-8 or 1,2,4 (for plain decoding use --draft none)"
+            raise OptionError("-k/--num-draft-tokens", text, remedy)
+        ks += range(low, high + 1)
+    return sorted(set(ks))
+
+
+def single_k(text: str) -> int:
+    """For commands that use one K.
+
+    Raises:
+        OptionError
+    """
+    ks = parse_k(text)
+    if len(ks) > 1:
+        raise OptionError("-k/--num-draft-tokens", text, "this command takes one number")
+    return ks[0]
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """Give Typer a signature in which each parameter that is an option group is replaced by the group's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        group = groups[parameter.name]
+        field_hints = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            assert field.default is not MISSING
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=field_hints[field.name],
+                )
+            )
+
+    @functools.wraps(command)
+    def flattened(**values: Any) -> None:
+        arguments = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**arguments, **values)
+
+    flattened.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flattened.__annotations__ = {p.name: p.annotation for p in parameters}
+    del flattened.__wrapped__  # or the signature of the command itself would be found
+    return flattened

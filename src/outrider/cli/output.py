@@ -1,0 +1,102 @@
+"""Where the output of commands goes: consoles, JSON documents, files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import FileError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.cli.options import PairOptions
+
+
+_FILE_WIDTH = 120  # of tables that go to a file or a pipe, which have no width of their own
+
+
+def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
+    """The console for what people read. With ``--json -`` it is standard error, so that the document stands alone.
+
+    Args:
+        has_colours: True writes them to a file or a pipe too (for ``less -R``); None only to a terminal.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=json_target == "-", highlight=False, force_terminal=has_colours)
+    if not console.file.isatty():
+        console.width = _FILE_WIDTH
+    return console
+
+
+@contextmanager
+def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal. Yields a function that takes the number of steps just done."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+        yield lambda steps: progress.advance(task, steps)
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work, not after it, that a file cannot be written.
+
+    Raises:
+        FileError
+    """
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+    if not existed:
+        path.unlink()
+
+
+def check_json_target(json_target: str | None) -> None:
+    """Raises FileError if the document could not be written later."""
+    if json_target not in (None, "-"):
+        check_writable(Path(str(json_target)))
+
+
+def write_json(
+    json_target: str | None, command: str, device: str, options: dict[str, Any], body: dict[str, Any]
+) -> None:
+    """Write the document of a command, if one was asked for. Its form is described in docs/json.md."""
+    if json_target is None:
+        return
+    from outrider.provenance import provenance
+
+    document = {"schema": f"outrider/{command}/1", "options": options, **body, "provenance": provenance(device)}
+    text = json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n"
+    if json_target == "-":
+        sys.stdout.write(text)
+    else:
+        try:
+            Path(json_target).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FileError(f"cannot write {json_target}: {error.strerror}") from None
+
+
+def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The options of a command, as they are written into its document."""
+    return {**asdict(pair), "draft": pair.draft_names, **sampling, **more}

@@ -1,0 +1,1 @@
+"""Task scores, plain and speculative on the same prompts."""

@@ -1,0 +1,101 @@
+"""Multiplication sheets: the task of llama-ssp's ``eval``.
+
+Three solved lines and one to solve; a success is a first line that is the product. The score means little by itself,
+but it is a number that a wrong acceptance rule would change.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.api import Decoder
+from outrider.flow import Stats, Timing
+from outrider.intervals import Interval, PairedDifference, paired_difference, wald, wilson
+
+_SOLVED = ((8, 12), (25, 4), (37, 85))
+_MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        solved = "".join(f"{a} * {b} = {a * b}\n" for a, b in _SOLVED)
+        return f"{solved}{self.a} * {self.b} = "
+
+    def is_solved_by(self, text: str) -> bool:
+        """Whether the first line of what was generated is the product, and nothing else."""
+        return text.split("\n", 1)[0].strip() == str(self.a * self.b)
+
+
+def problems(num_prompts: int, seed: int) -> list[Problem]:
+    """``num_prompts`` problems with factors from 1 to 99, the same for the same seed."""
+    generator = random.Random(seed)
+    return [Problem(generator.randint(1, 99), generator.randint(1, 99)) for _ in range(num_prompts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How one arm did. ``is_solved`` has one entry for each problem."""
+
+    is_solved: tuple[bool, ...]
+    answers: tuple[str, ...]
+    stats: Stats
+    timing: Timing
+
+    @property
+    def num_solved(self) -> int:
+        return sum(self.is_solved)
+
+    @property
+    def wald(self) -> Interval:
+        return wald(self.num_solved, len(self.is_solved))
+
+    @property
+    def wilson(self) -> Interval:
+        return wilson(self.num_solved, len(self.is_solved))
+
+
+def score(
+    decoder: Decoder,
+    sheet: Sequence[Problem],
+    *,
+    batch_size: int,
+    seed: int,
+    on_solved: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Score:
+    """Let a decoder solve the sheet.
+
+    Args:
+        seed: row i samples with seed + i.
+        on_solved: told the number of problems just done, for a progress bar.
+        options: sampling options; the budget and the stop string are set here.
+    """
+    answers: list[str] = []
+    stats, timing = Stats(), Timing()
+    for begin in range(0, len(sheet), batch_size):
+        batch = sheet[begin : begin + batch_size]
+        texts = [""] * len(batch)
+        seeds = [seed + begin + i for i in range(len(batch))]
+        prompts = [problem.prompt for problem in batch]
+        options |= {"seed": seeds, "stop": "\n", "max_new_tokens": _MAX_ANSWER_TOKENS}
+        for chunk in decoder.stream_many(prompts, **options):
+            texts[chunk.row] += chunk.text
+            stats, timing = stats + chunk.stats, timing + chunk.timing
+        answers += texts
+        if on_solved is not None:
+            on_solved(len(batch))
+    is_solved = tuple(problem.is_solved_by(text) for problem, text in zip(sheet, answers, strict=True))
+    return Score(is_solved, tuple(answers), stats, timing)
+
+
+def compare_scores(plain: Score, speculative: Score, margin: float) -> PairedDifference:
+    """Speculative minus plain, on the same problems."""
+    return paired_difference(plain.is_solved, speculative.is_solved, margin)

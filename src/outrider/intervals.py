@@ -1,0 +1,106 @@
+"""Means, ratios and proportions with their intervals. Numbers in, numbers out.
+
+Times on a shared machine drift, so arms are measured in turn and compared pair by pair: whatever is common to the two
+runs of a pair cancels in their ratio. Ratios of times are averaged as logarithms, where doubling and halving are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its confidence interval; no ends where a single value says nothing of the spread."""
+
+    value: float
+    low: float | None
+    high: float | None
+    level: float = 0.95
+
+    def to_json(self) -> dict[str, float | None]:
+        return {"value": self.value, "low": self.low, "high": self.high, "level": self.level}
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation (None for one value)."""
+    array = np.asarray(values, dtype=float)
+    return float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else None
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
+    """Geometric mean of the ratios of pairs, with the t interval of their logarithms."""
+    assert len(numerators) == len(denominators) > 0
+    logs = np.log(np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float))
+    mean = float(logs.mean())
+    if len(logs) == 1:
+        return Interval(math.exp(mean), None, None, level)
+    half = float(stats.t.ppf((1 + level) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), level)
+
+
+def wald(successes: int, trials: int, level: float = 0.95) -> Interval:
+    """Proportion with the normal interval, which is too narrow near 0 and 1; kept because others report it."""
+    rate = successes / trials
+    half = _z(level) * math.sqrt(rate * (1 - rate) / trials)
+    return Interval(rate, max(0.0, rate - half), min(1.0, rate + half), level)
+
+
+def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
+    """Proportion with the score interval of Wilson (1927), which holds its level for small counts too."""
+    interval = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
+    return Interval(successes / trials, float(interval.low), float(interval.high), level)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """Difference of two success rates on the same trials, second minus first.
+
+    Attributes:
+        only_first, only_second: trials in which just one of the two succeeded; all that the comparison rests on.
+        difference: with the normal interval of paired proportions.
+        margin: rates closer than this count as equivalent.
+        tost_p: p-value of the two one-sided tests against a difference of at least ``margin`` either way
+            (Schuirmann 1987). Below 0.05: equivalent within the margin.
+    """
+
+    only_first: int
+    only_second: int
+    difference: Interval
+    margin: float
+    tost_p: float
+
+    @property
+    def is_equivalent(self) -> bool:
+        return self.tost_p < 0.05
+
+
+def paired_difference(
+    first: Sequence[bool], second: Sequence[bool], margin: float, level: float = 0.95
+) -> PairedDifference:
+    """Compare two arms trial by trial.
+
+    With n trials and b, c the trials in which only one arm succeeded, the variance of (c - b)/n is estimated as
+    ((b + 1/2) + (c + 1/2) - (c - b)^2 / n) / n^2: half a trial is added to each, so that arms which agree everywhere do
+    not look infinitely certain.
+    """
+    n = len(first)
+    assert n == len(second) > 0 and margin > 0
+    only_first = sum(a and not b for a, b in zip(first, second, strict=True))
+    only_second = sum(b and not a for a, b in zip(first, second, strict=True))
+    value = (only_second - only_first) / n
+    se = math.sqrt(only_first + only_second + 1 - n * value**2) / n
+    half = _z(level) * se
+    tost_p = max(stats.norm.sf((value + margin) / se), stats.norm.sf((margin - value) / se))
+    return PairedDifference(
+        only_first, only_second, Interval(value, value - half, value + half, level), margin, float(tost_p)
+    )
+
+
+def _z(level: float) -> float:
+    return float(stats.norm.ppf((1 + level) / 2))
