@@ -32,7 +32,7 @@ def compare(
     num_draft_tokens: Annotated[
         str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.")
     ] = "4",
-    num_runs: Annotated[int, typer.Option(help="Runs of each arm, in turn. The first is shown.")] = 5,
+    num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the one that is shown.")] = 5,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
@@ -55,10 +55,12 @@ def compare(
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
     warm_up(arms, prompt, options)
+    # What is shown is not what is measured: drawing between the rounds would cool the caches of the arm with most rounds.
+    shown = _show_race(console, arms, Case(0, prompt, seed), options)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
-    measurements = _show_race(console, arms, cases[0], options)
-    with progress_bar("runs", (num_runs - 1) * len(arms)) as advance:
-        for measurement in interleave(arms, cases[1:], options):
+    measurements = []
+    with progress_bar("runs", num_runs * len(arms)) as advance:
+        for measurement in interleave(arms, cases, options):
             measurements.append(measurement)
             advance(1)
     summaries = summarise(measurements, arms)
@@ -69,7 +71,7 @@ def compare(
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
-        "texts": {m.arm.name: m.text for m in measurements if m.case.index == 0},
+        "texts": {m.arm.name: m.text for m in shown},
         "same_model_checks": checks,
     }
     settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, seed=seed)
@@ -91,7 +93,7 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
 
 
 def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
-    """Run the first case before the eyes of the reader: live panels on a terminal, plain text elsewhere."""
+    """Run the arms before the eyes of the reader: live panels on a terminal, plain text elsewhere."""
     from outrider.bench.run import measure
 
     if console.is_terminal:
@@ -158,7 +160,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
     title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; times in ms per token"
     table = Table(title=title, title_justify="left")
     parts = ("prefill", "draft", "verify", "rest")
-    for name in ("arm", "tokens/s", "tokens/round", "accepted", *parts):
+    for name in ("arm", "tok/s", "tok/round", "accepted", *parts):
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
     for summary in summaries:
         rate = summary.stats.draft_acceptance_rate
