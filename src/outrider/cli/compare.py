@@ -55,7 +55,7 @@ def compare(
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
     warm_up(arms, prompt, options)
-    # What is shown is not what is measured: drawing between the rounds would cool the caches of the arm with most rounds.
+    # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
     shown = _show_race(console, arms, Case(0, prompt, seed), options)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
     measurements = []
