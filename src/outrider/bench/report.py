@@ -90,36 +90,47 @@ def _summary(group: Sequence[Measurement], base: Sequence[Measurement], *, is_ba
     )
 
 
-def interval_text(interval: Interval | None, unit: str = "x") -> str:
-    """Like 1.31x [1.25, 1.38]; for a console, so the bracket is escaped."""
+def interval_text(interval: Interval | None) -> str:
+    """Like 1.31 [1.25, 1.38]; for a console, so the bracket is escaped."""
     if interval is None:
         return "-"
     ends = "" if interval.low is None else f" \\[{interval.low:.2f}, {interval.high:.2f}]"
-    return f"{interval.value:.2f}{unit}{ends}"
+    return f"{interval.value:.2f}{ends}"
 
 
-def pm_text(pair: tuple[float, float | None]) -> str:
-    """Like 5.31 ± 0.12."""
-    return f"{pair[0]:.2f}" + ("" if pair[1] is None else f" ± {pair[1]:.2f}")
+def pm_text(pair: tuple[float, float | None], digits: int) -> str:
+    """Like 5.31 ±0.12."""
+    return f"{pair[0]:.{digits}f}" + ("" if pair[1] is None else f" ±{pair[1]:.{digits}f}")
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table that fits 80 columns: the first column is text and gives way, the others are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for place, name in enumerate(columns):
+        is_text = place == 0
+        out.add_column(
+            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold", min_width=8 * is_text
+        )
+    return out
 
 
 def table(summaries: Sequence[ArmSummary], title: str) -> Table:
     """A table for people."""
-    from rich.table import Table
-
-    out = Table(title=title, title_justify="left")
-    for name in ("arm", "ms/token", "tok/s", "prefill ms", "speed-up, 95%", "tok/round", "accepted"):
-        out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
+    out = new_table(title, "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "accept", "prefill ms")
     for summary in summaries:
-        rate = summary.stats.draft_acceptance_rate
+        arm, rate = summary.arm, summary.stats.draft_acceptance_rate
         out.add_row(
-            summary.arm.name,
-            pm_text(summary.ms_per_token),
-            f"{summary.tokens_per_s:.1f}",
-            pm_text(summary.prefill_ms),
+            arm.label,
+            "-" if arm.num_draft_tokens is None else str(arm.num_draft_tokens),
+            pm_text(summary.ms_per_token, 2),
+            f"{summary.tokens_per_s:.0f}",
             interval_text(summary.speed_up),
             f"{summary.stats.mean_acceptance_length or 1:.2f}",
             "-" if rate is None else f"{rate:.0%}",
+            pm_text(summary.prefill_ms, 1),
         )
     return out
 
@@ -148,16 +159,17 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    drafts = dict.fromkeys(s.arm.draft for s in summaries if s.speed_up is not None and s.arm.num_draft_tokens)
-    for draft in drafts:
-        points = [s for s in summaries if s.arm.draft == draft and s.speed_up is not None]
-        ks = [s.arm.num_draft_tokens or 0 for s in points]
-        speed_ups = [s.speed_up for s in points if s.speed_up is not None]
-        values = [i.value for i in speed_ups]
-        bars = None
-        if all(i.low is not None for i in speed_ups):
-            bars = [[i.value - (i.low or 0) for i in speed_ups], [(i.high or 0) - i.value for i in speed_ups]]
-        axes.errorbar(ks, values, yerr=bars, marker="o", capsize=3, label=draft)
+    by_draft: dict[str, list[tuple[int, Interval]]] = {}
+    for summary in summaries:
+        if summary.arm.draft and summary.arm.num_draft_tokens and summary.speed_up:
+            by_draft.setdefault(summary.arm.draft, []).append((summary.arm.num_draft_tokens, summary.speed_up))
+    for draft, points in by_draft.items():
+        values = [interval.value for _, interval in points]
+        bars = [
+            [interval.value - (interval.low or interval.value) for _, interval in points],
+            [(interval.high or interval.value) - interval.value for _, interval in points],
+        ]
+        axes.errorbar([k for k, _ in points], values, yerr=bars, marker="o", capsize=3, label=draft)
     axes.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="plain decoding")
     axes.set_xlabel("drafted tokens per round, K")
     axes.set_ylabel("speed-up over plain decoding (95% interval)")

@@ -33,6 +33,11 @@ class Arm:
     draft: str | None = None
     num_draft_tokens: int | None = None
 
+    @property
+    def label(self) -> str:
+        """For tables that have K in a column of its own."""
+        return self.name if self.num_draft_tokens is None else str(self.draft)
+
     def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Chunk]:
         return self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
 

@@ -152,33 +152,31 @@ def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dic
 
 
 def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
-    from rich.table import Table
-
-    from outrider.bench.report import interval_text
+    from outrider.bench.report import interval_text, new_table
 
     num_runs = summaries[0].num_cases
     title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; times in ms per token"
-    table = Table(title=title, title_justify="left")
     parts = ("prefill", "draft", "verify", "rest")
-    for name in ("arm", "tok/s", "tok/round", "accepted", *parts):
-        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm")
+    table = new_table(title, "arm", "K", "tok/s", "tau", "accept", *parts)
     for summary in summaries:
         rate = summary.stats.draft_acceptance_rate
         times = summary.timing.to_json()
         num_tokens = summary.stats.num_generated_tokens
         table.add_row(
-            summary.arm.name,
+            summary.arm.label,
+            "-" if summary.arm.num_draft_tokens is None else str(summary.arm.num_draft_tokens),
             f"{num_tokens / summary.timing.total_s:.1f}",
             f"{summary.stats.mean_acceptance_length or 1:.2f}",
             "-" if rate is None else f"{rate:.0%}",
             *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
         )
     console.print(table)
+    console.print("tau: tokens per round", style="dim")
     for summary in summaries[1:]:
         assert summary.total_speed_up is not None
         mean, std = summary.total_ms_per_token
         console.print(
-            f"{summary.arm.name}: [bold]{interval_text(summary.total_speed_up)}[/] as fast as plain "
+            f"{summary.arm.name}: [bold]{interval_text(summary.total_speed_up)}[/] times as fast as plain "
             f"({mean:.2f} against {summaries[0].total_ms_per_token[0]:.2f} ms/token"
             + (f", standard deviation {std:.2f}" if std is not None else "")
             + ")"

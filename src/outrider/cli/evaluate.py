@@ -50,6 +50,7 @@ def multiplication(
         raise OptionError("--draft", draft, "there would be nothing to compare: choose a model or ngram")
     check_json_target(json_target)
 
+    from outrider.bench.report import new_table
     from outrider.evals.multiplication import compare_scores, problems, score
 
     decoder = pair.load()
@@ -64,26 +65,23 @@ def multiplication(
             scores[name] = score(arm, sheet, batch_size=batch_size, seed=seed, on_solved=advance, **options)
     paired = compare_scores(scores["plain"], scores["speculative"], margin)
 
-    from rich.table import Table
-
     console = console_for(json_target)
-    table = Table(title=f"{decoder.target.name} with {draft}, K = {k}, {decoder.acceptance}", title_justify="left")
-    for column in ("arm", "solved", "rate", "95% Wald", "95% Wilson", "tokens/s", "tokens/round"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
+    title = f"{decoder.target.name} with {draft}, K = {k}, {decoder.acceptance}"
+    table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tok/s", "tau")
     for name, result in scores.items():
         table.add_row(
             name,
             f"{result.num_solved} of {num_prompts}",
             f"{result.wald.value:.1%}",
-            f"[{result.wald.low:.1%}, {result.wald.high:.1%}]".replace("[", "\\["),
-            f"[{result.wilson.low:.1%}, {result.wilson.high:.1%}]".replace("[", "\\["),
+            f"{result.wald.low:.1%} to {result.wald.high:.1%}",
+            f"{result.wilson.low:.1%} to {result.wilson.high:.1%}",
             f"{result.stats.num_generated_tokens / result.timing.total_s:.0f}",
             f"{result.stats.mean_acceptance_length or 1:.2f}",
         )
     console.print(table)
     difference = paired.difference
     console.print(
-        f"Speculative minus plain: {difference.value:+.1%}, 95% \\[{difference.low:+.1%}, {difference.high:+.1%}]; "
+        f"Speculative minus plain: {difference.value:+.1%}, 95% {difference.low:+.1%} to {difference.high:+.1%}; "
         f"solved by one arm only: {paired.only_first} plain, {paired.only_second} speculative."
     )
     verdict = "equivalent" if paired.is_equivalent else "not shown to be equivalent (more prompts may decide)"

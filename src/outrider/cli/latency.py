@@ -51,7 +51,9 @@ def latency(
     peak = peak_memory_bytes(decoder.target.device)
     console = console_for(json_target)
     console.print(table(summaries, f"{decoder.target.name}, {len(cases)} prompts, {max_new_tokens} tokens each"))
-    console.print(f"Times are mean ± standard deviation over the prompts; {_memory_text(peak)}.", style="dim")
+    console.print(
+        f"mean ± standard deviation over the prompts; tau: tokens per round; {_memory_text(peak)}", style="dim"
+    )
     if plot is not None:
         plot_speed_up(summaries, plot, f"{decoder.target.name}, temperature {sampling.temperature:g}")
         console.print(f"Plot: {plot}")

@@ -49,14 +49,14 @@ def models(
             }
         rows.append(row)
 
+    from rich import box
     from rich.table import Table
 
     console = console_for(json_target)
-    table = Table(
-        title=f"weights and cache in {dtype}, cache for {batch_size} x {context} tokens", title_justify="left"
-    )
-    for column in ("name", "parameters", "context", "weights", "cache", "from"):
-        is_text = column in ("name", "from")
+    title = f"cache for {batch_size} x {context} tokens, at most the model's context"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for column in ("name", "parameters", "context", "weights", "cache", "dtype", "from"):
+        is_text = column in ("name", "dtype", "from")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "from", overflow="fold")
     for row in rows:
         table.add_row(
@@ -65,6 +65,7 @@ def models(
             f"{row['context_len']}" if "context_len" in row else "-",
             _size(row.get("weights_bytes")),
             _size(row.get("cache_bytes")),
+            row["dtype"],
             row["about"] or row["location"],
         )
     console.print(table)
