@@ -1,8 +1,8 @@
 """Randomness as a pure function of (seed, position, offset, use).
 
 A counter-based generator has no state to carry, so that noise can be made anywhere, in any order and for any subset of
-the rows, and is the same on every device. The generator is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random
-Numbers: As Easy as 1, 2, 3; SC 2011), written in tensor operations.
+the rows, and its words are the same on every device. The generator is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw:
+Parallel Random Numbers: As Easy as 1, 2, 3; SC 2011), written in tensor operations.
 
 Two kinds of keys, for two kinds of rules:
 

@@ -46,6 +46,9 @@ class Settings:
             # float32 everywhere: the numbers are the same whatever the dtype of the logits.
             return torch.tensor(values, dtype=torch.float32, device=device)
 
+        # A temperature that float32 would round to 0 must not become greedy by accident.
+        tiny = torch.finfo(torch.float32).tiny
+        temperatures = [max(row.temperature, tiny) if row.temperature > 0 else 0.0 for row in rows]
         top_k = [min(row.top_k or vocab_size, vocab_size) for row in rows]
         bias = None
         if any(row.logit_bias for row in rows):
@@ -56,7 +59,7 @@ class Settings:
                         raise OptionError("logit_bias", token_id, f"token ids are below {vocab_size}")
                     bias[index, token_id] = value
         return cls(
-            temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
+            temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
             top_k=None if min(top_k) == vocab_size else torch.tensor(top_k, device=device),
             top_p=column([row.top_p for row in rows], 1.0),
             min_p=column([row.min_p for row in rows], 0.0),
@@ -70,6 +73,17 @@ class Settings:
 def wide(x: Tensor) -> Tensor:
     """In float64, where the device has it."""
     return x if x.device.type == "mps" else x.to(torch.float64)
+
+
+def wide_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension, in float64 where the device has it. [..., V] -> [...]"""
+    return x.sum(dim=-1, dtype=None if x.device.type == "mps" else torch.float64)
+
+
+def normalised(rows: Tensor) -> Tensor:
+    """Rows that sum to 1, in float64 where the device has it; rows of zeros stay. [..., V]"""
+    total = wide_sum(rows)[..., None]
+    return wide(rows) / torch.where(total > 0, total, 1.0)
 
 
 def is_finite(logits: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from outrider.flow import Draft, Verdict
 from outrider.noise import RoundUniforms, gumbels, round_uniforms
-from outrider.probs import draw, draw_gumbel, one_hot, wide
+from outrider.probs import draw, draw_gumbel, normalised, one_hot, wide, wide_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ def _draft_probs(target_probs: Tensor, draft: Draft) -> Tensor:
 
 def _at(probs: Tensor, ids: Tensor) -> Tensor:
     """probs [B, K, V] at ids [B, K] -> [B, K] in float64 (the comparison with u must not round)."""
-    return wide(probs.gather(-1, ids[..., None]).squeeze(-1))
+    # A softmax in float32 sums to 1 only up to 1e-6.
+    return wide(probs.gather(-1, ids[..., None]).squeeze(-1)) / wide_sum(probs)
 
 
 def _is_drafted(draft: Draft) -> Tensor:
@@ -75,7 +76,7 @@ def _row_at(rows: Tensor, index: Tensor) -> Tensor:
 def residual(target_rows: Tensor, draft_rows: Tensor) -> Tensor:
     """(p - q)+, not normalised. Where it is zero everywhere (p = q up to rounding: nothing can be rejected but by
     rounding) it is p. [..., V] in float64"""
-    p, q = wide(target_rows), wide(draft_rows)
+    p, q = normalised(target_rows), normalised(draft_rows)
     rest = (p - q).clamp_min_(0.0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
@@ -112,7 +113,7 @@ def _draft_row(draft_probs: Tensor, index: Tensor, is_there: Tensor) -> Tensor:
     num_rows, k, vocab_size = draft_probs.shape
     if k == 0:
         return draft_probs.new_zeros(num_rows, vocab_size)
-    return _row_at(draft_probs, index.clamp_max(k - 1)) * is_there[:, None]
+    return torch.where(is_there[:, None], _row_at(draft_probs, index.clamp_max(k - 1)), 0.0)
 
 
 def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
@@ -134,8 +135,10 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
         weights.append((weights[-1] * p_x[:, i] / q_x[:, i]).clamp_max(1.0))
     w = torch.stack(weights, dim=1)  # [B, K+1]
     is_drafted = _is_drafted(draft)
-    q_next = torch.cat((draft_probs * is_drafted[..., None], torch.zeros_like(target_probs[:, :1])), dim=1)
-    rest = (w[..., None] * wide(target_probs) - wide(q_next)).clamp_min_(0.0)  # [B, K+1, V]
+    q_next = torch.where(is_drafted[..., None], normalised(draft_probs), 0.0)
+    rest = w[..., None] * normalised(target_probs)  # [B, K+1, V]
+    rest[:, :-1] -= q_next
+    rest.clamp_min_(0.0)
     rest_mass = rest[:, 1:].sum(-1)  # R_1 .. R_K
     w_tail = w[:, 1:]
     is_last = torch.arange(1, k + 1, device=w.device) == draft.num_drafted[:, None]

@@ -108,7 +108,7 @@ def new_table(title: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    out = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    out = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for place, name in enumerate(columns):
         is_text = place == 0
         out.add_column(
@@ -119,17 +119,16 @@ def new_table(title: str, *columns: str) -> Table:
 
 def table(summaries: Sequence[ArmSummary], title: str) -> Table:
     """A table for people."""
-    out = new_table(title, "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "accept", "prefill ms")
+    out = new_table(title, "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "prefill ms")
     for summary in summaries:
-        arm, rate = summary.arm, summary.stats.draft_acceptance_rate
+        arm = summary.arm
         out.add_row(
             arm.label,
-            "-" if arm.num_draft_tokens is None else str(arm.num_draft_tokens),
+            str(arm.num_draft_tokens or "alone"),
             pm_text(summary.ms_per_token, 2),
             f"{summary.tokens_per_s:.0f}",
             interval_text(summary.speed_up),
             f"{summary.stats.mean_acceptance_length or 1:.2f}",
-            "-" if rate is None else f"{rate:.0%}",
             pm_text(summary.prefill_ms, 1),
         )
     return out

@@ -36,7 +36,7 @@ class Arm:
     @property
     def label(self) -> str:
         """For tables that have K in a column of its own."""
-        return self.name if self.num_draft_tokens is None else str(self.draft)
+        return self.draft or self.decoder.target.name
 
     def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Chunk]:
         return self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)

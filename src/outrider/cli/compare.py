@@ -164,7 +164,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
         num_tokens = summary.stats.num_generated_tokens
         table.add_row(
             summary.arm.label,
-            "-" if summary.arm.num_draft_tokens is None else str(summary.arm.num_draft_tokens),
+            str(summary.arm.num_draft_tokens or "plain"),
             f"{num_tokens / summary.timing.total_s:.1f}",
             f"{summary.stats.mean_acceptance_length or 1:.2f}",
             "-" if rate is None else f"{rate:.0%}",

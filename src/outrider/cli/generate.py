@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from outrider.cli.output import (
     check_json_target,
     check_writable,
     console_for,
+    json_text,
     options_json,
     progress_bar,
     write_json,
@@ -172,7 +172,7 @@ class _Run:
                     for i, row_chunks in enumerate(chunks):
                         row = self._row(start + i, row_chunks)
                         self.rows.append(row)
-                        stream.write(json.dumps(row | {"settings": settings}, ensure_ascii=False) + "\n")
+                        stream.write(json_text(row | {"settings": settings}))
                     stream.flush()
             except KeyboardInterrupt:
                 self.is_interrupted = True

@@ -54,7 +54,7 @@ def models(
 
     console = console_for(json_target)
     title = f"cache for {batch_size} x {context} tokens, at most the model's context"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("name", "parameters", "context", "weights", "cache", "dtype", "from"):
         is_text = column in ("name", "dtype", "from")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "from", overflow="fold")

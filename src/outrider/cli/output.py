@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,7 +88,7 @@ def write_json(
     from outrider.provenance import provenance
 
     document = {"schema": f"outrider/{command}/1", "options": options, **body, "provenance": provenance(device)}
-    text = json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n"
+    text = json_text(document, indent=2)
     if json_target == "-":
         sys.stdout.write(text)
     else:
@@ -97,6 +98,23 @@ def write_json(
             raise FileError(f"cannot write {json_target}: {error.strerror}") from None
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON with a newline; numbers that JSON does not have (NaN, infinities) become null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {str(key): plain(inner) for key, inner in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(inner) for inner in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The options of a command, as they are written into its document."""
-    return {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
+    """The options of a command, as they are written into its document and read back from it."""
+    options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
+    if sampling["logit_bias"] is not None:
+        options["logit_bias"] = [f"{token_id}={bias:g}" for token_id, bias in sampling["logit_bias"].items()]
+    back: dict[str, Any] = json.loads(json_text(options))
+    return back
