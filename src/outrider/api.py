@@ -10,12 +10,15 @@ The stream is the primitive; ``generate`` gathers it.
 from __future__ import annotations
 
 import difflib
+import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from outrider.decode import decode
 from outrider.drafters.base import Drafter, NoDrafter
@@ -148,6 +151,7 @@ class Decoder:
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             sampling = _row_sampling(options, index, len(prompts))
+            self._check_bias(sampling.logit_bias or {})
             if sampling.stop and self.tokenizer is None:
                 raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
             detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
@@ -155,6 +159,13 @@ class Decoder:
             requests.append(Request(ids, sampling, text))
             texts.append(text)
         return requests, texts
+
+    def _check_bias(self, bias: Mapping[int, float]) -> None:
+        vocab_size = self.target.vocab_size
+        if max(bias, default=0) >= vocab_size:
+            raise OptionError("logit_bias", max(bias), f"token ids are below {vocab_size}")
+        if sum(value == -math.inf for value in bias.values()) == vocab_size:
+            raise OptionError("logit_bias", -math.inf, "it forbids every token")
 
 
 def _check_acceptance(name: str) -> str:
@@ -303,5 +314,8 @@ def _checkpoint(
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
         return load_checkpoint(resolve(str(model), models_file), device=device, dtype=dtype)
-    name = model.config.name_or_path or type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None or not isinstance(model, torch.nn.Module):
+        raise OptionError("model", model, "a name, a folder, a hub id, or a Hugging Face model in memory")
+    name = config.name_or_path or type(model).__name__
     return Checkpoint(name, model, tokenizer)

@@ -28,6 +28,9 @@ FinishReason = Literal["eos", "stop", "length"]
 """``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full."""
 
 
+_MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one row is sampled. Order and meaning are those of Hugging Face's processors: logit_bias,
@@ -72,16 +75,23 @@ class Sampling:
             "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number > 0; 1.0 is none", is_low_open=True
         )
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
             for token_id, bias in self.logit_bias.items():
                 _check_integer("logit_bias", token_id, 0, "its keys are token ids")
-                if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                    raise OptionError("logit_bias", bias, "each value is a finite number, or -inf")
+                is_number = isinstance(bias, (int, float)) and (abs(bias) <= _MAX_BIAS or bias == -math.inf)
+                if not is_number:
+                    raise OptionError(
+                        "logit_bias", bias, f"each value is a finite number, or -inf (at most {_MAX_BIAS:g})"
+                    )
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
             if self.seed >= 2**63:
                 raise OptionError("seed", self.seed, "a whole number, 0 <= seed < 2**63")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if not isinstance(self.stop, Sequence):
+            raise OptionError("stop", self.stop, "a string, or several")
         for string in self.stop:
             if not isinstance(string, str) or not string:
                 raise OptionError("stop", string, "stop strings are not empty")

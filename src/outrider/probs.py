@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.errors import OptionError
 from outrider.flow import Sampling
 
 
@@ -36,10 +35,6 @@ class Settings:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
-        """Raises:
-        OptionError: a bias for a token that is not in the vocabulary.
-        """
-
         def column(values: list[float], neutral: float) -> Tensor | None:
             if all(value == neutral for value in values):
                 return None
@@ -55,8 +50,6 @@ class Settings:
             bias = torch.zeros(len(rows), vocab_size, device=device)
             for index, row in enumerate(rows):
                 for token_id, value in (row.logit_bias or {}).items():
-                    if token_id >= vocab_size:
-                        raise OptionError("logit_bias", token_id, f"token ids are below {vocab_size}")
                     bias[index, token_id] = value
         return cls(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),

@@ -30,6 +30,10 @@ def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer: load the model with one, or give token ids")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt has half a character at {error.start} (a lone surrogate)") from None
         # verbose=False: a prompt that is too long is an error of ours, with a remedy, not a warning.
         ids = [int(i) for i in tokenizer(prompt, verbose=False).input_ids]
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -49,7 +53,14 @@ def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
 def _encode_chat(tokenizer: Any | None, messages: Any) -> list[int]:
     if tokenizer is None or not tokenizer.chat_template:
         raise PromptError("this model has no chat template: give the prompt as text")
-    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    from jinja2 import TemplateError
+
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise PromptError(f"the model's chat template does not take these messages: {error}") from None
     return [int(i) for i in ids]
 
 
@@ -64,22 +75,29 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._context = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # tokens whose text is out already
-        self._pending: list[int] = []  # tokens whose text is not
+        self._pending: list[int] = []  # tokens whose text is not, or not all of it
+        self._num_given = 0  # characters of the pending tokens that are out
 
     def push(self, token_id: int) -> str:
         """The text that has become certain, which may be none."""
         self._pending.append(token_id)
         text = self._new_text()
-        if not text or text.endswith(_UNFINISHED):
-            return ""
-        self._context, self._pending = self._pending, []
-        return text
+        certain = text.rstrip(_UNFINISHED)
+        piece = certain[self._num_given :]
+        if certain == text != "":
+            self._settle()
+        else:
+            self._num_given = len(certain)
+        return piece
 
     def flush(self) -> str:
         """What is left at the end, half characters included."""
-        text = self._new_text() if self._pending else ""
-        self._context, self._pending = self._pending, []
-        return text
+        piece = self._new_text()[self._num_given :]
+        self._settle()
+        return piece
+
+    def _settle(self) -> None:
+        self._context, self._pending, self._num_given = self._pending or self._context, [], 0
 
     def _new_text(self) -> str:
         before = self._decode(self._context)

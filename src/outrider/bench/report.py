@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.run import Arm, Measurement
 from outrider.errors import FileError, MissingExtra
+from outrider.files import check_writable
 from outrider.flow import Stats, Timing
 from outrider.intervals import Interval, mean_std, paired_ratio
 
@@ -145,6 +146,7 @@ def check_plot_file(path: Path) -> None:
         raise FileError(f"cannot plot to {path}: the name must end in {', '.join(PLOT_FORMATS)}")
     if not path.parent.is_dir():
         raise FileError(f"cannot write {path}: there is no folder {path.parent}")
+    check_writable(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -37,10 +37,10 @@ def compare(
     json_target: JsonOption = None,
 ) -> None:
     """Race plain against speculative decoding, and say how much faster it is, with an interval."""
-    options = sampling.to_options(**end.to_options())
     ks = parse_k(num_draft_tokens)
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
+    options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
     if pair.draft_names == ["none"]:
         raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
     if not prompt.strip():
@@ -74,7 +74,7 @@ def compare(
         "texts": {m.arm.name: m.text for m in shown},
         "same_model_checks": checks,
     }
-    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, seed=seed)
+    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs)
     write_json(json_target, "compare", str(decoder.target.device), settings, body)
     if not all(check["is_ok"] for check in checks):
         raise typer.Exit(1)
@@ -190,10 +190,10 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     from outrider.bench.run import count_rejections
     from outrider.models.registry import resolve
 
-    location = resolve(pair.target, pair.models).location
+    target = resolve(pair.target, pair.models)
     checks = []
     for name in pair.draft_names:
-        if name in ("none", "ngram") or resolve(name, pair.models).location != location:
+        if name in ("none", "ngram") or not resolve(name, pair.models).is_same_model(target):
             continue
         ratios = [ratio for m in measurements if m.arm.draft == name for ratio in m.rejected_ratios]
         num_rounding, worst = count_rejections(ratios, decoder.target.dtype)

@@ -38,7 +38,6 @@ def multiplication(
     json_target: JsonOption = None,
 ) -> None:
     """Multiplication sheets: is the first line after "a * b = " the product?"""
-    options = sampling.to_options()
     k, draft = single_k(num_draft_tokens), pair.single_draft
     if num_prompts < 1:
         raise OptionError("--num-prompts", num_prompts, "a whole number >= 1")
@@ -48,6 +47,7 @@ def multiplication(
         raise OptionError("--margin", margin, "a number between 0 and 1")
     if draft == "none":
         raise OptionError("--draft", draft, "there would be nothing to compare: choose a model or ngram")
+    options = sampling.to_options(seed=seed, num_seeds=num_prompts)
     check_json_target(json_target)
 
     from outrider.bench.report import new_table
@@ -62,7 +62,7 @@ def multiplication(
     scores: dict[str, Score] = {}
     with progress_bar("problems", len(arms) * num_prompts) as advance:
         for name, arm in arms.items():
-            scores[name] = score(arm, sheet, batch_size=batch_size, seed=seed, on_solved=advance, **options)
+            scores[name] = score(arm, sheet, batch_size=batch_size, on_solved=advance, **options)
     paired = compare_scores(scores["plain"], scores["speculative"], margin)
 
     console = console_for(json_target)
@@ -97,7 +97,7 @@ def multiplication(
         ],
     }
     settings = options_json(
-        pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size, margin=margin, seed=seed
+        pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size, margin=margin
     )
     write_json(json_target, "eval-multiplication", str(decoder.target.device), settings, body)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -15,14 +15,14 @@ from outrider.cli.jsonl import read_finished, read_prompts
 from outrider.cli.options import EndOptions, JsonOption, PairOptions, SamplingOptions, flat, single_k
 from outrider.cli.output import (
     check_json_target,
-    check_writable,
     console_for,
     json_text,
     options_json,
     progress_bar,
     write_json,
 )
-from outrider.errors import FileError, OptionError, PromptError
+from outrider.errors import FileError, NumericsError, OptionError, PromptError
+from outrider.files import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,9 +62,7 @@ def generate(
     json_target: JsonOption = None,
 ) -> None:
     """Continue a text, printing it as it comes; or continue every prompt of a file."""
-    options = sampling.to_options(**end.to_options(), logprobs=logprobs, seed=seed)
     draft, k = pair.single_draft, single_k(num_draft_tokens)
-    settings = options_json(pair, options, draft=draft, num_draft_tokens=k, chat=chat)
     if batch_size < 1:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
     if prompts is None and (output is not None or batch_size > 1):
@@ -74,6 +72,8 @@ def generate(
     check_json_target(json_target)
     numbered = read_prompts(prompts) if prompts is not None else [(1, _read_prompt(prompt))]
     texts = [text for _, text in numbered]
+    options = sampling.to_options(seed=seed, num_seeds=len(texts), logprobs=logprobs, **end.to_options())
+    settings = options_json(pair, options, draft=draft, num_draft_tokens=k, chat=chat)
     num_finished = 0
     if output is not None:
         check_writable(output)
@@ -92,11 +92,9 @@ def generate(
     run = _Run(decoder, inputs, texts, options, first_seed)
     if prompts is None:
         run.show(console_for(json_target, has_colours=show_origin or None), show_origin)
-    elif output is not None:
-        with output.open("a", encoding="utf-8") as stream:
-            run.write(stream, settings, num_finished, batch_size)
     else:
-        run.write(sys.stderr if json_target == "-" else sys.stdout, settings, 0, batch_size)
+        stream = sys.stderr if json_target == "-" else sys.stdout
+        run.write(output or stream, settings, num_finished, batch_size, [number for number, _ in numbered])
     print(run.summary(), file=sys.stderr)
     write_json(json_target, "generate", str(decoder.target.device), settings, run.to_json())
     if run.is_interrupted:
@@ -155,27 +153,48 @@ class _Run:
             console.print(legend)
         self.rows.append(self._row(0, chunks))
 
-    def write(self, stream: TextIO, settings: dict[str, Any], begin: int, batch_size: int) -> None:
+    def write(
+        self,
+        output: Path | TextIO,
+        settings: dict[str, Any],
+        begin: int,
+        batch_size: int,
+        line_numbers: Sequence[int],
+    ) -> None:
         """Write a line of JSON for each prompt from ``begin`` on, in order, a batch at a time."""
         num_prompts = len(self.inputs)
         with progress_bar("prompts", num_prompts, begin) as advance:
-            try:
-                for start in range(begin, num_prompts, batch_size):
-                    batch = self.inputs[start : start + batch_size]
-                    chunks: list[list[Chunk]] = [[] for _ in batch]
-                    seeds = [self.seed + start + i for i in range(len(batch))]
-                    for chunk in self.decoder.stream_many(batch, **self.options | {"seed": seeds}):
-                        chunks[chunk.row].append(chunk)
-                        self._count(chunk)
-                        if chunk.finish_reason is not None:
-                            advance(1)
-                    for i, row_chunks in enumerate(chunks):
-                        row = self._row(start + i, row_chunks)
-                        self.rows.append(row)
-                        stream.write(json_text(row | {"settings": settings}))
-                    stream.flush()
-            except KeyboardInterrupt:
-                self.is_interrupted = True
+            for start in range(begin, num_prompts, batch_size):
+                end = min(start + batch_size, num_prompts)
+                try:
+                    rows = self._generate(start, end, advance)
+                except KeyboardInterrupt:
+                    self.is_interrupted = True
+                    return
+                except NumericsError as error:
+                    where = f"lines {line_numbers[start]} to {line_numbers[end - 1]}"
+                    if end == start + 1:
+                        where = f"line {line_numbers[start]}"
+                    raise NumericsError(f"{where}: {error}") from None
+                self.rows += rows
+                text = "".join(json_text(row | {"settings": settings}) for row in rows)
+                if isinstance(output, Path):
+                    with output.open("a", encoding="utf-8") as stream:
+                        stream.write(text)
+                else:
+                    output.write(text)
+                    output.flush()
+
+    def _generate(self, start: int, end: int, advance: Callable[[int], None]) -> list[dict[str, Any]]:
+        """Generate for the prompts start <= index < end, as one batch."""
+        chunks: list[list[Chunk]] = [[] for _ in range(start, end)]
+        seeds = [self.seed + index for index in range(start, end)]
+        for chunk in self.decoder.stream_many(self.inputs[start:end], **self.options | {"seed": seeds}):
+            chunks[chunk.row].append(chunk)
+            self._count(chunk)
+            if chunk.finish_reason is not None:
+                advance(1)
+        return [self._row(start + i, row_chunks) for i, row_chunks in enumerate(chunks)]
 
     def _count(self, chunk: Chunk) -> None:
         self.stats, self.timing = self.stats + chunk.stats, self.timing + chunk.timing

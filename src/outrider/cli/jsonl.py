@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
+from outrider.files import read_bytes, read_text
+
+_ROW_BEGINS = b'{"index": '  # so does every line that ``generate --output`` writes
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
@@ -18,58 +22,45 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
     Raises:
         FileError: with file and line number.
     """
-    text = _read_text(path)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if not lines:
+    # Not splitlines(), which also splits at characters that may stand within a line of JSON.
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
         raise FileError(f"{path} has no prompts in it")
-    if not lines[0][1].lstrip().startswith("{"):
-        return lines
-    return [(number, _prompt_of(path, number, line)) for number, line in lines]
+    if not numbered[0][1].lstrip().startswith("{"):
+        return numbered
+    return [(number, _prompt_of(path, number, line)) for number, line in numbered]
 
 
 def _prompt_of(path: Path, number: int, line: str) -> str:
-    row = _parse_row(path, number, line)
-    prompt = row.get("prompt")
+    prompt = _parse_row(path, number, line).get("prompt")
     if not isinstance(prompt, str):
         raise FileError(f"{path}, line {number}: there is no text under the key 'prompt'")
     return prompt
 
 
-def _parse_row(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_row(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise FileError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}, line {number}: not UTF-8") from None
     if not isinstance(row, dict):
         raise FileError(f"{path}, line {number}: not a JSON object")
     return row
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise FileError(
-            f"{path}, line {line}: not UTF-8 (byte {error.start}): convert it, with iconv for example"
-        ) from None
-
-
-def read_finished(path: Path, prompts: list[str], settings: dict[str, Any]) -> int:
+def read_finished(path: Path, prompts: Sequence[str], settings: dict[str, Any]) -> int:
     """How many prompts an earlier, interrupted run has written to its output. A half-written last line is cut off.
 
     Raises:
-        FileError: the file is not the beginning of this run's output: another prompt, or other settings.
+        FileError: the file is not the beginning of this run's output: it has another prompt, or other settings, or it
+            is no output at all. Then it is left as it is.
     """
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.exists():
         return 0
-    text = _read_text(path)
-    whole, end, _ = text.rpartition("\n")
-    if whole + end != text:
-        path.write_text(whole + end, encoding="utf-8")
-    lines = whole.splitlines()
+    *lines, half = read_bytes(path).split(b"\n")
     for index, line in enumerate(lines):
         row = _parse_row(path, index + 1, line)
         expected = {"index": index, "prompt": prompts[index] if index < len(prompts) else None, "settings": settings}
@@ -79,4 +70,11 @@ def read_finished(path: Path, prompts: list[str], settings: dict[str, Any]) -> i
                 f"{path}, line {index + 1} comes from another run (its {', '.join(differing)} differ): "
                 "choose another output file, or remove this one"
             )
+    if half:
+        if not half.startswith(_ROW_BEGINS) and not _ROW_BEGINS.startswith(half):
+            raise FileError(
+                f"{path}, line {len(lines) + 1} was not written by this command: choose another output file"
+            )
+        with path.open("r+b") as stream:
+            stream.truncate(path.stat().st_size - len(half))
     return len(lines)

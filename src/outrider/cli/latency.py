@@ -33,7 +33,7 @@ def latency(
     from outrider.bench.report import check_plot_file, plot_speed_up, summarise, table
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
-    options = sampling.to_options(max_new_tokens=max_new_tokens, ignore_eos=True)
+    options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
     check_json_target(json_target)
     if plot is not None:
@@ -63,7 +63,7 @@ def latency(
         "num_prompts": len(cases),
         "peak_memory_bytes": peak,
     }
-    settings = options_json(pair, options, num_draft_tokens=ks, seed=seed)
+    settings = options_json(pair, options, num_draft_tokens=ks)
     write_json(json_target, "latency", str(decoder.target.device), settings, body)
 
 

@@ -22,8 +22,8 @@ def models(
     json_target: JsonOption = None,
 ) -> None:
     """List the known models, with the memory for weights and cache. Add your own names in a TOML file."""
-    from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
-    from outrider.models.registry import known_models, user_file
+    from outrider.models.memory import sizes_of
+    from outrider.models.registry import BYTES_PER_NUMBER, known_models, user_file
 
     if context < 1:
         raise OptionError("--context", context, "a whole number >= 1")
@@ -36,7 +36,7 @@ def models(
     for spec in known_models(models).values():
         sizes = sizes_of(spec)
         row: dict[str, Any] = {"name": spec.name, "location": spec.location, "source": spec.source, "about": spec.about}
-        row_dtype = spec.dtype or dtype
+        row_dtype = dtype if spec.dtype in (None, "auto") else spec.dtype
         row |= {"dtype": row_dtype, "device": spec.device}
         if sizes is not None:
             length = min(context, sizes.context_len)

@@ -111,8 +111,11 @@ class SamplingOptions:
         typer.Option(help="TOKEN_ID=BIAS, added to the logit. Repeatable.", rich_help_panel=_SAMPLING),
     ] = None
 
-    def to_options(self, **more: Any) -> dict[str, Any]:
+    def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
         """Keyword arguments for a decoder, with ``more`` of them, checked before anything is loaded.
+
+        Args:
+            num_seeds: seed, seed + 1, ... so many of them will be used.
 
         Raises:
             OptionError
@@ -121,8 +124,10 @@ class SamplingOptions:
 
         options = {field.name: getattr(self, field.name) for field in fields(self)} | more
         options["logit_bias"] = dict(_parse_bias(item) for item in self.logit_bias) if self.logit_bias else None
-        Sampling(**options)
-        return options
+        Sampling(**options, seed=seed)
+        if seed is not None:
+            Sampling(seed=seed + num_seeds - 1)
+        return options | {"seed": seed}
 
 
 @dataclass(frozen=True)

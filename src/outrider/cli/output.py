@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError
+from outrider.files import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,21 +57,6 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
     ) as progress:
         task = progress.add_task(what, total=total, completed=done)
         yield lambda steps: progress.advance(task, steps)
-
-
-def check_writable(path: Path) -> None:
-    """Find out before the work, not after it, that a file cannot be written.
-
-    Raises:
-        FileError
-    """
-    existed = path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
-    if not existed:
-        path.unlink()
 
 
 def check_json_target(json_target: str | None) -> None:

@@ -30,9 +30,10 @@ class ModelDrafter:
 class ModelSession:
     """The draft model's cache over one batch.
 
-    Invariant: the first ``min(cached, length - 1)`` places of a row's cache hold the row's committed tokens. ``cached``
-    counts what was fed, the last drafted token excepted; of these, as many stand as were accepted, so the minimum with
-    the committed length less one is all that needs to be known of a verdict.
+    ``cached`` counts the tokens of each row that were fed. After a verdict those that stand are the first
+    ``min(cached, length - 1)``: if fewer tokens were accepted than fed, the committed text goes on with another token
+    at position length - 1, which is the first that is wrong in the cache. The minimum must be taken after *every*
+    round, also in rows and rounds without drafts: a round later the length has grown, and would hide what was rejected.
     """
 
     def __init__(self, lm: LM, batch: Batch) -> None:
@@ -48,6 +49,7 @@ class ModelSession:
 
     def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
         lm, device = self._lm, batch.ids.device
+        self._cached = torch.minimum(self._cached, batch.lengths - 1)
         # The last drafted token is never fed, so the draft may go one beyond its own context.
         room = [max(0, lm.context_len + 1 - row.length) for row in batch.rows]
         wanted = [min(pair) for pair in zip(num_wanted, room, strict=True)]
@@ -88,12 +90,10 @@ class ModelSession:
         Returns:
             Logits after the last token. [B, 1, V]
         """
-        ends = batch.lengths - 1
-        cached = torch.minimum(self._cached, ends)
+        ends, cached = batch.lengths - 1, self._cached
         if int(torch.where(is_on, ends - cached, 0).amax()) > 1:
             self._lm.prefill(batch.ids, cached, torch.where(is_on, ends, cached), self._cache)
             cached = torch.where(is_on, ends, cached)
-        self._cached = cached
         width = 1 + int(torch.where(is_on, ends - cached, 0).amax())
         # Right-aligned: the last column is every row's last token.
         columns = ends[:, None] - torch.arange(width - 1, -1, -1, device=ends.device)  # [B, 1 or 2]

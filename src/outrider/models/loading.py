@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import DeviceError, ModelCorrupt, ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.errors import (
+    DeviceError,
+    ModelCorrupt,
+    ModelNotFound,
+    OptionError,
+    OutriderError,
+    TokenizerMismatch,
+    UnsupportedModel,
+)
 from outrider.lm import LM
 from outrider.models.registry import ModelSpec
 from outrider.tokens import vocab_size
@@ -28,7 +36,7 @@ DTYPES = {
 }
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_UNBOUNDED = 2**31  # context of a model that states none
+_UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +95,25 @@ def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto
     torch_dtype: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
     if spec.path is not None and not (spec.path / "config.json").is_file():
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
-    with _loading(spec):
+    with _loading(spec, "model"):
         config = transformers.AutoConfig.from_pretrained(spec.location)
         _check_config(spec.name, config)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            spec.location, config=config, dtype=torch_dtype, output_loading_info=True
+            spec.location, config=config, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         missing = sorted(info["missing_keys"])
         if missing:
             raise ModelCorrupt(f"{spec.location} lacks {len(missing)} of the model's weights, {missing[0]} among them")
+        mismatched = sorted(key for key, *_ in info["mismatched_keys"])
+        if mismatched:
+            raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
+    with _loading(spec, "tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec.location)
     return Checkpoint(spec.name, model.to(place).eval(), tokenizer)
 
 
 @contextlib.contextmanager
-def _loading(spec: ModelSpec) -> Iterator[None]:
+def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     """Turn what goes wrong while loading into errors of ours; keep the progress bars of small models quiet."""
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -112,16 +124,19 @@ def _loading(spec: ModelSpec) -> Iterator[None]:
         logging.disable_progress_bar()
     try:
         yield
+    except OutriderError:
+        raise
     except SafetensorError as error:
         raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): fetch them again") from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # whatever a damaged file makes the libraries stumble over
         reason = " ".join(str(error).split())[:300]
         if spec.hub is not None and isinstance(error, OSError):
             raise ModelNotFound(
                 f"the hub model {spec.hub!r} cannot be fetched, and is not in the local cache: check its name and the "
                 f"network, or give a local folder ({reason})"
             ) from None
-        raise ModelCorrupt(f"{spec.location} cannot be loaded as a causal language model: {reason}") from None
+        kind = type(error).__name__
+        raise ModelCorrupt(f"the {what} of {spec.location} cannot be loaded ({kind}: {reason})") from None
     finally:
         if is_quiet and had_bars:
             logging.enable_progress_bar()
@@ -170,8 +185,10 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     width = config.get_text_config(decoder=True).vocab_size
     if width < num_tokens:
         raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
-    context_len = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _UNBOUNDED
+    context_len = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     model.eval()
+    if context_len <= 0:
+        context_len = _UNBOUNDED
     lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len)
     _probe(lm, kind)
     return lm

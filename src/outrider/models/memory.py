@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.models.registry import ModelSpec
-
-BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,9 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
 
 
 def _from_files(folder: Path) -> Sizes:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise KeyError("no safetensors to count the parameters in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
     def first(*names: str) -> int:
@@ -57,7 +58,7 @@ def _from_files(folder: Path) -> Sizes:
         num_heads = first("num_attention_heads", "n_head")
         hidden_size = first("hidden_size", "n_embd")
         return Sizes(
-            num_params=sum(_num_params(file) for file in sorted(folder.glob("*.safetensors"))),
+            num_params=sum(_num_params(file) for file in files),
             num_layers=first("num_hidden_layers", "n_layer"),
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=int(config.get("head_dim") or hidden_size // num_heads),

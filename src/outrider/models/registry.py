@@ -14,6 +14,8 @@ from typing import Any
 
 from outrider.errors import FileError, ModelNotFound
 
+BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
 _KNOWN = Path(__file__).parent / "known.toml"
 
 
@@ -46,6 +48,12 @@ class ModelSpec:
     def location(self) -> str:
         """What Hugging Face's ``from_pretrained`` takes."""
         return str(self.path) if self.path is not None else str(self.hub)
+
+    def is_same_model(self, other: ModelSpec) -> bool:
+        """Whether both are the same files, under whatever names."""
+        if self.path is None or other.path is None:
+            return self.path is other.path and self.hub == other.hub
+        return self.path.resolve() == other.path.resolve()
 
 
 def user_file() -> Path:
@@ -89,8 +97,11 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     for key, value in table.items():
         if key not in kinds:
             raise FileError(f"{file}: models.{name}: unknown key {key!r}; known are {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]):
+        if not isinstance(value, kinds[key]) or isinstance(value, bool):
             raise FileError(f"{file}: models.{name}.{key} = {value!r} should be of type {kinds[key].__name__}")
+    if table.get("dtype", "auto") not in ("auto", *BYTES_PER_NUMBER):
+        names = ", ".join(("auto", *BYTES_PER_NUMBER))
+        raise FileError(f"{file}: models.{name}.dtype = {table['dtype']!r} should be one of {names}")
     spec = ModelSpec(name=name, source=source, **{k: v for k, v in table.items() if k != "path"})
     if "path" in table:
         spec = replace(spec, path=file.parent / Path(table["path"]).expanduser())

@@ -1,0 +1,44 @@
+"""Reading and writing files, with errors that name the file and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.errors import FileError
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, without a byte order mark.
+
+    Raises:
+        FileError: it cannot be read, or is not UTF-8.
+    """
+    data = read_bytes(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise FileError(f"{path}, line {line}: not UTF-8 (byte {error.start}): convert it, with iconv say") from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """Raises FileError if the file cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work, not after it, that a file cannot be written.
+
+    Raises:
+        FileError
+    """
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+    if not existed:
+        path.unlink()
