@@ -1,0 +1,155 @@
+"""Measuring in turn, and what a measurement holds."""
+
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.bench.prompts import PROMPTS, WARM_UP
+from outrider.bench.run import Arm, Case, Measurement, count_rejections, interleave, measure, peak_memory_bytes, warm_up
+from outrider.flow import Chunk, Stats, Timing
+from pairs import embedded
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before each measurement is for quiet; in a process full of tests it takes longer than the rest."""
+    monkeypatch.setattr("outrider.bench.run.gc.collect", lambda: 0)
+
+
+def arms() -> list[Arm]:
+    decoder = embedded()
+    return [
+        Arm("plain", decoder.plain()),
+        Arm("K = 2", decoder, "fable-draft", 2),
+        Arm("K = 4", decoder, "fable-draft", 4),
+    ]
+
+
+def test_a_measurement_is_what_the_arm_generates() -> None:
+    """The same text, tokens and counts as the decoder gives; K is the arm's."""
+    arm, case = arms()[1], Case(3, PROMPT, seed=7)
+    (completion,) = embedded().generate(PROMPT, seed=7, num_draft_tokens=2, **OPTIONS)
+    measurement = measure(arm, case, OPTIONS)
+    assert (measurement.arm, measurement.case) == (arm, case)
+    assert (measurement.text, measurement.stats) == (completion.text, completion.stats)
+    assert measurement.num_tokens == 6
+    assert len(measurement.stats.drafted_histogram) <= 3
+
+
+def test_times_per_token() -> None:
+    timing = Timing(prefill_s=1.0, draft_s=2.0, verify_s=3.0, total_s=9.0)
+    measurement = Measurement(arms()[0], Case(0, PROMPT, 0), Stats(num_generated_tokens=4), timing, "")
+    assert measurement.decode_s_per_token == 2.0
+    assert measurement.total_s_per_token == 2.25
+
+
+def test_what_on_chunk_does_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that it puts forward by an hour at every chunk, and which is told every chunk, in order."""
+    ahead_s, clock = [0.0], time.perf_counter
+    monkeypatch.setattr("outrider.decode.time.perf_counter", lambda: clock() + ahead_s[0])
+    seen: list[Chunk] = []
+
+    def on_chunk(arm: Arm, case: Case, chunk: Chunk) -> None:
+        ahead_s[0] += 3600
+        seen.append(chunk)
+
+    measurement = measure(arms()[0], Case(0, PROMPT, 0), OPTIONS, on_chunk)
+    assert ahead_s[0] >= 5 * 3600
+    assert measurement.timing.total_s < 3600
+    assert "".join(chunk.text for chunk in seen) == measurement.text
+    assert sum((chunk.timing for chunk in seen), Timing()) == measurement.timing
+
+
+def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each arm has every place equally often: none always comes after the one that warms the caches."""
+    monkeypatch.setattr("outrider.bench.run.measure", lambda arm, case, options, on_chunk: (arm.name, case.index))
+    names = [arm.name for arm in arms()]
+    turns: list[Any] = list(interleave(arms(), [Case(10 + i, PROMPT, i) for i in range(6)], OPTIONS))
+    rounds = [turns[i : i + 3] for i in range(0, 18, 3)]
+    for index, round_ in enumerate(rounds, start=10):
+        assert sorted(round_) == sorted((name, index) for name in names)
+    for place, name in itertools.product(range(3), names):
+        assert sum(round_[place][0] == name for round_ in rounds) == 2
+
+
+def test_measurements_come_one_by_one() -> None:
+    """A caller may stop, or show progress, in between."""
+    stream = interleave(arms(), [Case(0, PROMPT, 0)], OPTIONS)
+    assert next(stream).arm.name == "plain"
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_all_arms_of_a_case_have_its_prompt_and_seed() -> None:
+    """Under gumbel the same seed means the same text, which shows that it is the same."""
+    decoder = embedded("float64", "gumbel")
+    pair = [Arm("plain", decoder.plain()), Arm("speculative", decoder, "fable-draft", 3)]
+    cases = [Case(0, PROMPT, 5), Case(1, "8 * 12 = ", 6)]
+    texts = [m.text for m in interleave(pair, cases, OPTIONS)]
+    assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0] != texts[2]
+
+
+def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, int, str]] = []
+
+    def record(arm: Arm, case: Case, options: dict[str, Any]) -> None:
+        ran.append((arm.name, options["max_new_tokens"], str(case.prompt)))
+
+    monkeypatch.setattr("outrider.bench.run.measure", record)
+    warm_up(arms(), WARM_UP, OPTIONS | {"max_new_tokens": 64})
+    warm_up(arms()[:1], WARM_UP, OPTIONS | {"max_new_tokens": 3})
+    assert ran == [("plain", 8, WARM_UP), ("K = 2", 8, WARM_UP), ("K = 4", 8, WARM_UP), ("plain", 3, WARM_UP)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ratios", "num_rounding", "worst"),
+    [
+        (torch.float32, [], 0, None),
+        (torch.float32, [0.9995, 1.0, 0.9991], 3, 0.9991),
+        (torch.float32, [0.9995, 0.998], 1, 0.998),
+        (torch.float64, [0.5, 1.0009], 1, 0.5),
+        (torch.bfloat16, [0.8, 0.6], 1, 0.6),
+        (torch.float16, [0.96, 0.94, 1.2], 1, 1.2),
+    ],
+)
+def test_rejections_by_rounding_are_told_from_others(
+    dtype: torch.dtype, ratios: list[float], num_rounding: int, worst: float | None
+) -> None:
+    """The bound of the issue in float32, and as much wider in narrow types as these round."""
+    assert count_rejections(ratios, dtype) == (num_rounding, worst)
+
+
+def test_the_ratio_of_every_rejection_is_kept() -> None:
+    """As many as there were corrections, also when the last round was cut."""
+    decoder = embedded()
+    case = Case(0, PROMPT, 3)
+    options = OPTIONS | {"max_new_tokens": 30}
+    corrections: list[str] = []
+    measurement = measure(
+        Arm("a", decoder, "fable-draft", 4), case, options, lambda arm, case, chunk: corrections.extend(chunk.origins)
+    )
+    assert len(measurement.rejected_ratios) == corrections.count("correction") > 0
+    assert all(0 <= ratio < 1 for ratio in measurement.rejected_ratios)
+    itself = replace(embedded("float64"), drafter=type(decoder.drafter)(embedded("float64").target))  # type: ignore[call-arg]
+    assert measure(Arm("b", itself, "fable", 4), case, options).rejected_ratios == ()
+
+
+def test_peak_memory_is_that_of_the_process() -> None:
+    """At least as much as was just allocated and filled."""
+    block = torch.ones(50, 2**20)
+    peak = peak_memory_bytes(torch.device("cpu"))
+    assert peak is not None and peak > block.numel() * 4
+
+
+def test_the_built_in_prompts() -> None:
+    """One to warm up and fifteen to measure: one sentence each, all different."""
+    prompts = [WARM_UP, *PROMPTS]
+    assert len(prompts) == len(set(prompts)) == 16
+    for prompt in prompts:
+        assert prompt.endswith(".") and "." not in prompt[:-1] and "\n" not in prompt

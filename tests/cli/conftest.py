@@ -1,0 +1,56 @@
+"""The command line, run in this process: what it writes, and its exit code."""
+
+import io
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outrider.api
+from commands import Ended, Outrider
+from outrider.cli.app import main
+from outrider.models.loading import load_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Any:
+    """Every model is read once; the commands of a session share what is read, not what is made of it."""
+    return cache(load_checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Any) -> Iterator[None]:
+    """No network, no files of the one who runs the tests, and all as it was at the end."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        monkeypatch.setenv(name, "error")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(
+        outrider.api, "load_checkpoint", lambda spec, device, dtype: checkpoints(spec, device=device, dtype=dtype)
+    )
+    # The collection before each measurement is for quiet; in a process full of tests it takes longer than the rest.
+    monkeypatch.setattr("outrider.bench.run.gc.collect", lambda: 0)
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(name="outrider")
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outrider:
+    """Run a command with these arguments."""
+
+    def ended(*arguments: object, stdin: bytes | io.StringIO = b"") -> Ended:
+        monkeypatch.setattr(sys, "argv", ["outrider", *map(str, arguments)])
+        stream = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8") if isinstance(stdin, bytes) else stdin
+        monkeypatch.setattr(sys, "stdin", stream)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return Ended(int(stop.value.code or 0), captured.out, captured.err)
+
+    return ended

@@ -1,0 +1,109 @@
+"""The program as it is started: what takes a process of its own to see. Everything else is tested in this process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outrider
+from pairs import embedded
+
+PROGRAM = [sys.executable, "-m", "outrider"]
+
+
+def quiet() -> dict[str, str]:
+    """One thread, and no network."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def test_help_answers_at_once() -> None:
+    """In under half a second on a machine with nothing else to do: processor time, the best of three."""
+    times_s = []
+    for _ in range(3):
+        begin = os.times()
+        result = subprocess.run([*PROGRAM, "--help"], capture_output=True, text=True, check=True)
+        end = os.times()
+        times_s.append(end.children_user - begin.children_user + end.children_system - begin.children_system)
+    assert min(times_s) < 0.5
+    for command in ("generate", "compare", "latency", "eval", "models"):
+        assert f" {command} " in result.stdout
+
+
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "eval --help"])
+def test_no_torch_before_there_is_work(arguments: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['outrider', *{arguments.split()!r}]\n"
+        "from outrider.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'scipy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_program_is_installed_under_its_name(outrider: Outrider) -> None:
+    (script,) = [entry for entry in entry_points(group="console_scripts") if entry.name == "outrider"]
+    assert script.value == "outrider.cli.app:main"
+    ended = outrider("--version")
+    assert (ended.code, ended.out) == (0, f"outrider {version('outrider')}\n")
+
+
+def test_without_a_command_there_is_help(outrider: Outrider) -> None:
+    for arguments in ((), ("eval",)):
+        ended = outrider(*arguments)
+        assert ended.code == 2 and "Usage: outrider" in ended.out + ended.err
+
+
+def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
+    """The signal itself, sent to a process that is writing: exit code 130, the text so far, one line of summary."""
+    out, err, document = tmp_path / "out", tmp_path / "err", tmp_path / "a.json"
+    arguments = ["generate", "Once upon a time", "-n", "900", "--ignore-eos", "--seed", "1", "--json", str(document)]
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = subprocess.Popen([*PROGRAM, *arguments], stdout=stdout, stderr=stderr, env=quiet())
+        wait_for(lambda: out.stat().st_size > 20, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    (completion,) = json.loads(document.read_text(encoding="utf-8"))["completions"]
+    assert 1 < len(completion["token_ids"]) < 900
+    assert out.read_text(encoding="utf-8") == completion["text"] + "\n"
+    message = err.read_text(encoding="utf-8")
+    assert message.startswith(f"{len(completion['token_ids'])} tokens, ") and message.endswith(", interrupted\n")
+    assert message.count("\n") == 1
+
+
+def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
+    """One that could not even say that it was interrupted: what is in the file is kept, the rest is made."""
+    texts = [f"Chapter {i}. Once upon a time" for i in range(30)]
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("".join(f"{text}\n" for text in texts))
+    arguments = ["generate", "--prompts", str(prompts), "-n", "6", "--seed", "1", "--dtype", "float64"]
+    arguments += ["--batch-size", "2", "--output", str(output)]
+    process = subprocess.Popen([*PROGRAM, *arguments], stderr=subprocess.PIPE, env=quiet())
+    wait_for(lambda: output.exists() and output.stat().st_size > 0, process)
+    process.kill()
+    process.communicate()
+    before = output.read_bytes()
+    num_lines = before.count(b"\n")
+    assert 0 < num_lines < 30
+    assert outrider(*arguments).code == 0
+    assert output.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["index"], row["prompt"], row["seed"]) for row in rows] == [
+        (i, text, 1 + i) for i, text in enumerate(texts)
+    ]
+    for i in (0, num_lines - 1, num_lines, 29):
+        assert rows[i]["text"] == embedded("float64").generate(texts[i], seed=1 + i, max_new_tokens=6)[0].text

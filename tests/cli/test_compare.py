@@ -1,0 +1,195 @@
+"""``outrider compare``: the race, the verdict, and the check of a model against itself."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from commands import Ended, Outrider, only_document
+from outrider.bench.run import Arm, Case, Measurement
+from outrider.cli import compare as command
+from outrider.flow import Stats, Timing
+from pairs import embedded, zoo
+
+QUICK = ("-n", "8", "--num-runs", "2", "--seed", "3")
+PROMPT = "Once upon a time there was a miller"
+
+
+def document_of(ended: Ended) -> dict[str, Any]:
+    return only_document(ended.out, "compare")
+
+
+def test_the_race_and_the_verdict(outrider: Outrider) -> None:
+    """Not on a terminal: what each arm wrote, then a table, then the speed-up in words; no colours, no cursor."""
+    ended = outrider("compare", PROMPT, *QUICK)
+    assert (ended.code, ended.err) == (0, "")
+    assert "\x1b" not in ended.out
+    decoder = embedded()
+    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 8}
+    race = "".join(
+        f"--- {name}\n{arm.generate(PROMPT, **options)[0].text}\n"
+        for name, arm in (("plain", decoder.plain()), ("fable-draft, K = 4", decoder))
+    )
+    assert ended.out.startswith(race)
+    (line,) = [line for line in ended.out.splitlines() if "times as fast as plain" in line]
+    number = r"\d+\.\d\d"
+    assert re.fullmatch(
+        rf"fable-draft, K = 4: {number} \[{number}, {number}\] times as fast as plain "
+        rf"\({number} against {number} ms/token, standard deviation {number}\)",
+        line,
+    )
+    for part in ("prefill", "draft", "verify", "rest"):
+        assert part in ended.out
+    assert max(len(line.rstrip()) for line in ended.out.splitlines()[-12:]) <= 120
+
+
+def test_the_document(outrider: Outrider, tmp_path: Path) -> None:
+    """Holds what the verdict says; the race is in it, but not in the measurements."""
+    ended = outrider(
+        "compare", PROMPT, *QUICK, "-k", "1,3", "--draft", "fable-draft", "--draft", "ngram", "--json", "-"
+    )
+    document = document_of(ended)
+    arms = document["arms"]
+    names = ["plain", "fable-draft, K = 1", "fable-draft, K = 3", "ngram, K = 1", "ngram, K = 3"]
+    assert [arm["name"] for arm in arms] == list(document["texts"]) == names
+    assert [(arm["draft"], arm["k"]) for arm in arms[:3]] == [(None, None), ("fable-draft", 1), ("fable-draft", 3)]
+    assert document["baseline"] == "plain" and arms[0]["speed_up"] is None
+    assert document["same_model_checks"] == []
+    for arm in arms:
+        assert arm["num_cases"] == 2
+        assert 2 <= arm["stats"]["num_generated_tokens"] <= 16
+        times = arm["time_s"]
+        parts = [times[part] for part in ("prefill", "draft", "verify", "rest")]
+        assert times["total"] == pytest.approx(sum(parts)) and min(parts) > 0
+    for arm in arms[1:]:
+        interval = arm["total_speed_up"]
+        assert interval["low"] < interval["value"] < interval["high"]
+        line = f"{arm['name']}: {interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}] times as fast"
+        assert line in ended.err
+    assert "--- plain" in ended.err  # what people read is on standard error then
+    options = document["options"]
+    assert (options["num_draft_tokens"], options["num_runs"], options["prompt"]) == ([1, 3], 2, PROMPT)
+
+
+def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run i of every arm has seed + i: what is paired is the same task."""
+    cases: list[tuple[str, int]] = []
+    monkeypatch.setattr(command, "_show_race", lambda *_: [])
+
+    def record(arm: Arm, case: Case, options: dict[str, Any], on_chunk: Any = None) -> Measurement:
+        cases.append((arm.name, case.seed))
+        stats = Stats(num_generated_tokens=4, num_rounds=2)
+        return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "")
+
+    monkeypatch.setattr("outrider.bench.run.measure", record)
+    monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: None)
+    outrider("compare", PROMPT, *QUICK, "--num-runs", 3)
+    assert sorted(cases) == [(name, seed) for name in ("fable-draft, K = 4", "plain") for seed in (3, 4, 5)]
+
+
+def test_one_run_has_no_interval(outrider: Outrider) -> None:
+    ended = outrider("compare", PROMPT, "-n", 6, "--num-runs", 1)
+    assert "One run has no interval" in ended.out
+    (line,) = [line for line in ended.out.splitlines() if "times as fast as plain" in line]
+    assert "[" not in line and "standard deviation" not in line
+
+
+def test_a_model_that_drafts_for_itself_is_never_rejected(outrider: Outrider) -> None:
+    ended = outrider("compare", PROMPT, *QUICK, "--draft", "fable", "--dtype", "float64", "--json", "-")
+    assert ended.code == 0
+    message = "Sanity check: fable drafts for itself, and no token was rejected."
+    assert message in ended.err
+    (check,) = document_of(ended)["same_model_checks"]
+    assert check == {
+        "draft": "fable",
+        "num_rejected": 0,
+        "num_by_rounding": 0,
+        "worst_ratio": None,
+        "is_ok": True,
+        "message": message,
+    }
+
+
+def test_the_check_knows_a_model_by_its_files(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another name, or a path from where one stands, it is still the same model."""
+    monkeypatch.chdir(zoo("fable").parent)
+    ended = outrider("compare", PROMPT, *QUICK, "--target", "./fable", "--draft", "fable", "--draft", "ngram")
+    assert "Sanity check: fable drafts for itself" in ended.out
+    assert "Sanity check: ngram" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("ratios", "code", "message"),
+    [
+        ((0.9995, 0.9992), 0, "Sanity check: fable drafts for itself; 4 rejections, all by rounding"),
+        ((0.9995, 0.7), 1, "SANITY CHECK FAILED: fable drafts for itself, and 2 tokens were rejected"),
+    ],
+)
+def test_rejections_of_a_model_by_itself(
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, ratios: tuple[float, ...], code: int, message: str
+) -> None:
+    """By rounding they are counted, for other reasons they are a loud failure; the document is written all the same."""
+    monkeypatch.setattr(command, "_show_race", lambda *_: [])
+
+    def made_up(arm: Arm, case: Case, options: dict[str, Any], on_chunk: Any = None) -> Measurement:
+        stats = Stats(num_generated_tokens=8, num_rounds=2)
+        return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "", ratios if arm.draft else ())
+
+    monkeypatch.setattr("outrider.bench.run.measure", made_up)
+    ended = outrider("compare", PROMPT, *QUICK, "--draft", "fable", "--json", "-")
+    assert ended.code == code
+    (check,) = document_of(ended)["same_model_checks"]
+    assert check["is_ok"] == (code == 0) and check["message"] in " ".join(ended.err.split())
+    assert check["message"].startswith(message)
+    assert (check["num_rejected"], check["worst_ratio"]) == (4, min(ratios))
+
+
+def test_a_wrong_rule_is_found_out(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at work: a model that drafts for itself with probabilities that are not its own."""
+    to_probs = __import__("outrider.drafters.model").drafters.model.to_probs
+
+    def flattened(*arguments: Any) -> Any:
+        return 0.5 * to_probs(*arguments) + 0.5 / embedded().target.vocab_size
+
+    monkeypatch.setattr("outrider.drafters.model.to_probs", flattened)
+    ended = outrider("compare", PROMPT, *QUICK, "--draft", "fable")
+    assert ended.code == 1
+    assert "SANITY CHECK FAILED" in ended.out
+
+
+def test_on_a_terminal_the_arms_have_panels(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its text and a rate, within the height of the terminal."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, height=24, highlight=False, _environ={})
+    monkeypatch.setattr(command, "console_for", lambda *_, **__: console)
+    ended = outrider("compare", "Once [red] upon a time", *QUICK, "-n", 16, "--ignore-eos")
+    assert ended.code == 0
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
+    assert re.search(r"╭─ plain: 16 tokens, [\d.]+ tokens/s ─+╮", shown)
+    assert re.search(r"╭─ fable-draft, K = 4: 16 tokens, [\d.]+ tokens/s ─+╮", shown)
+    assert "times as fast as plain" in shown
+    first_frame = shown[: shown.index("╭─ plain", 5)]
+    assert first_frame.count("\n") <= 24
+    word = embedded().plain().generate("Once [red] upon a time", seed=3, max_new_tokens=16, ignore_eos=True)[0].text
+    assert max(word.split(), key=len) in shown
+
+
+def test_the_default_is_the_embedded_pair_on_a_built_in_prompt(outrider: Outrider, tmp_path: Path) -> None:
+    outrider("compare", "-n", 4, "--num-runs", 1, "--json", tmp_path / "a.json")
+    options = json.loads((tmp_path / "a.json").read_text())["options"]
+    assert (options["target"], options["draft"], options["num_draft_tokens"]) == ("fable", ["fable-draft"], [4])
+    assert options["prompt"].strip()
+
+
+def test_ctrl_c_ends_the_race(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_show_race", interrupted)
+    ended = outrider("compare", PROMPT, *QUICK, "--json", tmp_path / "a.json")
+    assert ended.code == 130
+    assert not (tmp_path / "a.json").exists()

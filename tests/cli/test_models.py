@@ -1,0 +1,85 @@
+"""``outrider models``: the names, and the memory that they need."""
+
+from pathlib import Path
+
+import pytest
+
+from commands import Outrider, only_document
+from outrider.models.memory import sizes_of
+from outrider.models.registry import known_models, resolve
+from pairs import random_llama, save
+
+
+def test_the_table(outrider: Outrider) -> None:
+    """Every known name has a line, with its sizes."""
+    ended = outrider("models")
+    assert (ended.code, ended.err) == (0, "")
+    lines = {line.split()[0]: line for line in ended.out.splitlines() if line.strip()}
+    for name in known_models():
+        assert name in lines
+    assert "embedded target" in lines["fable"] and "MiB" in lines["fable"]
+    assert "12.6 GiB" in lines["llama-7b"] and "6.7 B" in lines["llama-7b"]
+    assert "models.toml" in ended.out and "--models FILE" in ended.out
+
+
+def test_the_document(outrider: Outrider) -> None:
+    arguments = ("models", "--context", 512, "--batch-size", 3, "--dtype", "float16", "--json", "-")
+    document = only_document(outrider(*arguments).out, "models")
+    rows = {row["name"]: row for row in document["models"]}
+    assert set(rows) == set(known_models())
+    sizes = sizes_of(resolve("fable"))
+    assert sizes is not None
+    assert rows["fable"]["weights_bytes"] == 2 * sizes.num_params == 2 * rows["fable"]["num_params"]
+    assert rows["fable"]["cache_bytes"] == sizes.cache_bytes("float16", 512, 3)
+    assert rows["fable"]["cache_tokens"] == 3 * 512
+    assert rows["gpt2"]["location"] == "openai-community/gpt2" and rows["gpt2"]["source"] == "built in"
+    assert document["options"] == {"models": None, "context": 512, "batch_size": 3, "dtype": "float16"}
+
+
+def test_a_context_beyond_the_model_s_own_is_not_reckoned(outrider: Outrider) -> None:
+    document = only_document(outrider("models", "--context", 10**6, "--json", "-").out, "models")
+    (gpt2,) = [row for row in document["models"] if row["name"] == "gpt2"]
+    assert gpt2["cache_tokens"] == gpt2["context_len"] == 1024
+
+
+def test_names_of_one_s_own(outrider: Outrider, tmp_path: Path) -> None:
+    """From --models, with the dtype of the file; unknown sizes are left open."""
+    folder = save(tmp_path / "mine", random_llama())
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.mine]\npath = "{folder}"\ndtype = "float64"\n[models.far]\nhub = "org/far"\n')
+    ended = outrider("models", "--models", models, "--json", "-")
+    rows = {row["name"]: row for row in only_document(ended.out, "models")["models"]}
+    assert rows["mine"]["weights_bytes"] == 8 * sum(p.numel() for p in random_llama().parameters())
+    assert (rows["mine"]["dtype"], rows["mine"]["source"]) == ("float64", str(models))
+    assert "weights_bytes" not in rows["far"]
+    (line,) = [line for line in ended.err.splitlines() if line.split()[:1] == ["far"]]
+    assert line.split()[1:5] == ["-", "-", "-", "-"] and "org/far" in line
+    assert "fable" in rows
+
+
+@pytest.mark.parametrize("content", ["[models.a]\nhub = 'x/y'\ndtype = 'bf16'\n", "[models.fable]\nhub = 3\n", "a ="])
+def test_a_bad_file_is_refused(outrider: Outrider, tmp_path: Path, content: str) -> None:
+    models = tmp_path / "models.toml"
+    models.write_text(content)
+    assert str(models) in outrider("models", "--models", models).error
+
+
+def test_any_dtype_that_a_command_takes_can_be_listed(outrider: Outrider, tmp_path: Path) -> None:
+    """Auto among them."""
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.mine]\npath = "{save(tmp_path / "mine", random_llama())}"\ndtype = "auto"\n')
+    assert outrider("models", "--models", models).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--context", 0), "--context = 0 is not possible: a whole number >= 1"),
+        (("--batch-size", 0), "--batch-size = 0 is not possible"),
+        (("--dtype", "int4"), "--dtype = 'int4' is not possible: choose one of float64, float32"),
+    ],
+)
+def test_bad_options(outrider: Outrider, tmp_path: Path, arguments: tuple[object, ...], message: str) -> None:
+    path = tmp_path / "out.json"
+    assert message in outrider("models", *arguments, "--json", path).error
+    assert not path.exists()

@@ -1,0 +1,142 @@
+"""Multiplication sheets: the prompt to the letter, what counts as solved, and the same score in every batch."""
+
+import math
+from typing import Any
+
+import pytest
+
+from outrider.evals.multiplication import _MAX_ANSWER_TOKENS, Problem, Score, compare_scores, problems, score
+from outrider.flow import Stats, Timing
+from pairs import embedded
+
+
+def test_the_prompt_is_that_of_the_issue() -> None:
+    assert Problem(6, 17).prompt == "8 * 12 = 96\n25 * 4 = 100\n37 * 85 = 3145\n6 * 17 = "
+
+
+@pytest.mark.parametrize(
+    ("text", "is_solved"),
+    [
+        ("102", True),
+        ("102\n25 * 4", True),
+        (" 102 \n", True),
+        ("102\r\n", True),
+        ("1024", False),
+        ("10", False),
+        ("", False),
+        ("\n102", False),
+        ("102.", False),
+        ("102 = 102", False),
+        ("0102", False),
+        ("103", False),
+    ],
+)
+def test_the_first_line_is_the_product_and_nothing_else(text: str, is_solved: bool) -> None:
+    assert Problem(6, 17).is_solved_by(text) is is_solved
+
+
+def test_problems_are_the_same_for_the_same_seed() -> None:
+    """And a shorter sheet is the beginning of a longer one."""
+    sheet = problems(300, seed=4)
+    assert sheet == problems(300, seed=4)
+    assert sheet != problems(300, seed=5)
+    assert problems(10, seed=4) == sheet[:10]
+
+
+def test_factors_are_from_1_to_99() -> None:
+    """Both ends occur among 2000 draws of 99 numbers (they would not with a chance of 1e-8)."""
+    factors = [factor for problem in problems(1000, seed=0) for factor in (problem.a, problem.b)]
+    assert (min(factors), max(factors)) == (1, 99)
+    assert len(set(factors)) == 99
+
+
+@pytest.mark.parametrize("arm", ["plain", "speculative"])
+def test_a_score_does_not_depend_on_the_batch(arm: str) -> None:
+    """At temperature 0 in float64: the answers to the letter; and the first lines of what is generated alone."""
+    decoder = embedded("float64")
+    decoder = decoder if arm == "speculative" else decoder.plain()
+    sheet = problems(9, seed=1)
+    counted: list[int] = []
+    alone = score(decoder, sheet, batch_size=1, seed=0, temperature=0.0)
+    together = score(decoder, sheet, batch_size=8, seed=0, on_solved=counted.append, temperature=0.0)
+    assert counted == [8, 1]
+    assert alone.answers == together.answers
+    assert alone.is_solved == together.is_solved
+    assert alone.stats == together.stats
+    for problem, answer in list(zip(sheet, alone.answers, strict=True))[:2]:
+        (completion,) = decoder.generate(problem.prompt, temperature=0.0, stop="\n", max_new_tokens=8)
+        assert answer == completion.text
+
+
+def test_plain_and_speculative_solve_the_same_at_temperature_0() -> None:
+    decoder, sheet = embedded("float64"), problems(8, seed=2)
+    plain, speculative = (score(d, sheet, batch_size=8, seed=0, temperature=0.0) for d in (decoder.plain(), decoder))
+    assert plain.answers == speculative.answers
+    assert plain.stats.num_generated_tokens == speculative.stats.num_generated_tokens
+    assert plain.stats.num_draft_tokens == 0 < speculative.stats.num_draft_tokens
+
+
+def test_row_i_samples_with_seed_plus_i() -> None:
+    """Whatever the batch."""
+    decoder, sheet = embedded("float64").plain(), problems(5, seed=3)
+    result = score(decoder, sheet, batch_size=2, seed=40)
+    want = [
+        decoder.generate(problem.prompt, seed=40 + i, stop="\n", max_new_tokens=8)[0].text
+        for i, problem in enumerate(sheet)
+    ]
+    assert list(result.answers) == want
+
+
+def test_the_budget_holds_the_largest_product() -> None:
+    """99 * 99 = 9801 and the end of the line, in the tokens of the embedded pair."""
+    assert max(len(embedded().encode(f"{number}\n")) for number in range(1000, 9802, 7)) <= _MAX_ANSWER_TOKENS
+
+
+class Scripted:
+    """A decoder that answers every second problem, and records how it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, Any]]] = []
+
+    def stream_many(self, prompts: list[str], **options: Any) -> Any:
+        self.calls.append((len(prompts), options))
+        for row, prompt in enumerate(prompts):
+            a, b = prompt.rsplit("\n", 1)[1].split(" = ")[0].split(" * ")
+            text = str(int(a) * int(b)) if row % 2 == 0 else "wrong"
+            for half in (text[:2], text[2:]):  # chunks of one row add up
+                yield _Chunk(row, half)
+
+
+class _Chunk:
+    def __init__(self, row: int, text: str) -> None:
+        self.row, self.text = row, text
+        self.stats, self.timing = Stats(num_generated_tokens=3), Timing(total_s=0.5)
+
+
+def test_a_score_counts_what_was_solved() -> None:
+    decoder: Any = Scripted()
+    result = score(decoder, problems(6, seed=0), batch_size=4, seed=10, top_k=5)
+    assert result.is_solved == (True, False) * 3
+    assert result.num_solved == 3
+    assert result.stats.num_generated_tokens == 36 and result.timing.total_s == 6.0
+    sizes = [size for size, _ in decoder.calls]
+    assert sizes == [4, 2]
+    for (_, options), seeds in zip(decoder.calls, ([10, 11, 12, 13], [14, 15]), strict=True):
+        assert options == {"seed": seeds, "stop": "\n", "max_new_tokens": 8, "top_k": 5}
+
+
+def made_up(*is_solved: bool) -> Score:
+    return Score(is_solved, ("",) * len(is_solved), Stats(), Timing())
+
+
+def test_scores_are_compared_problem_by_problem() -> None:
+    """Of 8 problems plain alone solved 1 and speculative alone 3: difference 1/4, variance (4 + 1 - 8/16) / 64."""
+    plain = made_up(True, True, False, False, False, True, False, False)
+    speculative = made_up(True, False, True, True, True, True, False, False)
+    assert (plain.wald.value, speculative.wilson.value) == (3 / 8, 5 / 8)
+    paired = compare_scores(plain, speculative, margin=0.2)
+    assert (paired.only_first, paired.only_second, paired.margin) == (1, 3, 0.2)
+    assert paired.difference.value == 0.25
+    half = 1.959964 * math.sqrt(4.5) / 8
+    assert (paired.difference.low, paired.difference.high) == pytest.approx((0.25 - half, 0.25 + half), abs=1e-6)
+    assert not paired.is_equivalent

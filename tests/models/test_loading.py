@@ -1,0 +1,348 @@
+"""From names and folders to models that are known to work; everything else is refused with its name and the reason."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2Model,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
+
+import outrider
+from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
+from outrider.models.loading import load_checkpoint, pick_device
+from outrider.models.registry import ModelSpec
+from pairs import NUM_WORDS, random_llama, save, word_tokenizer
+from toys import random_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A good model, to be damaged."""
+    return save(tmp_path / "model", random_llama())
+
+
+def refusal(folder: str | Path, kind: type[ModelError]) -> str:
+    """The message with which a model is refused."""
+    with pytest.raises(kind) as error:
+        outrider.load(folder)
+    message = str(error.value)
+    assert str(folder) in message and "\n" not in message
+    return message
+
+
+def test_a_folder_of_hugging_face_is_loaded(folder: Path) -> None:
+    """In evaluation mode, with its tokenizer and end token; and says what the model in memory says."""
+    decoder = outrider.load(str(folder), dtype="float64")
+    assert decoder.target.name == str(folder)
+    assert decoder.eos_ids == {NUM_WORDS - 1} and decoder.target.context_len == 64
+    assert not decoder.target.model.training
+    in_memory = outrider.load(random_llama(), tokenizer=word_tokenizer())
+    options: dict[str, Any] = {"seed": 1, "max_new_tokens": 20}
+    assert decoder.generate("w1 w2", **options)[0].text == in_memory.generate("w1 w2", **options)[0].text
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_weights_are_read_in_the_dtype_that_is_asked_for(folder: Path, dtype: str) -> None:
+    decoder = outrider.load(folder, dtype=dtype)
+    assert decoder.target.dtype == getattr(torch, dtype)
+    (completion,) = decoder.generate("w1 w2", max_new_tokens=4, ignore_eos=True)
+    assert len(completion.token_ids) == 4
+
+
+def test_auto_is_float32_on_the_cpu(folder: Path) -> None:
+    assert outrider.load(folder, device="cpu").target.dtype == torch.float32
+    assert outrider.load("fable", device="cpu").target.dtype == torch.float32  # of a checkpoint in bfloat16
+
+
+def test_a_name_s_own_dtype_yields_to_the_command_s(folder: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.mine]\npath = "{folder}"\ndtype = "float64"\ndevice = "cpu"\n')
+    assert outrider.load("mine", models_file=models).target.dtype == torch.float64
+    assert outrider.load("mine", models_file=models).target.name == "mine"
+    assert outrider.load("mine", models_file=models, dtype="bfloat16").target.dtype == torch.bfloat16
+
+
+def test_bad_dtypes_and_devices(folder: Path) -> None:
+    with pytest.raises(OptionError, match="dtype = 'float13' is not possible: choose auto, float64, float32"):
+        outrider.load(folder, dtype="float13")
+    with pytest.raises(DeviceError, match="there is no device 'tpu' here: choose auto, cpu"):
+        outrider.load(folder, device="tpu")
+    with pytest.raises(DeviceError, match="there is no device 'cuda:99'"):
+        pick_device("cuda:99")
+
+
+def test_auto_takes_the_best_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says what there is instead of one that is not."""
+    has = {"cuda": False, "mps": False}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has["cuda"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has["mps"])
+    assert pick_device("auto") == torch.device("cpu")
+    has["mps"] = True
+    assert pick_device("auto") == pick_device("mps") == torch.device("mps")
+    has["cuda"] = True
+    assert pick_device("auto") == torch.device("cuda")
+    assert pick_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(DeviceError, match="'cuda:2' here: choose auto, cpu, cuda, cuda:0, cuda:1, mps"):
+        pick_device("cuda:2")
+
+
+def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refusal("nobody-here/no-such-model", ModelNotFound)
+    assert "cannot be fetched, and is not in the local cache" in message
+    assert "check its name and the network, or give a local folder" in message
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    assert "is not a model folder: there is no config.json in it" in refusal(tmp_path, ModelCorrupt)
+
+
+def test_a_file_in_place_of_a_folder(folder: Path) -> None:
+    assert "is not a model folder" in refusal(folder / "model.safetensors", ModelCorrupt)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def _scribble(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"this is no safetensors file at all")
+
+
+def _drop_a_tensor(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _reshape_a_tensor(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def _broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def _broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+def _set_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated weights": (_truncate, "cannot be read"),
+    "empty weights": (_empty, "cannot be read"),
+    "no safetensors at all": (_scribble, "cannot be read"),
+    "a missing tensor": (_drop_a_tensor, "lacks 1 of the model's weights, model.layers.1.mlp.up_proj.weight"),
+    "a tensor of another shape": (_reshape_a_tensor, "up_proj"),
+    "no weights": (_no_weights, "safetensors"),
+    "no tokenizer": (_no_tokenizer, "tokenizer"),
+    "a broken tokenizer": (_broken_tokenizer, "tokenizer"),
+    "a broken config": (_broken_config, "JSON"),
+    "an unknown kind": (_set_config(model_type="martian"), "martian"),
+    "a config of nonsense": (_set_config(hidden_size="large"), "hidden_size"),
+    "another architecture": (_set_config(architectures=["LlamaForSequenceClassification"]), "not a causal language"),
+    "a quantization that is not installed": (_set_config(quantization_config={"quant_method": "awq"}), "requires"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folders(folder: Path, damage: str) -> None:
+    """One line that names the folder and what is wrong with it; never random weights in place of missing ones."""
+    apply, word = DAMAGES[damage]
+    apply(folder)
+    assert word in refusal(folder, ModelCorrupt)
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba": (
+        lambda: random_model(
+            MambaForCausalLM, MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4), 0
+        ),
+        "recurrent state",
+    ),
+    "rwkv": (
+        lambda: random_model(RwkvForCausalLM, RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), 0),
+        "recurrent state",
+    ),
+    "recurrent_gemma": (
+        lambda: random_model(
+            RecurrentGemmaForCausalLM,
+            RecurrentGemmaConfig(
+                vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48
+            ),
+            0,
+        ),
+        "recurrent state",
+    ),
+    "bloom": (
+        lambda: random_model(BloomForCausalLM, BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), 0),
+        "ALiBi",
+    ),
+    "mpt": (
+        lambda: random_model(MptForCausalLM, MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4), 0),
+        "ALiBi",
+    ),
+    "falcon": (
+        lambda: random_model(
+            FalconForCausalLM,
+            FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+            0,
+        ),
+        "ALiBi",
+    ),
+    "t5": (
+        lambda: random_model(
+            T5ForConditionalGeneration,
+            T5Config(vocab_size=97, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8),
+            0,
+        ),
+        "encoder-decoder",
+    ),
+    "bert": (
+        lambda: random_model(
+            BertLMHeadModel,
+            BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48),
+            0,
+        ),
+        "looks at later tokens",
+    ),
+    "gpt2": (
+        lambda: random_model(GPT2Model, GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), 0),
+        "logits",
+    ),
+    "xlnet": (
+        lambda: random_model(
+            XLNetLMHeadModel, XLNetConfig(vocab_size=97, d_model=32, n_layer=2, n_head=4, d_inner=48), 0
+        ),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_models_that_cannot_work_are_refused_by_name(kind: str) -> None:
+    """In memory, by architecture, with the reason: before a wrong text."""
+    make, reason = UNSUPPORTED[kind]
+    model = make()
+    with pytest.raises(UnsupportedModel) as error:
+        outrider.load(model)
+    assert type(model).__name__ in str(error.value) and f"({kind})" in str(error.value)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "bloom", "t5"])
+def test_folders_of_models_that_cannot_work(tmp_path: Path, kind: str) -> None:
+    """Said by their configuration already."""
+    message = refusal(save(tmp_path, UNSUPPORTED[kind][0]()), UnsupportedModel)
+    reason = {"mamba": "state cannot be rolled back", "bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
+    assert f"({kind})" in message and reason in message
+
+
+def test_what_is_known_not_to_work_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    """They may be many gigabytes."""
+    config = RecurrentGemmaConfig(vocab_size=97, architectures=["RecurrentGemmaForCausalLM"])
+    for other in (config, T5Config(), BloomConfig(architectures=["BloomForCausalLM"])):
+        other.save_pretrained(tmp_path)  # and nothing else
+        assert f"({other.model_type})" in refusal(tmp_path, UnsupportedModel)
+
+
+def test_an_encoder_is_no_causal_language_model(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    message = refusal(save(tmp_path, random_model(BertForMaskedLM, config, 0)), ModelCorrupt)
+    assert "is not a causal language model: its config.json says BertForMaskedLM" in message
+
+
+def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that works in a single forward, and not block by block: by its logits, not by its name."""
+    model: Any = random_llama()
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda past_key_values=None, **rest: forward(**_without_mask(rest)))
+    with pytest.raises(UnsupportedModel, match="gives other logits block by block than in one forward"):
+        outrider.load(model)
+
+
+def _without_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in ("attention_mask", "position_ids")}
+
+
+@pytest.mark.parametrize("thing", [None, 5, word_tokenizer()])
+def test_things_that_are_no_model(thing: Any) -> None:
+    with pytest.raises(outrider.UsageError, match="model") as error:
+        outrider.load(thing)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_loading_leaves_the_progress_bars_as_they_were(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Small models load without bars, which other users of the library keep."""
+    from transformers.utils import logging
+
+    assert logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    load_checkpoint(ModelSpec(name="tiny", path=folder))
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+    _truncate(folder)
+    with pytest.raises(ModelCorrupt):
+        load_checkpoint(ModelSpec(name="tiny", path=folder))
+    assert logging.is_progress_bar_enabled()
+
+
+def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
+    """As for Hugging Face's generate: Llama 3 ends a turn with a token that its config.json does not name."""
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [5, 7]}))
+    assert outrider.load(folder).eos_ids == {5, 7}
+    transformers.GenerationConfig(eos_token_id=9).save_pretrained(folder)
+    assert outrider.load(folder).eos_ids == {9}

@@ -1,0 +1,121 @@
+"""What a model needs, told from its files, is what the loaded model takes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from outrider.cache import SlotCache
+from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
+from outrider.models.registry import ModelSpec, known_models, resolve
+from pairs import embedded, random_llama, save
+from toys import random_model
+
+
+def cache_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
+    """Bytes of the keys and values that a model writes for rows of tokens."""
+    cache = SlotCache(model.config.num_hidden_layers, num_tokens)
+    positions = torch.arange(num_tokens).expand(num_rows, -1)
+    cache.at(positions, num_tokens)
+    with torch.inference_mode():
+        model(input_ids=positions % 7, position_ids=positions, past_key_values=cache, use_cache=True)
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    # One place of each row takes what padding tokens write; it is not reckoned.
+    return sum(t.numel() * t.element_size() * num_tokens // (num_tokens + 1) for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_embedded_pair_takes_what_is_stated(dtype: str) -> None:
+    decoder = embedded(dtype)
+    drafter: Any = decoder.drafter
+    for name, model in (("fable", decoder.target.model), ("fable-draft", drafter.lm.model)):
+        sizes = sizes_of(resolve(name))
+        assert sizes is not None
+        parameters = list(model.parameters())
+        assert sizes.num_params == sum(p.numel() for p in parameters)
+        assert sizes.weights_bytes(dtype) == sum(p.numel() * p.element_size() for p in parameters)
+        assert sizes.cache_bytes(dtype, 48, 3) == cache_bytes(model, 3, 48)
+        assert sizes.context_len == model.config.max_position_embeddings
+
+
+def tiny_models() -> dict[str, Any]:
+    qwen3 = Qwen3Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,  # not hidden_size / num_attention_heads
+        max_position_embeddings=40,
+    )
+    gpt2 = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=56)
+    return {
+        "llama": random_llama(),
+        "qwen3": random_model(Qwen3ForCausalLM, qwen3, 0),
+        "gpt2": random_model(GPT2LMHeadModel, gpt2, 0),
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_grouped_heads_and_other_names_of_sizes(tmp_path: Path, kind: str) -> None:
+    model = tiny_models()[kind]
+    sizes = sizes_of(ModelSpec(name="tiny", path=save(tmp_path, model)))
+    assert sizes is not None
+    assert sizes.num_params == sum(p.numel() for p in model.parameters())
+    assert sizes.cache_bytes("float64", 24, 2) == cache_bytes(model, 2, 24)
+    assert sizes.context_len == model.config.max_position_embeddings
+
+
+def test_weights_in_several_files_are_added(tmp_path: Path) -> None:
+    model = random_llama()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    sizes = sizes_of(ModelSpec(name="tiny", path=tmp_path))
+    assert sizes is not None and sizes.num_params == sum(p.numel() for p in model.parameters())
+
+
+def test_dtypes_differ_in_bytes_only() -> None:
+    sizes = sizes_of(resolve("fable"))
+    assert sizes is not None
+    for dtype, num_bytes in BYTES_PER_NUMBER.items():
+        assert getattr(torch, dtype).itemsize == num_bytes
+        assert sizes.weights_bytes(dtype) == num_bytes * sizes.num_params
+
+
+def test_models_of_the_hub_have_stated_sizes() -> None:
+    """All that are built in; and known facts: Llama 7B has 2 * 32 * 32 * 128 numbers of cache for each token."""
+    for spec in known_models().values():
+        assert sizes_of(spec) is not None, spec.name
+    llama = sizes_of(resolve("llama-7b"))
+    assert llama is not None
+    assert llama.cache_bytes("float16", 1, 1) == 2 * 32 * 32 * 128 * 2
+    assert llama.weights_bytes("float16") == 2 * 6_738_415_616
+    assert sizes_of(ModelSpec(name="a", hub="x/y", num_params=7)) is None
+
+
+@pytest.mark.parametrize("damage", ["no config", "not JSON", "a size is missing", "no folder", "weights cut off"])
+def test_sizes_that_cannot_be_told_are_none(tmp_path: Path, damage: str) -> None:
+    folder = save(tmp_path / "model", random_llama())
+    config = folder / "config.json"
+    if damage == "no config":
+        config.unlink()
+    elif damage == "not JSON":
+        config.write_text("{")
+    elif damage == "a size is missing":
+        config.write_text(json.dumps({"num_attention_heads": 4, "hidden_size": 32}))
+    elif damage == "weights cut off":
+        (folder / "model.safetensors").write_bytes(b"\x00\x01")
+    else:
+        folder = tmp_path / "nowhere"
+    assert sizes_of(ModelSpec(name="tiny", path=folder)) is None
+
+
+def test_a_folder_without_safetensors_has_no_known_size(tmp_path: Path) -> None:
+    """Rather unknown than zero bytes."""
+    folder = save(tmp_path, random_llama())
+    (folder / "model.safetensors").unlink()
+    assert sizes_of(ModelSpec(name="tiny", path=folder)) is None

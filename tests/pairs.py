@@ -1,0 +1,93 @@
+"""Pairs of models and tokenizers for the tests of everything that sees text.
+
+The embedded pair speaks; nothing may depend on what it says. The tiny ones are random, with tokenizers small enough to
+be read: words, pieces with a leading space, single bytes.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from outrider.api import Decoder, load
+from outrider.models.registry import resolve
+from toys import random_model
+
+NUM_WORDS = 97
+
+
+@cache
+def embedded(dtype: str = "float32", acceptance: str = "rejection") -> Decoder:
+    """The embedded target with its draft."""
+    return load("fable", "fable-draft", device="cpu", dtype=dtype, acceptance=acceptance)
+
+
+@cache
+def embedded_tokenizer() -> Any:
+    return embedded().tokenizer
+
+
+def zoo(name: str) -> Path:
+    """The folder of an embedded model."""
+    path = resolve(name).path
+    assert path is not None
+    return path
+
+
+def word_tokenizer(num_words: int = NUM_WORDS, word: str = "w{}") -> PreTrainedTokenizerFast:
+    """``w0 w1 w2 ...``; the last word ends a text."""
+    vocab = {word.format(i): i for i in range(num_words)}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token=word.format(0)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word.format(num_words - 1))
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama 2's: a leading space is part of a piece, the first one is dropped, and any byte is a token."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Once", "▁upon", "▁a", "▁time", "s", "▁", "."]
+    model = BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def byte_level_tokenizer(merged: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Like GPT-2's: a token for each byte (in the letters that byte-level tokenizers write for bytes), and for each of
+    the pairs in ``merged``."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*letters, *merged])}
+    tokenizer = Tokenizer(BPE(vocab, [(pair[0], pair[1]) for pair in merged]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def random_llama(vocab_size: int = NUM_WORDS, seed: int = 0, *, context_len: int = 64, **more: Any) -> PreTrainedModel:
+    """A tiny Llama with random weights in float64."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context_len,
+        initializer_range=0.3,
+        bos_token_id=None,
+        **{"eos_token_id": NUM_WORDS - 1, "tie_word_embeddings": True} | more,
+    )
+    return random_model(LlamaForCausalLM, config, seed)
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: Any | None = None) -> Path:
+    """A folder as Hugging Face writes it."""
+    model.save_pretrained(folder)
+    (word_tokenizer(model.config.vocab_size) if tokenizer is None else tokenizer).save_pretrained(folder)
+    return folder

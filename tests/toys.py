@@ -1,0 +1,168 @@
+"""Toys: language models small enough to know everything about, and short ways to run the loop on them.
+
+``TableLM`` is an order-1 Markov chain, whose law is known exactly. The tiny Hugging Face models are random, but real:
+they attend, so that a wrong cache, mask or position shows in their tokens.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.decode import decode
+from outrider.drafters.base import Drafter
+from outrider.drafters.model import ModelDrafter
+from outrider.flow import FinishReason, Request, RowRound, Sampling, Stats
+from outrider.lm import LM
+from outrider.verify import Rule
+
+
+class TableConfig:
+    """As much of a model's configuration as LM reads."""
+
+    num_hidden_layers = 1
+    sliding_window = None
+    layer_types = None
+
+    def get_text_config(self, decoder: bool = False) -> "TableConfig":
+        assert decoder
+        return self
+
+
+class TableLM(nn.Module):
+    """Logits after token i are row i of a table, wherever it stands."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table, requires_grad=False)
+        self.config = TableConfig()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: object,
+        use_cache: bool,
+        logits_to_keep: int = 0,
+    ) -> SimpleNamespace:
+        assert attention_mask.shape[-2] == input_ids.shape[1] == position_ids.shape[1]
+        return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
+
+
+def table_lm(table: Tensor, *, name: str = "target", vocab_size: int = 0, context_len: int = 512) -> LM:
+    return LM(TableLM(table), name=name, vocab_size=vocab_size or table.shape[1], context_len=context_len)
+
+
+def random_table(vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Logits of a random Markov chain in float64. [V, V]"""
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(vocab_size, vocab_size, dtype=torch.float64, generator=generator)
+
+
+def table_pair(vocab_size: int, seed: int = 0, *, draft_context_len: int = 512) -> tuple[LM, ModelDrafter]:
+    """A target, and a drafter with a different table that agrees with it now and then."""
+    table = random_table(vocab_size, 2 * seed, 1.5)
+    draft_table = 0.5 * table + random_table(vocab_size, 2 * seed + 1)
+    return table_lm(table), ModelDrafter(table_lm(draft_table, name="draft", context_len=draft_context_len))
+
+
+def tiny_llama(seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, context_len: int = 256) -> PreTrainedModel:
+    """A random Llama in float64. Large weights, so that logits are far apart and depend on the whole text."""
+    return random_model(
+        LlamaForCausalLM,
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=context_len,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+        seed,
+    )
+
+
+def random_model(model_class: type, config: object, seed: int) -> PreTrainedModel:
+    """A model with random weights in float64."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class(config).to(torch.float64).eval()
+
+
+def perturbed(model: PreTrainedModel, scale: float, seed: int = 1) -> PreTrainedModel:
+    """A copy whose weights are a little off: a draft that agrees often, but not always."""
+    generator = torch.Generator().manual_seed(seed)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(scale * parameter.std(correction=0) * noise)
+    return model
+
+
+def as_lm(model: PreTrainedModel, name: str = "target", context_len: int = 256) -> LM:
+    return LM(model, name=name, vocab_size=model.config.vocab_size, context_len=context_len)
+
+
+def llama_pair(*, context_len: int = 256, draft_context_len: int = 256) -> tuple[LM, ModelDrafter]:
+    """A tiny Llama, and itself with perturbed weights as the draft."""
+    model = tiny_llama()
+    draft = as_lm(perturbed(model, 0.1), "draft", draft_context_len)
+    return as_lm(model, context_len=context_len), ModelDrafter(draft)
+
+
+class StopAt:
+    """Ends a row at a token."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+        self.pushed: list[int] = []
+
+    def push(self, token_id: int) -> FinishReason | None:
+        self.pushed.append(token_id)
+        return "eos" if token_id == self.token_id else None
+
+
+@dataclass
+class Output:
+    """All that the loop said of one row."""
+
+    rounds: list[RowRound]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for row in self.rounds for token in row.token_ids)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.rounds[-1].finish_reason
+
+    @property
+    def stats(self) -> Stats:
+        return sum((Stats.of(row) for row in self.rounds), Stats())
+
+
+def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int) -> list[Output]:
+    """The loop to its end; one output for each request."""
+    outputs = [Output([]) for _ in requests]
+    for round_ in decode(target, drafter, requests, rule, num_draft_tokens=k):
+        for row in round_.rows:
+            outputs[row.row].rounds.append(row)
+    return outputs
+
+
+def tokens(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in run(target, drafter, requests, rule, k)]
+
+
+def request(prompt_ids: Sequence[int], stop: StopAt | None = None, seed: int = 0, **options: object) -> Request:
+    return Request(prompt_ids, Sampling(seed=seed, **options), stop)

@@ -1,0 +1,125 @@
+"""Rules and drafters that look right, and are not. Each is known from public code, or an easy slip.
+
+The tests of the output's law must find every one of them out. Most of them accept more drafts than a right rule can,
+which looks like success.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.batch import Batch
+from outrider.drafters.base import Drafter, Session
+from outrider.flow import Draft, Verdict
+from outrider.noise import RoundUniforms, round_uniforms
+from outrider.probs import draw
+from outrider.verify import BLOCK, REJECTION, Rule
+
+_ALWAYS = -1.0  # a coin that accepts whatever p and q are
+
+
+def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Keep all K unless the first is rejected."""
+    is_first_kept = REJECTION.verify(target_probs, draft, noise).num_accepted[:, None] > 0
+    accept = torch.where(is_first_kept, _ALWAYS, noise.accept)
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+
+
+def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Every drafted token stands, and a bonus follows."""
+    accept = torch.full_like(noise.accept, _ALWAYS)
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+
+
+def _reseeded(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """The generator is seeded anew inside the acceptance loop: all coins are the same number, and the draw's too."""
+    accept = noise.next[:, None].expand_as(noise.accept)
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+
+
+def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """After full acceptance the last accepted token gives way to the bonus, instead of being followed by it."""
+    verdict = REJECTION.verify(target_probs, draft, noise)
+    is_full = (verdict.num_accepted == draft.num_drafted) & (draft.num_drafted > 0)
+    return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
+
+
+def _draw_argmax(draft_rows: Tensor, noise: RoundUniforms, offset: int) -> Tensor:
+    """Drafts are argmaxes, while the softmax is reported as q."""
+    return draft_rows.argmax(dim=-1)
+
+
+def _draw_filtered(draft_rows: Tensor, noise: RoundUniforms, offset: int) -> Tensor:
+    """Drafts are drawn from the two most probable tokens, while the unfiltered row is reported as q."""
+    second = draft_rows.topk(2, dim=-1).values[:, -1:]
+    return draw(torch.where(draft_rows >= second, draft_rows, 0.0), noise.draft[:, offset])
+
+
+class _PositionUniforms(NamedTuple):
+    """Uniform numbers of the positions of a round: draft and accept [B, K], next [B, K+1]."""
+
+    draft: Tensor
+    accept: Tensor
+    next: Tensor
+
+
+def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _PositionUniforms:
+    """Keyed by seed and position alone, so that the next round meets the numbers of this one again."""
+    made = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(k + 1)]
+    draft = torch.cat([uniforms.draft for uniforms in made], dim=1)
+    accept = torch.cat([uniforms.accept for uniforms in made], dim=1)
+    return _PositionUniforms(draft[:, :k], accept[:, :k], torch.stack([uniforms.next for uniforms in made], dim=1))
+
+
+def _block_by_position(target_probs: Tensor, draft: Draft, noise: _PositionUniforms) -> Verdict:
+    """Block verification with that noise; the next token's number is that of its own position."""
+    first = RoundUniforms(noise.draft, noise.accept, noise.next[:, 0])
+    num_accepted = BLOCK.verify(target_probs, draft, first).num_accepted
+    chosen = noise.next.gather(1, num_accepted[:, None]).squeeze(1)
+    return BLOCK.verify(target_probs, draft, dataclasses.replace(first, next=chosen))
+
+
+class DropUnlikely:
+    """Cuts a draft before its first token of low q. Which tokens are judged then depends on what they are."""
+
+    name = "drop-unlikely"
+
+    def __init__(self, inner: Drafter, least_prob: float) -> None:
+        self.inner = inner
+        self.least_prob = least_prob
+
+    def open(self, batch: Batch) -> "_DropUnlikelySession":
+        return _DropUnlikelySession(self.inner.open(batch), self.least_prob)
+
+
+class _DropUnlikelySession:
+    def __init__(self, inner: Session, least_prob: float) -> None:
+        self.inner = inner
+        self.least_prob = least_prob
+
+    def keep(self, rows: Tensor) -> None:
+        self.inner.keep(rows)
+
+    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+        draft = self.inner.propose(batch, num_wanted, rule, noise)
+        if draft.probs is None:
+            return draft
+        q_x = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1)
+        num_likely = (q_x >= self.least_prob).long().cumprod(dim=1).sum(dim=1)
+        return dataclasses.replace(draft, num_drafted=torch.minimum(draft.num_drafted, num_likely))
+
+
+ALL_OR_NOTHING = Rule("all-or-nothing", REJECTION.make_noise, REJECTION.draw, _all_or_nothing)
+ACCEPT_ALL = Rule("accept-all", REJECTION.make_noise, REJECTION.draw, _accept_all)
+RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseeded)
+REPLACE_LAST = Rule("replace-last", REJECTION.make_noise, REJECTION.draw, _replace_last)
+ARGMAX_DRAFTS = Rule("argmax-drafts", REJECTION.make_noise, _draw_argmax, REJECTION.verify)
+FILTERED_DRAFTS = Rule("filtered-drafts", REJECTION.make_noise, _draw_filtered, REJECTION.verify)
+BLOCK_BY_POSITION = Rule("block-by-position", _make_position_noise, REJECTION.draw, _block_by_position)
+WRONG_RULES = {
+    rule.name: rule
+    for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
+}
