@@ -1,0 +1,64 @@
+"""Growing a checkpoint changes its cost and not its logits."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from outrider.models.registry import resolve
+from toys import random_model
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "grow.py"
+_SPEC = importlib.util.spec_from_file_location("grow", _FILE)
+assert _SPEC is not None and _SPEC.loader is not None
+grow_script = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(grow_script)
+
+
+def small_llama(*, is_tied: bool, num_kv_heads: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=64,
+        tie_word_embeddings=is_tied,
+    )
+    return random_model(LlamaForCausalLM, config, 0)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("width", "depth", "inner"), [(64, 2, 48), (32, 5, 48), (32, 2, 99), (96, 7, 200)])
+@torch.inference_mode()
+def test_the_logits_stay(is_tied: bool, num_kv_heads: int, width: int, depth: int, inner: int) -> None:
+    """To 1e-6, in width, depth, the feed-forward layers and all together (RMSNorm computes in float32, also here)."""
+    small = small_llama(is_tied=is_tied, num_kv_heads=num_kv_heads)
+    big = grow_script.grow(small, hidden_size=width, num_layers=depth, intermediate_size=inner)
+    ids = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
+    assert big.num_parameters() > small.num_parameters()
+    torch.testing.assert_close(big(ids).logits, small(ids).logits, rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_the_embedded_target_grows_in_float32() -> None:
+    """To 1e-4, with the sizes that were asked for."""
+    small = AutoModelForCausalLM.from_pretrained(resolve("fable").location, dtype=torch.float32)
+    width, depth = 2 * small.config.hidden_size, small.config.num_hidden_layers + 3
+    big = grow_script.grow(small, hidden_size=width, num_layers=depth, intermediate_size=1500)
+    assert (big.config.hidden_size, big.config.num_hidden_layers) == (width, depth)
+    ids = torch.randint(small.config.vocab_size, (1, 100), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(big(ids).logits, small(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(16, 2, 48), (36, 2, 48), (32, 1, 48), (32, 2, 47)])
+def test_a_model_only_grows(sizes: tuple[int, int, int]) -> None:
+    width, depth, inner = sizes
+    with pytest.raises(ValueError, match="grow|multiple"):
+        grow_script.grow(
+            small_llama(is_tied=True, num_kv_heads=2), hidden_size=width, num_layers=depth, intermediate_size=inner
+        )
