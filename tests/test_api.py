@@ -115,6 +115,15 @@ def test_stop_strings_end_a_row_at_the_very_token(acceptance: str) -> None:
         assert stopped["origins"] == full.origins[:num_tokens]
 
 
+def test_what_was_held_back_comes_with_the_end() -> None:
+    """The end of a text may look like the beginning of a stop string; nothing of it is lost."""
+    options: dict[str, Any] = {"seed": 6, "max_new_tokens": 12, "ignore_eos": True}
+    (full,) = embedded().generate(PROMPT, **options)
+    chunks = list(embedded().stream(PROMPT, stop=full.text[-6:] + "\x00", **options))
+    assert joined(chunks) == parts(full)
+    assert chunks[-1].text.endswith(full.text[-6:])
+
+
 def test_a_truncated_round_is_left_out_of_the_acceptance() -> None:
     """The end is forced into the middle of a round; only the rounds before it are counted."""
     decoder = embedded()

@@ -10,7 +10,7 @@ import outrider
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import NumericsError, OptionError, PromptError, TokenizerMismatch, UnsupportedModel
 from outrider.verify import RULES
-from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
+from pairs import NUM_WORDS, embedded, metaspace_tokenizer, random_llama, word_tokenizer
 from toys import perturbed
 
 PROMPT = "w1 w2 w3 w1 w2"
@@ -84,6 +84,15 @@ def test_models_in_memory_with_a_tokenizer() -> None:
         assert completion.finish_reason == ("eos" if is_ended else "length")
         assert NUM_WORDS - 1 not in completion.token_ids[:-1]
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+def test_generated_text_goes_on_from_the_prompt() -> None:
+    """With a tokenizer that drops the first space of a text: that of the prompt, not that of what follows."""
+    tokenizer = metaspace_tokenizer()
+    decoder = outrider.load(random_llama(len(tokenizer), eos_token_id=None), tokenizer=tokenizer)
+    bias = {tokenizer.convert_tokens_to_ids("▁time"): 1e6}
+    (completion,) = decoder.generate("Once", logit_bias=bias, max_new_tokens=2, seed=1)
+    assert completion.text == " time time"
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
+from outrider.errors import UnsupportedModel
 from outrider.lm import LM
+from outrider.models.loading import Checkpoint, build_lm
 from outrider.verify import BLOCK, GUMBEL, REJECTION
 from toys import as_lm, perturbed, random_model, request, run, tiny_llama, tokens
 
@@ -152,3 +154,41 @@ def test_a_window_off_by_one_shows(name: str) -> None:
         assert lm._window == 6
         lm._window = window
         assert _distance(lm) > 1e-3
+
+
+# Windows that LM cannot read off the configuration: one in the modelling code alone, one in the configuration alone.
+ODD_WINDOWS = {
+    "GPT-Neo, whose local layers have a window of their own": Architecture(
+        tf.GPTNeoForCausalLM,
+        tf.GPTNeoConfig,
+        {
+            **{key: value for key, value in SHAPE.items() if key not in ("num_hidden_layers", "num_attention_heads")},
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 100,
+        },
+    ),
+    "Llama, with a window in its configuration that it does not use": Architecture(
+        tf.LlamaForCausalLM, tf.LlamaConfig, {**GROUPED, "sliding_window": 100}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_WINDOWS)
+def test_a_text_beyond_the_window_is_right_or_the_model_refused(name: str) -> None:
+    """The window is longer than the probe at loading, as real ones are; 200 tokens, four at a time."""
+    one = ODD_WINDOWS[name]
+    model = random_model(one.model_class, one.make_config(**one.options), seed=0)
+    try:
+        lm = build_lm(Checkpoint("odd", model, tokenizer=None), V)
+    except UnsupportedModel:
+        return
+    ids = torch.randint(V, (1, 200), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        full: Tensor = model(ids).logits
+    cache = lm.new_cache(200)
+    for begin in range(0, 200, 4):
+        positions = torch.arange(begin, begin + 4)[None]
+        logits = lm.forward(ids[:, begin : begin + 4], positions, cache, begin + 4)
+        torch.testing.assert_close(logits, full[:, begin : begin + 4], rtol=0.0, atol=1e-10)

@@ -273,8 +273,8 @@ def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule, valu
 @ALL_RULES
 @pytest.mark.parametrize("k", [3, 4])
 def test_bad_logits_after_a_drafted_token_are_an_error(rule: Rule, k: int) -> None:
-    """From 0 the chain goes 2, 1, 4, and all three are drafted. What comes after 4 is for position 4; the draft is asked
-    for it only if it drafts one more."""
+    """From 0 the chain goes 2, 1, 4, and all three are drafted. What comes after 4 is for position 4; the draft is
+    asked for it only if it drafts one more."""
     good = table_lm(random_table(6, 3), name="the good one")
     bad = table_lm(_bad_after(4, torch.nan, table_seed=3), name="the bad one")
     requests = [request((0,), temperature=0.0, max_new_tokens=20)]

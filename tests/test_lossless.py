@@ -89,6 +89,16 @@ def test_the_output_follows_the_targets_law(rule: Rule, drafter: str, settings: 
     assert _pvalue(target, drafters[drafter], rule, law, **settings) > FALSE_ALARM
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_narrow_logits_follow_their_own_law(rule: Rule, dtype: torch.dtype) -> None:
+    """The law is that of the logits as computed. False alarm: 1e-6 each."""
+    tables = [torch.tensor(SLIP_TOY[name]).log().to(dtype) for name in ("target", "draft")]
+    target, draft = (table_lm(table) for table in tables)
+    law = table_law(tables[0].double(), PROMPT, Sampling(), NUM_TOKENS)
+    assert _pvalue(target, ModelDrafter(draft), rule, law) > FALSE_ALARM
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_a_draft_whose_context_fills_up_leaves_the_law_alone(rule: Rule) -> None:
     """It falls silent after eight tokens, six of them the prompt's. False alarm: 1e-6 each."""

@@ -42,11 +42,11 @@ PLAIN, FAST = arm("plain"), arm("fast, K = 3", "draft", 3)
 
 
 def two_summaries() -> list[ArmSummary]:
-    """Plain takes 1 s and 2 s for ten tokens, fast half and a quarter of it; prefills of 0.1 s and 0.2 s."""
+    """Plain takes 1 s and 2 s for ten tokens, fast 0.8 s and 0.4 s; prefills of 0.1 s and 0.2 s."""
     measurements = [
         measurement(PLAIN, 0, 0.1, 1.0),
-        measurement(FAST, 0, 0.2, 0.5),
-        measurement(FAST, 1, 0.2, 0.5),
+        measurement(FAST, 1, 0.2, 0.4),
+        measurement(FAST, 0, 0.2, 0.8),
         measurement(PLAIN, 1, 0.1, 2.0),
     ]
     return summarise(measurements, [PLAIN, FAST])
@@ -56,27 +56,27 @@ def test_a_summary_by_hand() -> None:
     plain, fast = two_summaries()
     assert (plain.arm, fast.arm, plain.num_cases, fast.num_cases) == (PLAIN, FAST, 2, 2)
     assert plain.ms_per_token == pytest.approx((150.0, 50 * math.sqrt(2)))
-    assert fast.ms_per_token == pytest.approx((50.0, 0.0))
+    assert fast.ms_per_token == pytest.approx((60.0, 20 * math.sqrt(2)))
     assert plain.total_ms_per_token == pytest.approx((160.0, 50 * math.sqrt(2)))
     assert plain.prefill_ms == pytest.approx((100.0, 0.0))
     assert fast.prefill_ms == pytest.approx((200.0, 0.0))
     assert plain.tokens_per_s == pytest.approx(20 / 3)
-    assert fast.tokens_per_s == pytest.approx(20.0)
+    assert fast.tokens_per_s == pytest.approx(20 / 1.2)
     assert fast.stats.mean_acceptance_length == 3.0 and fast.stats.draft_acceptance_rate == pytest.approx(2 / 3)
-    assert fast.timing.rest_s == pytest.approx(0.25)
+    assert fast.timing.rest_s == pytest.approx(0.3)
 
 
 def test_speed_ups_are_paired_by_case() -> None:
-    """2 and 4: the geometric mean is the root of 8, the logarithms are half of ln 2 off it; without pairing, one could
-    not tell it from 1."""
+    """1.25 and 5: the geometric mean is 2.5, and the logarithms are ln 2 off it. (Paired in another order they would be
+    2.5 and 2.5.)"""
     plain, fast = two_summaries()
     assert plain.speed_up is None and plain.total_speed_up is None
     assert fast.speed_up is not None and fast.total_speed_up is not None
-    assert fast.speed_up.value == pytest.approx(math.sqrt(8))
-    half = stats.t.ppf(0.975, 1) * math.log(2) / 2
-    assert fast.speed_up.low == pytest.approx(math.sqrt(8) * math.exp(-half))
-    assert fast.speed_up.high == pytest.approx(math.sqrt(8) * math.exp(half))
-    assert fast.total_speed_up.value == pytest.approx(math.sqrt(1.1 / 0.7 * 2.1 / 0.7))
+    assert fast.speed_up.value == pytest.approx(2.5)
+    half = stats.t.ppf(0.975, 1) * math.log(2)
+    assert fast.speed_up.low == pytest.approx(2.5 * math.exp(-half))
+    assert fast.speed_up.high == pytest.approx(2.5 * math.exp(half))
+    assert fast.total_speed_up.value == pytest.approx(math.sqrt(1.1 / 1.0 * 2.1 / 0.6))
 
 
 def test_cases_that_an_arm_has_not_done_are_left_out() -> None:
@@ -96,8 +96,8 @@ def test_cases_that_an_arm_has_not_done_are_left_out() -> None:
 def test_the_json_of_a_summary() -> None:
     document = two_summaries()[1].to_json()
     assert document["name"] == "fast, K = 3" and document["draft"] == "draft" and document["k"] == 3
-    assert document["ms_per_token"] == {"mean": pytest.approx(50.0), "std": pytest.approx(0.0)}
-    assert document["speed_up"]["value"] == pytest.approx(math.sqrt(8)) and document["speed_up"]["level"] == 0.95
+    assert document["ms_per_token"] == {"mean": pytest.approx(60.0), "std": pytest.approx(20 * math.sqrt(2))}
+    assert document["speed_up"]["value"] == pytest.approx(2.5) and document["speed_up"]["level"] == 0.95
     times = document["time_s"]
     assert times["total"] == pytest.approx(sum(times[part] for part in ("prefill", "draft", "verify", "rest")))
     assert two_summaries()[0].to_json()["speed_up"] is None

@@ -55,6 +55,15 @@ def test_the_program_is_installed_under_its_name(outrider: Outrider) -> None:
     assert (ended.code, ended.out) == (0, f"outrider {version('outrider')}\n")
 
 
+def test_the_libraries_are_kept_quiet(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their warnings would bury the one line that tells what is wrong; who wants them can ask for them."""
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "info")
+    outrider("--version")
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+    assert os.environ["HF_HUB_VERBOSITY"] == "info"
+
+
 def test_without_a_command_there_is_help(outrider: Outrider) -> None:
     for arguments in ((), ("eval",)):
         ended = outrider(*arguments)

@@ -162,20 +162,25 @@ def test_a_wrong_rule_is_found_out(outrider: Outrider, monkeypatch: pytest.Monke
 
 
 def test_on_a_terminal_the_arms_have_panels(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its text and a rate, within the height of the terminal."""
+    """Each with its text, of which the end is shown if it is long, and a rate; within the height of the terminal."""
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80, height=24, highlight=False, _environ={})
+    console = Console(file=screen, force_terminal=True, width=54, height=12, highlight=False, _environ={})
     monkeypatch.setattr(command, "console_for", lambda *_, **__: console)
-    ended = outrider("compare", "Once [red] upon a time", *QUICK, "-n", 16, "--ignore-eos")
+    prompt, options = "Once [red] upon a time", {"seed": 3, "max_new_tokens": 56, "ignore_eos": True}
+    ended = outrider("compare", prompt, "-n", 56, "--num-runs", 1, "--seed", 3, "--ignore-eos")
     assert ended.code == 0
     shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
-    assert re.search(r"╭─ plain: 16 tokens, [\d.]+ tokens/s ─+╮", shown)
-    assert re.search(r"╭─ fable-draft, K = 4: 16 tokens, [\d.]+ tokens/s ─+╮", shown)
+    frames = shown.split("╭─ plain")[1:]
+    assert len(frames) > 56  # one for each round at least
+    assert max(frame[: frame.rindex("╯")].count("\n") for frame in frames) < 12
+    for name, arm in (("plain", embedded().plain()), ("fable-draft, K = 4", embedded())):
+        panel = ("╭─ plain" + frames[-1]).split(f"╭─ {name}")[1].split("╰")[0]
+        assert re.match(r": 56 tokens, [\d.]+ tokens/s ─+╮", panel)
+        text = arm.generate(prompt, **options)[0].text
+        assert len(text) > 3 * 50  # more than the panel has room for
+        words, shown_words = text.split(), " ".join(panel.replace("│", " ").split())
+        assert shown_words.endswith(words[-1]) and " ".join(words[:6]) not in shown_words
     assert "times as fast as plain" in shown
-    first_frame = shown[: shown.index("╭─ plain", 5)]
-    assert first_frame.count("\n") <= 24
-    word = embedded().plain().generate("Once [red] upon a time", seed=3, max_new_tokens=16, ignore_eos=True)[0].text
-    assert max(word.split(), key=len) in shown
 
 
 def test_the_default_is_the_embedded_pair_on_a_built_in_prompt(outrider: Outrider, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """``outrider generate`` with one prompt."""
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from commands import Outrider, only_document
 from outrider.cli import generate as command
+from outrider.cli.output import json_text
 from pairs import embedded
 
 PROMPT = "Once upon a time there was a miller"
@@ -111,6 +113,13 @@ def test_infinite_biases_do_not_spoil_the_document(outrider: Outrider) -> None:
     """JSON has no infinity."""
     ended = outrider("generate", PROMPT, *SHORT, "--logit-bias", "5=-inf", "--logit-bias", "6=1.5", "--json", "-")
     assert only_document(ended.out, "generate")["options"]["logit_bias"] == ["5=-inf", "6=1.5"]
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    """A token that the model rules out has a log-probability of minus infinity."""
+    text = json_text({"top": [(3, -float("inf")), (4, -0.5)], "nan": float("nan"), 5: "inf"})
+    assert json.loads(text) == {"top": [[3, None], [4, -0.5]], "nan": None, "5": "inf"}
+    assert text.endswith("}\n") and text.count("\n") == 1
 
 
 def test_show_origin_colours_the_text(outrider: Outrider) -> None:
