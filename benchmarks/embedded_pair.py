@@ -33,7 +33,7 @@ def main() -> None:
     arms = [Arm("plain", target)]
     for acceptance in ("rejection", "block"):
         decoder = replace(model, acceptance=acceptance)
-        arms += [Arm(f"{acceptance}, K = {k}", decoder, acceptance, k) for k in (1, 2, 3, 4, 6, 8)]
+        arms += [Arm(f"{acceptance}, K = {k}", decoder, f"fable-draft, {acceptance}", k) for k in (1, 2, 3, 4, 6, 8)]
     arms.append(Arm("ngram, K = 4", ngram, "ngram", 4))
     console = Console(width=100)
     results = {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
@@ -154,6 +154,23 @@ def test_a_window_off_by_one_shows(name: str) -> None:
         assert lm._window == 6
         lm._window = window
         assert _distance(lm) > 1e-3
+
+
+class Wrapper(nn.Module):
+    """A model inside another module, as PEFT and `torch.compile` put it."""
+
+    def __init__(self, inner: tf.PreTrainedModel) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = inner.config
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.inner(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["Llama", *SLIDING])
+def test_a_wrapped_model_keeps_its_window(name: str) -> None:
+    assert _distance(LM(Wrapper(_model(name)), name="wrapped", vocab_size=V, context_len=256)) < 1e-10
 
 
 # Windows that LM cannot read off the configuration: one in the modelling code alone, one in the configuration alone.

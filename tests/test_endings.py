@@ -236,7 +236,7 @@ def test_stats_add() -> None:
         num_draft_tokens=12,
         num_accepted_draft_tokens=6,
         num_truncated_rounds=1,
-        accepted_histogram=(2, 0, 1, 0, 1),
+        acceptance_histogram=(2, 0, 1, 0, 1),
         drafted_histogram=(1, 0, 0, 0, 3),
     )
     assert sum((Stats.of(row) for row in reversed(rows)), Stats()) == total

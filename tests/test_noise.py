@@ -1,5 +1,6 @@
 """The noise: the published generator, keyed as it says, and with the laws it claims."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 
 import reference
 from outrider import noise
-from outrider.noise import gumbels, philox_4x32, round_uniforms, split_words
+from outrider.decode import decode
+from outrider.drafters.base import NoDrafter
+from outrider.flow import Request, Sampling
+from outrider.noise import GumbelNoise, gumbels, philox_4x32, round_uniforms, split_words
+from outrider.verify import GUMBEL
+from toys import random_table, table_lm
 
 WORDS = st.integers(0, 2**32 - 1)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -178,3 +184,29 @@ def test_gumbels_follow_the_gumbel_law() -> None:
     assert scipy.stats.kstest(by_token, "gumbel_r").pvalue > 3e-7
     z = np.corrcoef(by_position[:, 0], by_position[:, 1])[0, 1] * math.sqrt(10_000)
     assert 2 * scipy.stats.norm.sf(abs(z)) > 3e-7
+
+
+def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for() -> None:
+    """The same in any order, and no more than is needed: plain decoding needs that of one token, whatever K."""
+    seeds, starts = torch.tensor([3, 4]), torch.tensor([7, 2])
+    noise = GumbelNoise(seeds, starts, 9)
+    want = gumbels(seeds, starts[:, None] + torch.arange(4), 9)
+    for offset in (2, 0, 3, 1):
+        assert torch.equal(noise.at(offset), want[:, offset])
+    num_made: list[int] = []
+    target = table_lm(random_table(5, 0))
+    rule = dataclasses.replace(GUMBEL, make_noise=lambda *key: Counted(num_made, *key))
+    requests = [Request([1], Sampling(seed=1, max_new_tokens=6))]
+    assert len(list(decode(target, NoDrafter(), requests, rule, num_draft_tokens=4))) == 6
+    assert num_made == [0] * 6
+
+
+class Counted:
+    """Gumbel noise that writes down the offsets it was asked for."""
+
+    def __init__(self, asked: list[int], seeds: torch.Tensor, starts: torch.Tensor, k: int, vocab_size: int) -> None:
+        self._noise, self._asked = GumbelNoise(seeds, starts, vocab_size), asked
+
+    def at(self, offset: int) -> torch.Tensor:
+        self._asked.append(offset)
+        return self._noise.at(offset)

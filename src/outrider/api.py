@@ -25,7 +25,20 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
-from outrider.flow import Chunk, Completion, Origin, Request, Round, Sampling, Stats, Timing, TokenLogprob
+from outrider.flow import (
+    DEFAULT_ACCEPTANCE,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    MAX_NUM_DRAFT_TOKENS,
+    Chunk,
+    Completion,
+    Origin,
+    Request,
+    Round,
+    Sampling,
+    Stats,
+    Timing,
+    TokenLogprob,
+)
 from outrider.lm import LM
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
 from outrider.models.registry import resolve
@@ -33,8 +46,6 @@ from outrider.stop import RowText
 from outrider.tokens import Detokenizer, Prompt, check_same_tokens, encode
 from outrider.verify import RULES
 
-DEFAULT_ACCEPTANCE = "rejection"
-DEFAULT_NUM_DRAFT_TOKENS = 4
 _OPTIONS = [field.name for field in fields(Sampling)]
 
 
@@ -69,8 +80,8 @@ class Decoder:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
         """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
 
-        The iterator may be dropped at any time. Generation that is resumed with the tokens so far as the prompt and the
-        same seed goes on as if it had not been cut.
+        The iterator may be dropped at any time. Generation that is resumed with the tokens so far as the prompt,
+        ``max_new_tokens`` less by as many and the same seed goes on as if it had not been cut.
         """
         return self.stream_many([prompt], **options)
 
@@ -99,7 +110,7 @@ class Decoder:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         *,
         num_draft_tokens: int | None = None,
         acceptance: str | None = None,
@@ -110,8 +121,7 @@ class Decoder:
         Returns:
             A completion for each prompt, in order.
         """
-        many: Any = [prompts] if isinstance(prompts, str) else prompts
-        requests, texts = self._prepare(many, options)
+        requests, texts = self._prepare([prompts] if isinstance(prompts, str) else prompts, options)
         chunks: list[list[Chunk]] = [[] for _ in requests]
         for chunk in _chunks(self._rounds(requests, num_draft_tokens, acceptance), texts):
             chunks[chunk.row].append(chunk)
@@ -175,8 +185,9 @@ def _check_acceptance(name: str) -> str:
 
 
 def _check_num_draft_tokens(k: int) -> None:
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise OptionError("num_draft_tokens", k, "a whole number >= 1 (for plain decoding choose the draft 'none')")
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_NUM_DRAFT_TOKENS:
+        remedy = f"a whole number from 1 to {MAX_NUM_DRAFT_TOKENS} (for plain decoding choose the draft 'none')"
+        raise OptionError("num_draft_tokens", k, remedy)
 
 
 def _row_sampling(options: dict[str, Any], index: int, num_rows: int) -> Sampling:
@@ -252,6 +263,7 @@ def load(
     draft: str | Path | Any | None = None,
     *,
     tokenizer: Any | None = None,
+    draft_tokenizer: Any | None = None,
     device: str = "auto",
     dtype: str = "auto",
     acceptance: str = DEFAULT_ACCEPTANCE,
@@ -264,7 +276,8 @@ def load(
         target: a known name, a folder, a hub id, or a Hugging Face causal language model in memory (it is put into
             evaluation mode).
         draft: the same; or "ngram"; or "none" or None for plain decoding.
-        tokenizer: for a model in memory; without one, prompts are token ids and chunks have no text.
+        tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
+        draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
         device: "auto", "cpu", "cuda", "cuda:1", "mps"; models in memory stay where they are.
         dtype: "auto" (float32 on the CPU, else the checkpoint's own), or "float64", "float32", "bfloat16", "float16".
         acceptance: "rejection", "block" or "gumbel".
@@ -285,7 +298,7 @@ def load(
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
     )
-    drafter = load_drafter(plain, draft, tokenizer=tokenizer, device=device, dtype=dtype, models_file=models_file)
+    drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, device=device, dtype=dtype, models_file=models_file)
     return replace(plain, drafter=drafter)
 
 
@@ -313,9 +326,13 @@ def _checkpoint(
     model: str | Path | Any, tokenizer: Any | None, device: str, dtype: str, models_file: Path | None
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
+        if tokenizer is not None:
+            raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} brings its own")
         return load_checkpoint(resolve(str(model), models_file), device=device, dtype=dtype)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
-        raise OptionError("model", model, "a name, a folder, a hub id, or a Hugging Face model in memory")
+        raise OptionError(
+            "model", type(model).__name__, "a name, a folder, a hub id, or a Hugging Face model in memory"
+        )
     name = config.name_or_path or type(model).__name__
     return Checkpoint(name, model, tokenizer)

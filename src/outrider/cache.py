@@ -10,6 +10,7 @@ This is the only file that knows the cache classes of Hugging Face. It does not 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +18,36 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+@dataclass(slots=True)
+class Plan:
+    """What all layers need to know of the next forward. (Theirs to share: a layer that pointed back to its cache would
+    keep both alive until the garbage collector comes by.)
+
+    Attributes:
+        capacity: L.
+        places: where its tokens go, in the flattened [B * (L+1)] block.
+        view_len: it sees the places 0 .. view_len-1.
+    """
+
+    capacity: int
+    places: Tensor
+    view_len: int = 0
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [B, L+1, H, D]; the last place of a row takes what padding tokens write."""
 
     is_sliding = False
 
-    def __init__(self, owner: SlotCache) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self._owner = owner
+        self._plan = plan
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def zeros(states: Tensor) -> Tensor:
             # Zeros, not empty: a masked place still takes part in 0 * value, which must not be NaN.
             num_rows, num_heads, _, head_dim = states.shape
-            return states.new_zeros(num_rows, self._owner.capacity + 1, num_heads, head_dim)
+            return states.new_zeros(num_rows, self._plan.capacity + 1, num_heads, head_dim)
 
         self.keys, self.values = zeros(key_states), zeros(value_states)
         self.is_initialized = True
@@ -42,38 +59,33 @@ class SlotLayer(CacheLayerMixin):
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:
-        places = self._owner.places.to(store.device)  # a model may be spread over devices
+        places = self._plan.places.to(store.device)
         store.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
-        return store[:, : self._owner.view_len].transpose(1, 2)  # [B, H, view_len, D]
+        return store[:, : self._plan.view_len].transpose(1, 2)  # [B, H, view_len, D]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
         if self.is_initialized:
+            # A model may be spread over devices, and its layers with it.
+            rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.view_len, 0
+        return self._plan.view_len, 0
 
     def get_seq_length(self) -> int:
-        return self._owner.view_len
+        return self._plan.view_len
 
     def get_max_length(self) -> int:
-        return self._owner.capacity
+        return self._plan.capacity
 
 
 class SlotCache(Cache):
-    """The cache of B sequences of at most ``capacity`` tokens.
-
-    Attributes:
-        places: where the tokens of the next forward go, in the flattened [B * (L+1)] block.
-        view_len: the next forward sees the places 0 .. view_len-1.
-    """
+    """The cache of B sequences of at most ``capacity`` tokens."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.view_len = 0
-        self.places = torch.empty(0, dtype=torch.long)
-        self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        self._plan = Plan(capacity, torch.empty(0, dtype=torch.long))
+        self._slot_layers = [SlotLayer(self._plan) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
 
     def at(self, positions: Tensor, view_len: int) -> None:
@@ -83,10 +95,11 @@ class SlotCache(Cache):
             positions: of its tokens; -1 is padding. [B, T]
             view_len: above every position.
         """
-        assert view_len <= self.capacity
-        self.view_len = view_len
-        row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
-        self.places = (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
+        capacity = self._plan.capacity
+        assert view_len <= capacity
+        row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (capacity + 1)
+        self._plan.places = (row_starts + torch.where(positions < 0, capacity, positions)).flatten()
+        self._plan.view_len = view_len
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order. [B']"""

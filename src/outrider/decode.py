@@ -93,6 +93,8 @@ class _Clock:
         """Seconds since the last lap."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
         now = time.perf_counter()
         lap_s, self._last = now - self._last, now
         return lap_s
@@ -131,7 +133,7 @@ def _logprobs(batch: Batch, logits: Tensor, committed: Tensor) -> list[list[Toke
     if all(num_top is None for num_top in wanted):
         return None
     logprobs = wide(logits).log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, committed[:, : logits.shape[1], None]).squeeze(-1).tolist()
+    chosen = logprobs.gather(-1, committed[..., None]).squeeze(-1).tolist()
     num_top = min(max(n or 0 for n in wanted), logits.shape[-1])
     top = logprobs.topk(num_top, dim=-1)
     values, ids = top.values.tolist(), top.indices.tolist()

@@ -14,6 +14,7 @@ This module knows no model, no file and no text beyond the strings it carries. I
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -22,6 +23,10 @@ from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+DEFAULT_ACCEPTANCE = "rejection"
+DEFAULT_NUM_DRAFT_TOKENS = 4
+MAX_NUM_DRAFT_TOKENS = 1024
 
 Origin = Literal["accepted", "correction", "bonus"]
 FinishReason = Literal["eos", "stop", "length"]
@@ -67,23 +72,21 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, math.inf, "a number >= 0; 0 is greedy")
+        _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6; 0 is greedy")
         _check_integer("top_k", self.top_k, 0, "a whole number >= 0; 0 keeps all tokens")
         _check_number("top_p", self.top_p, 0.0, 1.0, "0 < top_p <= 1; 1.0 keeps all tokens", is_low_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "0 <= min_p <= 1; 0.0 keeps all tokens")
         _check_number(
-            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number > 0; 1.0 is none", is_low_open=True
+            "repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "a number from 1e-6 to 1e6; 1.0 is none"
         )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
             for token_id, bias in self.logit_bias.items():
                 _check_integer("logit_bias", token_id, 0, "its keys are token ids")
-                is_number = isinstance(bias, (int, float)) and (abs(bias) <= _MAX_BIAS or bias == -math.inf)
+                is_number = isinstance(bias, numbers.Real) and (abs(bias) <= _MAX_BIAS or bias == -math.inf)
                 if not is_number:
-                    raise OptionError(
-                        "logit_bias", bias, f"each value is a finite number, or -inf (at most {_MAX_BIAS:g})"
-                    )
+                    raise OptionError("logit_bias", bias, f"each value is a finite number up to {_MAX_BIAS:g}, or -inf")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
             if self.seed >= 2**63:
@@ -101,13 +104,13 @@ class Sampling:
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not low <= value <= high or (is_low_open and value == low):  # type: ignore[operator]
         raise OptionError(name, value, remedy)
 
 
 def _check_integer(name: str, value: object, low: int, remedy: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
         raise OptionError(name, value, remedy)
 
 
@@ -236,7 +239,7 @@ class Stats:
     but ``num_generated_tokens`` and ``num_truncated_rounds``, since how much of it would have stood is not known.
 
     Attributes:
-        accepted_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
+        acceptance_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
         drafted_histogram: at index i the number of rounds in which exactly i tokens were drafted.
     """
 
@@ -245,7 +248,7 @@ class Stats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_truncated_rounds: int = 0
-    accepted_histogram: tuple[int, ...] = ()
+    acceptance_histogram: tuple[int, ...] = ()
     drafted_histogram: tuple[int, ...] = ()
 
     def __add__(self, other: Stats) -> Stats:
@@ -255,7 +258,7 @@ class Stats:
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
             self.num_truncated_rounds + other.num_truncated_rounds,
-            _add_counts(self.accepted_histogram, other.accepted_histogram),
+            _add_counts(self.acceptance_histogram, other.acceptance_histogram),
             _add_counts(self.drafted_histogram, other.drafted_histogram),
         )
 
@@ -269,7 +272,7 @@ class Stats:
             num_rounds=1,
             num_draft_tokens=row.num_drafted,
             num_accepted_draft_tokens=row.num_accepted,
-            accepted_histogram=(0,) * row.num_accepted + (1,),
+            acceptance_histogram=(0,) * row.num_accepted + (1,),
             drafted_histogram=(0,) * row.num_drafted + (1,),
         )
 
@@ -287,7 +290,7 @@ class Stats:
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
-            "acceptance_histogram": list(self.accepted_histogram),
+            "acceptance_histogram": list(self.acceptance_histogram),
             "drafted_histogram": list(self.drafted_histogram),
             "num_rounds": self.num_rounds,
             "num_truncated_rounds": self.num_truncated_rounds,

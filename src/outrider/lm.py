@@ -9,6 +9,7 @@ or text, nor where a model comes from.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class LM:
         # Models with both kinds of layers take a dict of masks, by kind; the others take one tensor.
         layer_types = set(getattr(text_config, "layer_types", None) or ())
         if not layer_types:
-            layer_types = {"full_attention" if self._window is None else "sliding_attention"}
+            is_windowed = self._window is not None and _makes_windows(model)
+            layer_types = {"sliding_attention" if is_windowed else "full_attention"}
         self._layer_types = tuple(sorted(layer_types))
 
     def new_cache(self, capacity: int) -> SlotCache:
@@ -116,6 +118,12 @@ class LM:
             mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
             masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self._layer_types[0]]
+
+
+def _makes_windows(model: nn.Module) -> bool:
+    """Whether the modelling code makes masks with a sliding window. A configuration may state one that it ignores."""
+    homes = {type(module).__module__ for module in model.modules()}
+    return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
 
 
 def _round_up(length: int) -> int:

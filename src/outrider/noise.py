@@ -136,3 +136,18 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         (_to_uniform(words[..., 0], words[..., 1]), _to_uniform(words[..., 2], words[..., 3])), dim=-1
     ).flatten(-2)  # [B, T, V or V+1]
     return -(-uniforms[..., :vocab_size].log()).log()
+
+
+class GumbelNoise:
+    """The Gumbel noise of one round, made when it is asked for: a row without drafts needs that of one token."""
+
+    def __init__(self, seeds: Tensor, round_starts: Tensor, vocab_size: int) -> None:
+        self._seeds, self._round_starts, self._vocab_size = seeds, round_starts, vocab_size
+        self._rows: list[Tensor] = []
+
+    def at(self, offset: int) -> Tensor:
+        """Noise of the token at this offset in the round. [B, V]"""
+        while len(self._rows) <= offset:
+            positions = self._round_starts[:, None] + len(self._rows)
+            self._rows.append(gumbels(self._seeds, positions, self._vocab_size)[:, 0])
+        return self._rows[offset]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from outrider.flow import Draft, Verdict
-from outrider.noise import RoundUniforms, gumbels, round_uniforms
+from outrider.noise import GumbelNoise, RoundUniforms, round_uniforms
 from outrider.probs import draw, draw_gumbel, normalised, one_hot, wide, wide_sum
 
 
@@ -153,14 +153,15 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     return Verdict(num_accepted, next_ids, _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted))
 
 
-def gumbel(target_probs: Tensor, draft: Draft, noise: Tensor) -> Verdict:
+def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
     """Commit what the target itself would take with this noise; drafted tokens stand as long as they agree.
 
     Args:
         target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
-        noise: Gumbel noise of the positions, which the drafts were drawn with too. [B, K+1, V]
+        noise: which the drafts were drawn with, too.
     """
-    target_ids = draw_gumbel(target_probs, noise[:, : draft.ids.shape[1] + 1])  # [B, K+1]
+    rows = [draw_gumbel(target_probs[:, i], noise.at(i)) for i in range(target_probs.shape[1])]
+    target_ids = torch.stack(rows, dim=1)  # [B, K+1]
     num_accepted = _prefix_length((draft.ids == target_ids[:, :-1]) & _is_drafted(draft))
     p_x = _at(target_probs[:, :-1], draft.ids)
     q_x = _at(_draft_probs(target_probs, draft), draft.ids)
@@ -176,13 +177,12 @@ def _draw_uniform(draft_rows: Tensor, noise: RoundUniforms, offset: int) -> Tens
     return draw(draft_rows, noise.draft[:, offset])
 
 
-def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> Tensor:
-    positions = round_starts[:, None] + torch.arange(k + 1, device=round_starts.device)
-    return gumbels(seeds, positions, vocab_size)
+def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> GumbelNoise:
+    return GumbelNoise(seeds, round_starts, vocab_size)
 
 
-def _draw_gumbel(draft_rows: Tensor, noise: Tensor, offset: int) -> Tensor:
-    return draw_gumbel(draft_rows, noise[:, offset])
+def _draw_gumbel(draft_rows: Tensor, noise: GumbelNoise, offset: int) -> Tensor:
+    return draw_gumbel(draft_rows, noise.at(offset))
 
 
 REJECTION = Rule("rejection", _make_uniforms, _draw_uniform, rejection)

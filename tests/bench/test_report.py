@@ -32,7 +32,7 @@ def measurement(arm: Arm, index: int, prefill_s: float, decode_s: float, num_tok
         num_rounds=sum(accepted),
         num_draft_tokens=15 if arm.draft else 0,
         num_accepted_draft_tokens=10 if arm.draft else 0,
-        accepted_histogram=accepted,
+        acceptance_histogram=accepted,
         drafted_histogram=drafted,
     )
     return Measurement(arm, Case(index, "prompt", index), counts, timing, "text")

@@ -17,12 +17,6 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
 PROMPT = "Once upon a time"
 
 
-@pytest.fixture(autouse=True)
-def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before each measurement is for quiet; in a process full of tests it takes longer than the rest."""
-    monkeypatch.setattr("outrider.bench.run.gc.collect", lambda: 0)
-
-
 def arms() -> list[Arm]:
     decoder = embedded()
     return [

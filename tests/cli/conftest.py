@@ -32,8 +32,6 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     monkeypatch.setattr(
         outrider.api, "load_checkpoint", lambda spec, device, dtype: checkpoints(spec, device=device, dtype=dtype)
     )
-    # The collection before each measurement is for quiet; in a process full of tests it takes longer than the rest.
-    monkeypatch.setattr("outrider.bench.run.gc.collect", lambda: 0)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

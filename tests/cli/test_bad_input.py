@@ -99,7 +99,7 @@ def test_prompts_that_are_too_long(refused: Refused, tmp_path: Path) -> None:
 
 
 OPTIONS = [
-    (("-k", "0"), "-k/--num-draft-tokens = '0' is not possible: whole numbers >= 1"),
+    (("-k", "0"), "-k/--num-draft-tokens = '0' is not possible: whole numbers from 1 to 1024"),
     (("-k", "-2"), "-k/--num-draft-tokens"),
     (("-k", "four"), "-k/--num-draft-tokens = 'four'"),
     (("-k", "4-2"), "-k/--num-draft-tokens = '4-2'"),

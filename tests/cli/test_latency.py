@@ -94,3 +94,22 @@ def test_bad_plot_files_are_refused_before_the_work(
     assert "folder.png" in outrider("latency", "--plot", tmp_path / "folder.png").error
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert "pip install 'outrider[plot]'" in outrider("latency", "--plot", tmp_path / "plot.png").error
+
+
+def test_ctrl_c_reports_what_is_complete(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases that every arm has done; exit code 130."""
+    from outrider.bench import run
+
+    interleave = run.interleave
+
+    def interrupted(*arguments: Any) -> Any:
+        measurements = interleave(*arguments)
+        for _ in range(8):  # three arms: two cases, and two thirds of another
+            yield next(measurements)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "interleave", interrupted)
+    ended = outrider("latency", "-k", "2", "-n", 4, "--json", tmp_path / "a.json")
+    document = only_document((tmp_path / "a.json").read_text(), "latency")
+    assert ended.code == 130 and "fable, 2 prompts" in ended.out
+    assert document["is_interrupted"] and {arm["num_cases"] for arm in document["arms"]} == {2}

@@ -225,3 +225,33 @@ def test_ctrl_c_keeps_the_lines_that_are_done(
     num_calls[0] = 100
     assert outrider(*arguments).code == 0
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said()
+
+
+def test_ctrl_c_in_a_batch_keeps_the_rows_that_are_finished(
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the first that is not, so that the file can be continued; what is not kept is not counted."""
+    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
+    stream_many = type(embedded()).stream_many
+
+    def interrupted(self: Any, items: Any, **options: Any) -> Any:
+        for chunk in stream_many(self, items, **options | {"max_new_tokens": [1, 2, 8, 1]}):
+            yield chunk
+            if chunk.finish_reason is not None and chunk.row == 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(embedded()), "stream_many", interrupted)
+        ended = outrider(
+            "generate", "--prompts", prompts, "--output", output, "--batch-size", 4, "--json", document, *OPTIONS
+        )
+    assert ended.code == 130
+    rows = rows_of(output.read_text(encoding="utf-8"))
+    assert [row["index"] for row in rows] == [0, 1]
+    assert only_document(document.read_text(), "generate")["stats"]["num_generated_tokens"] == 3
+
+
+def test_the_document_does_not_write_over_the_output(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    ended = outrider("generate", "--prompts", prompts, "--output", path, "--json", path, *OPTIONS)
+    assert "it would write over the --output file" in ended.error and not path.exists()

@@ -346,3 +346,25 @@ def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
     assert outrider.load(folder).eos_ids == {5, 7}
     transformers.GenerationConfig(eos_token_id=9).save_pretrained(folder)
     assert outrider.load(folder).eos_ids == {9}
+
+
+def test_a_long_rope_is_cut_at_its_original_context() -> None:
+    """Beyond it the rotation of every token depends on the longest position in the forward: on what is drafted, and on
+    the neighbours in a batch."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 24,
+    }
+    model = random_llama(context_len=64, rope_parameters=rope)
+    assert outrider.load(model).target.context_len == 24
+
+
+def test_a_tokenizer_goes_with_a_model_in_memory() -> None:
+    with pytest.raises(outrider.UsageError, match="brings its own"):
+        outrider.load("fable", tokenizer=word_tokenizer())
+    one, other = random_llama(), random_llama(seed=1)
+    with pytest.raises(outrider.UsageError, match="different tokenizers"):
+        outrider.load(one, other, tokenizer=word_tokenizer(97), draft_tokenizer=word_tokenizer(96))

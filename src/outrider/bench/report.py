@@ -63,10 +63,15 @@ class ArmSummary:
 
 
 def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:
-    """A summary of each arm; the first is the baseline of the others. Cases that an arm has not done are left out."""
+    """A summary of each arm; the first is the baseline of the others.
+
+    Cases that an arm has not done (the measurement was interrupted) are left out; if none is left there is no summary.
+    """
     groups = [[m for m in measurements if m.arm == arm] for arm in arms]
     done = set.intersection(*({m.case.index for m in group} for group in groups))
     groups = [sorted((m for m in group if m.case.index in done), key=lambda m: m.case.index) for group in groups]
+    if not done:
+        return []
     return [_summary(group, groups[0], is_baseline=place == 0) for place, group in enumerate(groups)]
 
 

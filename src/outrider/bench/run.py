@@ -6,7 +6,6 @@ and the order of the arms rotates from case to case, so that drift of the machin
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +80,6 @@ OnChunk = Callable[[Arm, Case, Chunk], None]
 def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None) -> Measurement:
     """Generate once. What ``on_chunk`` does (printing, say) is not timed."""
     stats, timing, text, ratios = Stats(), Timing(), "", []
-    gc.collect()  # not in the middle of a measurement
     for chunk in arm.stream(case.prompt, {**options, "seed": case.seed}):
         stats, timing, text = stats + chunk.stats, timing + chunk.timing, text + chunk.text
         if chunk.rejected_ratio is not None:

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import EndOptions, JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.options import (
+    DEFAULT_K,
+    EndOptions,
+    JsonOption,
+    NumDraftTokensListOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    parse_k,
+)
+from outrider.cli.output import check_json_target, console_for, gather, options_json, write_json
 from outrider.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
@@ -20,6 +30,7 @@ if TYPE_CHECKING:
     from outrider.bench.run import Arm, Case, Measurement
     from outrider.flow import Chunk
 
+_PANEL_HEIGHT = 5  # lines: a panel with fewer shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
 
 
@@ -29,9 +40,7 @@ def compare(
     sampling: SamplingOptions,
     end: EndOptions,
     prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
-    num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.")
-    ] = "4",
+    num_draft_tokens: NumDraftTokensListOption = DEFAULT_K,
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the one that is shown.")] = 5,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
@@ -58,13 +67,11 @@ def compare(
     # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
     shown = _show_race(console, arms, Case(0, prompt, seed), options)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
-    measurements = []
-    with progress_bar("runs", num_runs * len(arms)) as advance:
-        for measurement in interleave(arms, cases, options):
-            measurements.append(measurement)
-            advance(1)
+    measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
-    checks = _check_same_model(pair, measurements, decoder)
+    if not summaries:
+        raise typer.Exit(130)
+    checks = _check_same_model(pair, [*shown, *measurements], decoder)
     _print_verdict(console, summaries, decoder)
     for check in checks:
         console.print(check["message"], style="green" if check["is_ok"] else "bold red")
@@ -73,9 +80,12 @@ def compare(
         "baseline": arms[0].name,
         "texts": {m.arm.name: m.text for m in shown},
         "same_model_checks": checks,
+        "is_interrupted": is_interrupted,
     }
     settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs)
-    write_json(json_target, "compare", str(decoder.target.device), settings, body)
+    write_json(json_target, "compare", settings, body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
     if not all(check["is_ok"] for check in checks):
         raise typer.Exit(1)
 
@@ -96,13 +106,14 @@ def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[
     """Run the arms before the eyes of the reader: live panels on a terminal, plain text elsewhere."""
     from outrider.bench.run import measure
 
-    if console.is_terminal:
+    if console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms):
         return _show_panels(console, arms, case, options)
     measurements = []
     for arm in arms:
-        console.print(f"--- {arm.name}", markup=False)
+        # Not through the console, which would wrap the text and expand its tabs.
+        print(f"--- {arm.name}", file=console.file)
         measurement = measure(arm, case, options)
-        console.print(measurement.text, markup=False, soft_wrap=True)
+        print(measurement.text, file=console.file)
         measurements.append(measurement)
     return measurements
 
@@ -152,35 +163,27 @@ def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dic
 
 
 def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import interval_text, new_table, pm_text
 
     num_runs = summaries[0].num_cases
-    title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; times in ms per token"
+    title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; parts in ms per token"
     parts = ("prefill", "draft", "verify", "rest")
-    table = new_table(title, "arm", "K", "tok/s", "tau", "accept", *parts)
+    table = new_table(title, "arm", "K", "tok/s", "ms/token", "tau", *parts)
     for summary in summaries:
-        rate = summary.stats.draft_acceptance_rate
         times = summary.timing.to_json()
         num_tokens = summary.stats.num_generated_tokens
         table.add_row(
             summary.arm.label,
             str(summary.arm.num_draft_tokens or "plain"),
-            f"{num_tokens / summary.timing.total_s:.1f}",
+            f"{summary.tokens_per_s:.0f}",
+            pm_text(summary.ms_per_token, 2),
             f"{summary.stats.mean_acceptance_length or 1:.2f}",
-            "-" if rate is None else f"{rate:.0%}",
             *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
         )
     console.print(table)
-    console.print("tau: tokens per round", style="dim")
+    console.print("tok/s and ms/token (mean ± standard deviation): without prefill; tau: tokens per round", style="dim")
     for summary in summaries[1:]:
-        assert summary.total_speed_up is not None
-        mean, std = summary.total_ms_per_token
-        console.print(
-            f"{summary.arm.name}: [bold]{interval_text(summary.total_speed_up)}[/] times as fast as plain "
-            f"({mean:.2f} against {summaries[0].total_ms_per_token[0]:.2f} ms/token"
-            + (f", standard deviation {std:.2f}" if std is not None else "")
-            + ")"
-        )
+        console.print(f"{summary.arm.name}: [bold]{interval_text(summary.speed_up)}[/] times as fast as plain")
     if num_runs == 1:
         console.print("One run has no interval: use --num-runs 5 or more.", style="dim")
 
@@ -208,7 +211,8 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
             message = (
                 f"SANITY CHECK FAILED: {name} drafts for itself, and {len(ratios) - num_rounding} tokens were rejected "
                 f"that rounding does not explain (worst p/q = {worst:.3g}). The text may not follow the target. "
-                "At temperature 0 a near tie can do this: run again at temperature 1 to tell."
+                "At temperature 0, and at the edge of top-k, top-p or min-p, a near tie can do this: run again at "
+                "temperature 1 without them to tell."
             )
         rounding = {"draft": name, "num_rejected": len(ratios), "num_by_rounding": num_rounding, "worst_ratio": worst}
         checks.append(rounding | {"is_ok": is_ok, "message": message})

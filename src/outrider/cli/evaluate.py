@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, single_k
+from outrider.cli.options import (
+    DEFAULT_K,
+    JsonOption,
+    NumDraftTokensOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    single_k,
+)
 from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
 from outrider.errors import OptionError
 
@@ -26,9 +35,7 @@ def _root() -> None:
 def multiplication(
     pair: PairOptions,
     sampling: SamplingOptions,
-    num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.")
-    ] = "4",
+    num_draft_tokens: NumDraftTokensOption = DEFAULT_K,
     num_prompts: Annotated[int, typer.Option(help="Problems to solve.")] = 200,
     batch_size: Annotated[int, typer.Option(help="Problems solved at once.")] = 8,
     margin: Annotated[
@@ -67,7 +74,7 @@ def multiplication(
 
     console = console_for(json_target)
     title = f"{decoder.target.name} with {draft}, K = {k}, {decoder.acceptance}"
-    table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tok/s", "tau")
+    table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tau")
     for name, result in scores.items():
         table.add_row(
             name,
@@ -75,7 +82,6 @@ def multiplication(
             f"{result.wald.value:.1%}",
             f"{result.wald.low:.1%} to {result.wald.high:.1%}",
             f"{result.wilson.low:.1%} to {result.wilson.high:.1%}",
-            f"{result.stats.num_generated_tokens / result.timing.total_s:.0f}",
             f"{result.stats.mean_acceptance_length or 1:.2f}",
         )
     console.print(table)
@@ -99,7 +105,7 @@ def multiplication(
     settings = options_json(
         pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size, margin=margin
     )
-    write_json(json_target, "eval-multiplication", str(decoder.target.device), settings, body)
+    write_json(json_target, "eval-multiplication", settings, body, decoder.target)
 
 
 app.command("multiplication")(multiplication)

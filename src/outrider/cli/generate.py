@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from outrider.cli.jsonl import read_finished, read_prompts
-from outrider.cli.options import EndOptions, JsonOption, PairOptions, SamplingOptions, flat, single_k
+from outrider.cli.options import (
+    DEFAULT_K,
+    EndOptions,
+    JsonOption,
+    NumDraftTokensOption,
+    PairOptions,
+    SamplingOptions,
+    flat,
+    single_k,
+)
 from outrider.cli.output import (
     check_json_target,
     console_for,
@@ -46,9 +55,7 @@ def generate(
         Path | None, typer.Option(help="With --prompts: write JSON lines here. An interrupted run is continued.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="With --prompts: rows generated at once.")] = 1,
-    num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.")
-    ] = "4",
+    num_draft_tokens: NumDraftTokensOption = DEFAULT_K,
     seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i. Default: random.")] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probability of each token, and of the N most probable, into the JSON.")
@@ -70,6 +77,8 @@ def generate(
     if prompts is not None and (prompt is not None or show_origin):
         raise OptionError("--prompts", str(prompts), "it goes without a PROMPT and without --show-origin")
     check_json_target(json_target)
+    if output is not None and json_target not in (None, "-") and output.resolve() == Path(str(json_target)).resolve():
+        raise OptionError("--json", json_target, "it would write over the --output file: choose another name")
     numbered = read_prompts(prompts) if prompts is not None else [(1, _read_prompt(prompt))]
     texts = [text for _, text in numbered]
     options = sampling.to_options(seed=seed, num_seeds=len(texts), logprobs=logprobs, **end.to_options())
@@ -96,7 +105,7 @@ def generate(
         stream = sys.stderr if json_target == "-" else sys.stdout
         run.write(output or stream, settings, num_finished, batch_size, [number for number, _ in numbered])
     print(run.summary(), file=sys.stderr)
-    write_json(json_target, "generate", str(decoder.target.device), settings, run.to_json())
+    write_json(json_target, "generate", settings, run.to_json(), decoder.target)
     if run.is_interrupted:
         raise typer.Exit(130)
 
@@ -133,12 +142,12 @@ class _Run:
     def show(self, console: Console, has_colours: bool) -> None:
         """Print the text of the first prompt as it comes."""
         chunks: list[Chunk] = []
+        stream = self.decoder.stream(self.inputs[0], **self.options | {"seed": self.seed})
         try:
             if console.file.isatty():
                 console.print(self.texts[0], style="dim", end="", markup=False, soft_wrap=True)
-            for chunk in self.decoder.stream(self.inputs[0], **self.options | {"seed": self.seed}):
+            for chunk in stream:
                 chunks.append(chunk)
-                self._count(chunk)
                 for text, origin in chunk.pieces:
                     if has_colours:
                         console.print(text, style=ORIGIN_STYLES[origin], end="", markup=False, soft_wrap=True)
@@ -147,11 +156,12 @@ class _Run:
                 console.file.flush()
         except KeyboardInterrupt:
             self.is_interrupted = True
-        console.file.write("\n")
+        finally:
+            console.file.write("\n")
         if has_colours:
             legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
             console.print(legend)
-        self.rows.append(self._row(0, chunks))
+        self._keep(0, chunks)
 
     def write(
         self,
@@ -167,37 +177,44 @@ class _Run:
             for start in range(begin, num_prompts, batch_size):
                 end = min(start + batch_size, num_prompts)
                 try:
-                    rows = self._generate(start, end, advance)
-                except KeyboardInterrupt:
-                    self.is_interrupted = True
-                    return
+                    begin_kept = len(self.rows)
+                    self._generate(start, end, advance)
                 except NumericsError as error:
                     where = f"lines {line_numbers[start]} to {line_numbers[end - 1]}"
                     if end == start + 1:
                         where = f"line {line_numbers[start]}"
                     raise NumericsError(f"{where}: {error}") from None
-                self.rows += rows
-                text = "".join(json_text(row | {"settings": settings}) for row in rows)
+                text = "".join(json_text(row | {"settings": settings}) for row in self.rows[begin_kept:])
                 if isinstance(output, Path):
                     with output.open("a", encoding="utf-8") as stream:
                         stream.write(text)
                 else:
                     output.write(text)
                     output.flush()
+                if self.is_interrupted:
+                    return
 
-    def _generate(self, start: int, end: int, advance: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Generate for the prompts start <= index < end, as one batch."""
+    def _generate(self, start: int, end: int, advance: Callable[[int], None]) -> None:
+        """Generate for the prompts start <= index < end, as one batch. Interrupted, keep the rows that are finished, up
+        to the first that is not: what is written is in order, so that the run can be continued."""
         chunks: list[list[Chunk]] = [[] for _ in range(start, end)]
         seeds = [self.seed + index for index in range(start, end)]
-        for chunk in self.decoder.stream_many(self.inputs[start:end], **self.options | {"seed": seeds}):
-            chunks[chunk.row].append(chunk)
-            self._count(chunk)
-            if chunk.finish_reason is not None:
-                advance(1)
-        return [self._row(start + i, row_chunks) for i, row_chunks in enumerate(chunks)]
+        try:
+            for chunk in self.decoder.stream_many(self.inputs[start:end], **self.options | {"seed": seeds}):
+                chunks[chunk.row].append(chunk)
+                if chunk.finish_reason is not None:
+                    advance(1)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        for i, row_chunks in enumerate(chunks):
+            if not row_chunks or row_chunks[-1].finish_reason is None:
+                break
+            self._keep(start + i, row_chunks)
 
-    def _count(self, chunk: Chunk) -> None:
-        self.stats, self.timing = self.stats + chunk.stats, self.timing + chunk.timing
+    def _keep(self, index: int, chunks: Sequence[Chunk]) -> None:
+        self.rows.append(self._row(index, chunks))
+        for chunk in chunks:
+            self.stats, self.timing = self.stats + chunk.stats, self.timing + chunk.timing
 
     def _row(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         from outrider.flow import Stats
@@ -221,9 +238,14 @@ class _Run:
         tau = self.stats.mean_acceptance_length
         return (
             f"{num_tokens} tokens, {rate:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f} "
-            f"({self.decoder.target.name} with {self.decoder.drafter.name}, K = {self.decoder.num_draft_tokens}, "
-            f"{self.decoder.acceptance})" + (", interrupted" if self.is_interrupted else "")
+            f"({self._how()})" + (", interrupted" if self.is_interrupted else "")
         )
+
+    def _how(self) -> str:
+        target, draft = self.decoder.target.name, self.decoder.drafter.name
+        if draft == "none":
+            return f"{target}, plain"
+        return f"{target} with {draft}, K = {self.decoder.num_draft_tokens}, {self.decoder.acceptance}"
 
     def _tokens_per_s(self) -> float:
         return self.stats.num_generated_tokens / self.timing.total_s if self.timing.total_s else 0.0

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.options import (
+    JsonOption,
+    NumDraftTokensListOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    parse_k,
+)
+from outrider.cli.output import check_json_target, console_for, gather, options_json, write_json
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
@@ -20,9 +28,7 @@ if TYPE_CHECKING:
 def latency(
     pair: PairOptions,
     sampling: SamplingOptions,
-    num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.")
-    ] = "1-8",
+    num_draft_tokens: NumDraftTokensListOption = "1-8",
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
     seed: SeedOption = 0,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
@@ -30,27 +36,29 @@ def latency(
 ) -> None:
     """Measure target, drafts and pairs over 15 built-in prompts, arms in turn, after a warm-up."""
     from outrider.bench.prompts import PROMPTS, WARM_UP
-    from outrider.bench.report import check_plot_file, plot_speed_up, summarise, table
-    from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
     options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
     check_json_target(json_target)
+
+    from outrider.bench.report import check_plot_file, plot_speed_up, summarise, table
+    from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
+
     if plot is not None:
         check_plot_file(plot)
     decoder = pair.load()
     arms = _arms(pair, decoder, ks)
     cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms, WARM_UP, options)
-    measurements = []
-    with progress_bar("measurements", len(arms) * len(cases)) as advance:
-        for measurement in interleave(arms, cases, options):
-            measurements.append(measurement)
-            advance(1)
+    measurements, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
     summaries = summarise(measurements, arms)
+    if not summaries:
+        raise typer.Exit(130)
     peak = peak_memory_bytes(decoder.target.device)
     console = console_for(json_target)
-    console.print(table(summaries, f"{decoder.target.name}, {len(cases)} prompts, {max_new_tokens} tokens each"))
+    console.print(
+        table(summaries, f"{decoder.target.name}, {summaries[0].num_cases} prompts, {max_new_tokens} tokens each")
+    )
     console.print(
         f"mean ± standard deviation over the prompts; tau: tokens per round; {_memory_text(peak)}", style="dim"
     )
@@ -60,11 +68,14 @@ def latency(
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
-        "num_prompts": len(cases),
+        "num_prompts": summaries[0].num_cases,
+        "is_interrupted": is_interrupted,
         "peak_memory_bytes": peak,
     }
     settings = options_json(pair, options, num_draft_tokens=ks)
-    write_json(json_target, "latency", str(decoder.target.device), settings, body)
+    write_json(json_target, "latency", settings, body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
 
 
 def _memory_text(peak_bytes: int | None) -> str:

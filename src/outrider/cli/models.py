@@ -71,7 +71,7 @@ def models(
     console.print(table)
     console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     options = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
-    write_json(json_target, "models", "cpu", options, {"models": rows})
+    write_json(json_target, "models", options, {"models": rows})
 
 
 def _count(number: int | None) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from outrider.errors import OptionError
+from outrider.flow import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
@@ -44,7 +45,7 @@ class PairOptions:
     ] = None
     acceptance: Annotated[
         str, typer.Option(help="Acceptance rule: rejection, block or gumbel.", rich_help_panel=_MODELS)
-    ] = "rejection"
+    ] = DEFAULT_ACCEPTANCE
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=_MODELS)] = (
         None
     )
@@ -149,6 +150,13 @@ class EndOptions:
         return {"max_new_tokens": self.max_new_tokens, "stop": tuple(self.stop or ()), "ignore_eos": self.ignore_eos}
 
 
+NumDraftTokensOption = Annotated[
+    str, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.", rich_help_panel=_MODELS)
+]
+NumDraftTokensListOption = Annotated[
+    str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.", rich_help_panel=_MODELS)
+]
+DEFAULT_K = str(DEFAULT_NUM_DRAFT_TOKENS)
 SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=_SAMPLING)]
 
 
@@ -170,8 +178,10 @@ def parse_k(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= low <= high:
-            remedy = "whole numbers >= 1, like 4, 1-8 or 1,2,4 (for plain decoding use --draft none)"
+        if not 1 <= low <= high <= MAX_NUM_DRAFT_TOKENS:
+            remedy = (
+                f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4 (plain decoding: --draft none)"
+            )
             raise OptionError("-k/--num-draft-tokens", text, remedy)
         ks += range(low, high + 1)
     return sorted(set(ks))

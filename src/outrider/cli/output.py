@@ -17,7 +17,9 @@ from outrider.files import check_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from outrider.bench.run import Measurement
     from outrider.cli.options import PairOptions
+    from outrider.lm import LM
 
 
 _FILE_WIDTH = 120  # of tables that go to a file or a pipe, which have no width of their own
@@ -31,7 +33,7 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
     """
     from rich.console import Console
 
-    console = Console(stderr=json_target == "-", highlight=False, force_terminal=has_colours)
+    console = Console(stderr=json_target == "-", highlight=False, emoji=False, force_terminal=has_colours)
     if not console.file.isatty():
         console.width = _FILE_WIDTH
     return console
@@ -59,6 +61,19 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
         yield lambda steps: progress.advance(task, steps)
 
 
+def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
+    """Take measurements to the end, or to Ctrl-C, with a progress bar. Says whether it was interrupted."""
+    done: list[Measurement] = []
+    with progress_bar(what, total) as advance:
+        try:
+            for measurement in measurements:
+                done.append(measurement)
+                advance(1)
+        except KeyboardInterrupt:
+            return done, True
+    return done, False
+
+
 def check_json_target(json_target: str | None) -> None:
     """Raises FileError if the document could not be written later."""
     if json_target not in (None, "-"):
@@ -66,20 +81,30 @@ def check_json_target(json_target: str | None) -> None:
 
 
 def write_json(
-    json_target: str | None, command: str, device: str, options: dict[str, Any], body: dict[str, Any]
+    json_target: str | None, command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
 ) -> None:
-    """Write the document of a command, if one was asked for. Its form is described in docs/json.md."""
+    """Write the document of a command, if one was asked for. Its form is described in docs/json.md.
+
+    Args:
+        target: the model that ran, if one did: its device and dtype belong to where the result comes from.
+    """
     if json_target is None:
         return
     from outrider.provenance import provenance
 
-    document = {"schema": f"outrider/{command}/1", "options": options, **body, "provenance": provenance(device)}
+    origin = provenance("cpu" if target is None else str(target.device))
+    if target is not None:
+        origin["dtype"] = str(target.dtype).removeprefix("torch.")
+    document = {"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin}
     text = json_text(document, indent=2)
     if json_target == "-":
         sys.stdout.write(text)
     else:
+        # Whole or not at all: a reader never finds half a document.
+        part = Path(f"{json_target}.part")
         try:
-            Path(json_target).write_text(text, encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
+            part.replace(json_target)
         except OSError as error:
             raise FileError(f"cannot write {json_target}: {error.strerror}") from None
 

@@ -36,6 +36,7 @@ DTYPES = {
 }
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PROBE_VIEW = 2048
 _UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
 
 
@@ -109,7 +110,9 @@ def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto
             raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
     with _loading(spec, "tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec.location)
-    return Checkpoint(spec.name, model.to(place).eval(), tokenizer)
+    with _loading(spec, f"model on {place}"):
+        model = model.to(place)
+    return Checkpoint(spec.name, model, tokenizer)
 
 
 @contextlib.contextmanager
@@ -185,13 +188,22 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     width = config.get_text_config(decoder=True).vocab_size
     if width < num_tokens:
         raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
-    context_len = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+    context_len = _context_len(config.get_text_config(decoder=True))
     model.eval()
-    if context_len <= 0:
-        context_len = _UNBOUNDED
     lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len)
     _probe(lm, kind)
     return lm
+
+
+def _context_len(config: Any) -> int:
+    """Most tokens in a sequence."""
+    stated = getattr(config, "max_position_embeddings", None) or 0
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond its original context such a model rotates *all* tokens of a forward otherwise, so that logits would
+        # depend on what else is in the forward: on drafted tokens, and on neighbours in the batch.
+        stated = rope.get("original_max_position_embeddings") or stated
+    return stated if stated > 0 else _UNBOUNDED
 
 
 def num_tokens_of(checkpoint: Checkpoint) -> int:
@@ -204,14 +216,16 @@ def num_tokens_of(checkpoint: Checkpoint) -> int:
 def _probe(lm: LM, kind: str) -> None:
     """Compare block-wise forwards, with a rollback between them, to one forward without a cache."""
     length = min(8, lm.context_len)
+    # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
+    view_len = min(lm.context_len, _PROBE_VIEW)
     generator = torch.Generator().manual_seed(0)
     ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
     positions = torch.arange(length, device=lm.device)[None]
     half = length // 2
-    cache = lm.new_cache(length)
+    cache = lm.new_cache(view_len)
 
     def feed(tokens: Tensor, begin: int, end: int) -> Tensor:
-        return lm.forward(tokens[:, begin:end], positions[:, begin:end], cache, end)
+        return lm.forward(tokens[:, begin:end], positions[:, begin:end], cache, view_len)
 
     try:
         want = lm.model(input_ids=ids, use_cache=False).logits[..., : lm.vocab_size].float()

@@ -39,14 +39,15 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
     if spec.path is not None:
         try:
             return _from_files(spec.path)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     stated = (spec.num_params, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.context_len)
     return Sizes(*(value for value in stated if value is not None)) if None not in stated else None
 
 
 def _from_files(folder: Path) -> Sizes:
-    files = sorted(folder.glob("*.safetensors"))
+    # Some folders hold the weights twice, for other programs under another name.
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
         raise KeyError("no safetensors to count the parameters in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -71,5 +72,8 @@ def _from_files(folder: Path) -> Sizes:
 def _num_params(file: Path) -> int:
     """Numbers in a safetensors file, from its header: 8 bytes of length, then JSON."""
     with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file} is damaged")
+        header = json.loads(stream.read(length))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

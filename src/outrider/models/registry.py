@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from outrider.errors import FileError, ModelNotFound
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
+_TEXTS = ("path", "hub", "dtype", "device", "about")
+_NUMBERS = ("num_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
 _KNOWN = Path(__file__).parent / "known.toml"
 
 
@@ -50,7 +52,9 @@ class ModelSpec:
         return str(self.path) if self.path is not None else str(self.hub)
 
     def is_same_model(self, other: ModelSpec) -> bool:
-        """Whether both are the same files, under whatever names."""
+        """Whether both are the same files in the same form, under whatever names."""
+        if (self.dtype, self.device) != (other.dtype, other.device):
+            return False
         if self.path is None or other.path is None:
             return self.path is other.path and self.hub == other.hub
         return self.path.resolve() == other.path.resolve()
@@ -91,7 +95,7 @@ def _read(file: Path, source: str) -> dict[str, ModelSpec]:
 
 
 def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
-    kinds = {field.name: str if field.type in ("str", "str | None", "Path | None") else int for field in _settable()}
+    kinds = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_NUMBERS, int)
     if not isinstance(table, dict) or ("path" in table) == ("hub" in table):
         raise FileError(f"{file}: models.{name} needs either path = ... or hub = ...")
     for key, value in table.items():
@@ -106,10 +110,6 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     if "path" in table:
         spec = replace(spec, path=file.parent / Path(table["path"]).expanduser())
     return spec
-
-
-def _settable() -> list[Any]:
-    return [field for field in fields(ModelSpec) if field.name not in ("name", "source")]
 
 
 def resolve(name: str, extra: Path | None = None) -> ModelSpec:
