@@ -115,7 +115,7 @@ def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyP
 def test_rejections_by_rounding_are_told_from_others(
     dtype: torch.dtype, ratios: list[float], num_rounding: int, worst: float | None
 ) -> None:
-    """The bound of the issue in float32, and as much wider in narrow types as these round."""
+    """1e-3 in float32, and as much wider in narrow types as these round."""
     assert count_rejections(ratios, dtype) == (num_rounding, worst)
 
 

@@ -1,4 +1,4 @@
-"""Bad input: one line with the remedy, exit code 2, and nothing half-written. Each item of section 5 of the issue."""
+"""Bad input: one line with the remedy, exit code 2, and nothing half-written."""
 
 import json
 from collections.abc import Callable
