@@ -26,7 +26,7 @@ def provenance(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor_name(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device,
         "num_threads": torch.get_num_threads(),
