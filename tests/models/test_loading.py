@@ -286,7 +286,7 @@ def test_models_that_cannot_work_are_refused_by_name(kind: str) -> None:
 def test_folders_of_models_that_cannot_work(tmp_path: Path, kind: str) -> None:
     """Said by their configuration already."""
     message = refusal(save(tmp_path, UNSUPPORTED[kind][0]()), UnsupportedModel)
-    reason = {"mamba": "state cannot be rolled back", "bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
+    reason = {"mamba": "keeps a recurrent state", "bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
     assert f"({kind})" in message and reason in message
 
 

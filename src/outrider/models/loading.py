@@ -98,7 +98,7 @@ def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with _loading(spec, "model"):
         config = transformers.AutoConfig.from_pretrained(spec.location)
-        _check_config(spec.name, config)
+        _check_kind(spec.name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             spec.location, config=config, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -145,9 +145,14 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_config(name: str, config: Any) -> None:
+def _check_kind(name: str, config: Any, model_class: Any) -> None:
     """Refuse by name what is known not to work, before its weights are read."""
     kind = config.model_type
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModel(
+            f"{name} ({kind}) keeps a recurrent state, which cannot be rolled back to an earlier token: "
+            "speculative sampling needs attention with a key-value cache"
+        )
     architectures = config.architectures or []
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
@@ -174,12 +179,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     model: nn.Module = checkpoint.model
     config: Any = model.config
     kind = config.model_type
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModel(
-            f"{checkpoint.name} ({kind}) keeps a recurrent state, which cannot be rolled back to an earlier token: "
-            "speculative sampling needs attention with a key-value cache"
-        )
-    _check_config(checkpoint.name, config)
+    _check_kind(checkpoint.name, config, model)
     if config._attn_implementation not in _ATTENTION:
         raise UnsupportedModel(
             f"{checkpoint.name} was loaded with attn_implementation={config._attn_implementation!r}: "
