@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,10 +153,8 @@ def check_plot_file(path: Path) -> None:
     if not path.parent.is_dir():
         raise FileError(f"cannot write {path}: there is no folder {path.parent}")
     check_writable(path)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtra("matplotlib", "plot") from None
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "plot")
 
 
 def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> None:
