@@ -41,6 +41,11 @@ class Arm:
         return self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
 
 
+def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[int]) -> list[Arm]:
+    """The decoder, whose draft goes by this name, at each K."""
+    return [Arm(f"{draft}, K = {k}", decoder, draft, k) for k in ks]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One thing to generate: what is paired between the arms."""

@@ -92,13 +92,13 @@ def compare(
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
     """Plain decoding, then each draft at each K."""
-    from outrider.bench.run import Arm
+    from outrider.bench.run import Arm, arms_by_k
 
     arms = [Arm("plain", decoder)]
     for name in pair.draft_names:
         if name != "none":
             with_draft = replace(decoder, drafter=pair.load_draft(decoder, name))
-            arms += [Arm(f"{name}, K = {k}", with_draft, draft=name, num_draft_tokens=k) for k in ks]
+            arms += arms_by_k(with_draft, name, ks)
     return arms
 
 

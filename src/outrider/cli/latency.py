@@ -84,7 +84,7 @@ def _memory_text(peak_bytes: int | None) -> str:
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
     """The target alone (the baseline), each draft model alone, and each pair at each K."""
-    from outrider.bench.run import Arm
+    from outrider.bench.run import Arm, arms_by_k
     from outrider.drafters.model import ModelDrafter
 
     alone = [Arm(f"{decoder.target.name} alone", decoder)]
@@ -95,5 +95,5 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
             alone.append(Arm(f"{name} alone", replace(decoder, target=drafter.lm), draft=name))
         if name != "none":
             with_draft = replace(decoder, drafter=drafter)
-            pairs += [Arm(f"{name}, K = {k}", with_draft, draft=name, num_draft_tokens=k) for k in ks]
+            pairs += arms_by_k(with_draft, name, ks)
     return alone + pairs

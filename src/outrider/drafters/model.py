@@ -91,10 +91,12 @@ class ModelSession:
             Logits after the last token. [B, 1, V]
         """
         ends, cached = batch.lengths - 1, self._cached
-        if int(torch.where(is_on, ends - cached, 0).amax()) > 1:
-            self._lm.prefill(batch.ids, cached, torch.where(is_on, ends, cached), self._cache)
-            cached = torch.where(is_on, ends, cached)
-        width = 1 + int(torch.where(is_on, ends - cached, 0).amax())
+        num_before_last = int(torch.where(is_on, ends - cached, 0).amax())
+        if num_before_last > 1:
+            fed_to = torch.where(is_on, ends, cached)
+            self._lm.prefill(batch.ids, cached, fed_to, self._cache)
+            cached, num_before_last = fed_to, 0
+        width = 1 + num_before_last
         # Right-aligned: the last column is every row's last token.
         columns = ends[:, None] - torch.arange(width - 1, -1, -1, device=ends.device)  # [B, 1 or 2]
         positions = torch.where((columns >= cached[:, None]) & is_on[:, None], columns, -1)
