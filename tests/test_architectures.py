@@ -126,11 +126,13 @@ def _distance(lm: LM, num_tokens: int = 40) -> float:
     ids = torch.randint(V, (3, num_tokens), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         full: Tensor = lm.model(ids).logits
-    cache, done, distance = lm.new_cache(num_tokens), torch.zeros(3, dtype=torch.long), 0.0
+    cache, done, distance = lm.new_cache(3, num_tokens), torch.zeros(3, dtype=torch.long), 0.0
     for widths in torch.tensor([[5, 1, 8], [1, 0, 2], [0, 4, 1], [3, 3, 3], [7, 1, 0], [9, 9, 9], [2, 20, 2]]):
         offsets = torch.arange(int(widths.max()))
         positions = torch.where(offsets < widths[:, None], done[:, None] + offsets, -1)
-        logits = lm.forward(ids.gather(1, positions.clamp_min(0)), positions, cache, int(positions.max()) + 1)
+        logits = lm.forward(
+            ids.gather(1, positions.clamp_min(0)), positions, cache, lm.view_len(int(positions.max()) + 1, cache)
+        )
         is_there = positions >= 0
         rows = full[torch.arange(3)[:, None], positions.clamp_min(0)]
         distance = max(distance, (logits - rows)[is_there].abs().max().item())
@@ -204,8 +206,8 @@ def test_a_text_beyond_the_window_is_right_or_the_model_refused(name: str) -> No
     ids = torch.randint(V, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         full: Tensor = model(ids).logits
-    cache = lm.new_cache(200)
+    cache = lm.new_cache(1, 200)
     for begin in range(0, 200, 4):
         positions = torch.arange(begin, begin + 4)[None]
-        logits = lm.forward(ids[:, begin : begin + 4], positions, cache, begin + 4)
+        logits = lm.forward(ids[:, begin : begin + 4], positions, cache, lm.view_len(begin + 4, cache))
         torch.testing.assert_close(logits, full[:, begin : begin + 4], rtol=0.0, atol=1e-10)

@@ -54,11 +54,11 @@ class SpyDrafter:
         self.session = self.inner.open(batch)
         return self
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
         self.num_rounds += 1
         if self.is_pausing and self.num_rounds % 3 == 0:
             num_wanted = [0] * len(num_wanted)
-        return self.session.propose(batch, num_wanted, rule, noise)
+        return self.session.propose(batch, num_wanted, k, rule, noise)
 
     def keep(self, rows: Tensor) -> None:
         self.session.keep(rows)
@@ -79,8 +79,8 @@ def _spy_on_caches(lm: LM, monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
     caches: list[SlotCache] = []
     make = lm.new_cache
 
-    def new_cache(capacity: int) -> SlotCache:
-        caches.append(make(capacity))
+    def new_cache(num_rows: int, capacity: int) -> SlotCache:
+        caches.append(make(num_rows, capacity))
         return caches[-1]
 
     monkeypatch.setattr(lm, "new_cache", new_cache)
@@ -150,14 +150,14 @@ def _forward_ragged(lm: LM, ids: Tensor, cache: SlotCache, starts: Tensor, width
     offsets = torch.arange(int(widths.max()))
     positions = torch.where(offsets < widths[:, None], starts[:, None] + offsets, -1)
     columns = (starts[:, None] + offsets).clamp_max(ids.shape[1] - 1)
-    return lm.forward(ids.gather(1, columns), positions, cache, int(positions.max()) + 1)
+    return lm.forward(ids.gather(1, columns), positions, cache, lm.view_len(int(positions.max()) + 1, cache))
 
 
 def test_ragged_blocks_equal_one_full_forward() -> None:
     """150 tokens, so that the view grows twice; rows advance by 0 to 7 tokens at a time, each at its own pace."""
     lm = as_lm(tiny_llama())
     ids = _random_ids(3, 150)
-    full, cache = _full_logits(lm, ids), lm.new_cache(150)
+    full, cache = _full_logits(lm, ids), lm.new_cache(3, 150)
     generator = torch.Generator().manual_seed(1)
     done = torch.zeros(3, dtype=torch.long)
     while (done < 150).any():
@@ -175,7 +175,7 @@ def test_rolling_back_is_writing_over() -> None:
     """Wrong tokens are fed and left where they are; the right ones after them see nothing of them."""
     lm = as_lm(tiny_llama())
     ids, wrong = _random_ids(2, 40), (_random_ids(2, 40) + 1) % 60
-    full, cache = _full_logits(lm, ids), lm.new_cache(48)
+    full, cache = _full_logits(lm, ids), lm.new_cache(2, 48)
     for start in range(0, 40, 4):
         starts, widths = torch.tensor([start, start]), torch.tensor([4, 4])
         _forward_ragged(lm, wrong, cache, starts, torch.tensor([4, min(8, 40 - start)]))
@@ -186,7 +186,7 @@ def test_rolling_back_is_writing_over() -> None:
 def test_a_cache_is_freed_when_it_is_let_go() -> None:
     """At once, not when the garbage collector comes by: on a GPU it is gigabytes, for each request."""
     target = LM(tiny_llama(), name="target", vocab_size=60, context_len=64)
-    cache = target.new_cache(64)
+    cache = target.new_cache(1, 64)
     target.forward(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), cache, 2)
     keys = weakref.ref(cache.layers[0].keys)
     gc.disable()
@@ -200,7 +200,7 @@ def test_a_cache_is_freed_when_it_is_let_go() -> None:
 def test_padding_writes_to_no_place_in_view() -> None:
     """Columns at position -1 change nothing that is ever seen, in any row."""
     lm = as_lm(tiny_llama())
-    ids, cache = _random_ids(2, 10), lm.new_cache(10)
+    ids, cache = _random_ids(2, 10), lm.new_cache(2, 10)
     _forward_ragged(lm, ids, cache, torch.tensor([0, 0]), torch.tensor([10, 10]))
     before = [layer.keys[:, :-1].clone() for layer in cache.layers]
     positions = torch.tensor([[-1, -1, -1], [-1, -1, 4]])
@@ -214,7 +214,7 @@ def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From ragged starts to ragged ends, whatever the chunk; a row with nothing to do stays as it is."""
     monkeypatch.setattr(lm_module, "_PREFILL_CHUNK", chunk)
     lm = as_lm(tiny_llama())
-    ids, cache = _random_ids(4, 70), lm.new_cache(70)
+    ids, cache = _random_ids(4, 70), lm.new_cache(4, 70)
     middles, ends = torch.tensor([3, 0, 12, 70]), torch.tensor([20, 0, 66, 70])
     lm.prefill(ids, torch.zeros(4, dtype=torch.long), middles, cache)
     lm.prefill(ids, middles, ends, cache)
@@ -224,7 +224,7 @@ def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keep_takes_rows_in_order() -> None:
     lm = as_lm(tiny_llama())
-    ids, cache = _random_ids(4, 12), lm.new_cache(16)
+    ids, cache = _random_ids(4, 12), lm.new_cache(4, 16)
     lm.prefill(ids, torch.zeros(4, dtype=torch.long), torch.tensor([12, 5, 9, 1]), cache)
     cache.keep(torch.tensor([3, 0, 2]))
     for row, (source, end) in enumerate(((3, 1), (0, 12), (2, 9))):
@@ -235,6 +235,7 @@ def test_num_logits_gives_the_last_columns() -> None:
     lm = as_lm(tiny_llama())
     ids = _random_ids(2, 6)
     positions = torch.arange(6).expand(2, 6)
-    every = lm.forward(ids, positions, lm.new_cache(6), 6)
+    every = lm.forward(ids, positions, lm.new_cache(2, 6), 64)
     assert every.shape == (2, 6, 60)
-    assert torch.equal(lm.forward(ids, positions, lm.new_cache(6), 6, num_logits=2), every[:, -2:])
+    last = lm.forward(ids, positions, lm.new_cache(2, 6), 64, num_logits=2)
+    torch.testing.assert_close(last, every[:, -2:], rtol=0.0, atol=1e-12)

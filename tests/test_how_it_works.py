@@ -54,7 +54,7 @@ def test_the_numbers_of_the_page(rule: Rule, distance: float, written: str) -> N
     seeds, starts = torch.arange(NUM_TEXTS), torch.ones(NUM_TEXTS, dtype=torch.long)
     noise = rule.make_noise(seeds, starts, 2, 3)
     q = Q.expand(NUM_TEXTS, 2, 3)
-    ids = torch.stack([rule.draw(q[:, i], noise, i) for i in range(2)], dim=1)
+    ids = torch.stack([rule.draw(q[:, i], noise.at(i)) for i in range(2)], dim=1)
     draft = Draft(ids, q, torch.full((NUM_TEXTS,), 2))
     verdict = rule.verify(P.expand(NUM_TEXTS, 3, 3), draft, noise)
     first = torch.where(verdict.num_accepted > 0, ids[:, 0], verdict.next_ids)

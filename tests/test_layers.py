@@ -38,6 +38,8 @@ ORDER = """
     models.memory
     models.registry
     lm
+    execution
+    thin
     verify
     cache
     probs

@@ -37,7 +37,7 @@ def _proposed(texts: Sequence[Sequence[int]], wanted: Sequence[int], max_ngram: 
         device=torch.device("cpu"),
         k=K,
     )
-    draft = NgramDrafter(max_ngram).open(batch).propose(batch, wanted, REJECTION, None)
+    draft = NgramDrafter(max_ngram).open(batch).propose(batch, wanted, max(wanted), REJECTION, None)
     assert draft.probs is None
     return [ids[:n] for ids, n in zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)]
 

@@ -1,8 +1,7 @@
 """The noise: the published generator, keyed as it says, and with the laws it claims."""
 
-import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,13 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from outrider import noise
+from outrider import noise as noise_module
 from outrider.decode import decode
 from outrider.drafters.base import NoDrafter
 from outrider.flow import Request, Sampling
-from outrider.noise import GumbelNoise, gumbels, philox_4x32, round_uniforms, split_words
-from outrider.verify import GUMBEL
-from toys import random_table, table_lm
+from outrider.noise import (
+    GumbelNoise,
+    NoiseAhead,
+    RoundUniforms,
+    gumbels,
+    philox_4x32,
+    round_uniforms,
+    split_words,
+)
+from outrider.verify import GUMBEL, REJECTION
+from toys import table_pair
 
 WORDS = st.integers(0, 2**32 - 1)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -116,7 +123,7 @@ def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append([_Counter(tuple(key), tuple(row)) for key, row in zip(flat_keys, flat, strict=True)])
         return philox_4x32(counters, keys)
 
-    monkeypatch.setattr(noise, "philox_4x32", spy)
+    monkeypatch.setattr(noise_module, "philox_4x32", spy)
     seeds = torch.tensor([1, 2, 2**40])
     for start in range(1, 12):
         round_uniforms(seeds, torch.full_like(seeds, start), 5)
@@ -129,7 +136,7 @@ def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_uniforms_never_reach_0_or_1() -> None:
     """At the extremes of the words; the logarithms in the Gumbel noise stay finite."""
     zeros, ones = torch.tensor(0), torch.tensor(2**32 - 1)
-    low, high = noise._to_uniform(zeros, zeros).item(), noise._to_uniform(ones, ones).item()
+    low, high = noise_module._to_uniform(zeros, zeros).item(), noise_module._to_uniform(ones, ones).item()
     assert low == 2.0**-53
     assert high == 1.0 - 2.0**-53
     assert math.isfinite(-math.log(-math.log(low)))
@@ -186,27 +193,46 @@ def test_gumbels_follow_the_gumbel_law() -> None:
     assert 2 * scipy.stats.norm.sf(abs(z)) > 3e-7
 
 
-def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for() -> None:
+def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in any order, and no more than is needed: plain decoding needs that of one token, whatever K."""
     seeds, starts = torch.tensor([3, 4]), torch.tensor([7, 2])
     noise = GumbelNoise(seeds, starts, 9)
     want = gumbels(seeds, starts[:, None] + torch.arange(4), 9)
     for offset in (2, 0, 3, 1):
-        assert torch.equal(noise.at(offset), want[:, offset])
+        assert torch.equal(noise.at(offset).values(), want[:, offset])
     num_made: list[int] = []
-    target = table_lm(random_table(5, 0))
-    rule = dataclasses.replace(GUMBEL, make_noise=lambda *key: Counted(num_made, *key))
+
+    def counted(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        num_made.append(positions.numel())
+        return gumbels(seeds, positions, vocab_size)
+
+    monkeypatch.setattr(noise_module, "gumbels", counted)
+    target, drafter = table_pair(5)
     requests = [Request([1], Sampling(seed=1, max_new_tokens=6))]
-    assert len(list(decode(target, NoDrafter(), requests, rule, num_draft_tokens=4))) == 6
-    assert num_made == [0] * 6
+    assert len(list(decode(target, NoDrafter(), requests, GUMBEL, num_draft_tokens=4))) == 6
+    assert num_made == [1] * 6
+    num_made.clear()
+    num_drafted = [
+        round_.rows[0].num_drafted for round_ in decode(target, drafter, requests, GUMBEL, num_draft_tokens=4)
+    ]
+    assert len(num_made) == sum(num_drafted) + len(num_drafted)  # draft and target share what they both need
 
 
-class Counted:
-    """Gumbel noise that writes down the offsets it was asked for."""
-
-    def __init__(self, asked: list[int], seeds: torch.Tensor, starts: torch.Tensor, k: int, vocab_size: int) -> None:
-        self._noise, self._asked = GumbelNoise(seeds, starts, vocab_size), asked
-
-    def at(self, offset: int) -> torch.Tensor:
-        self._asked.append(offset)
-        return self._noise.at(offset)
+@pytest.mark.parametrize("make_noise", [REJECTION.make_noise, GUMBEL.make_noise], ids=["uniforms", "gumbels"])
+def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any) -> None:
+    """Rows that advance each at its own pace, and rows that are taken out: always what the round alone would get."""
+    generator = torch.Generator().manual_seed(0)
+    seeds, lengths = torch.tensor([5, 2**62, 0]), torch.tensor([1, 90, 4])
+    ahead = NoiseAhead(make_noise, 3, 7)
+    for step in range(150):
+        if step == 60:
+            seeds, lengths = seeds[[0, 2]], lengths[[0, 2]]
+        k = int(torch.randint(4, (1,), generator=generator))
+        got = ahead.at(seeds, lengths, lengths.tolist(), k)
+        want = make_noise(seeds, lengths, k, 7)
+        for offset in range(k):
+            a, b = got.at(offset), want.at(offset)
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else torch.equal(a.values(), b.values())
+        if isinstance(want, RoundUniforms):
+            assert torch.equal(got.accept, want.accept) and torch.equal(got.next, want.next)
+        lengths = lengths + torch.randint(1, 5, lengths.shape, generator=generator)

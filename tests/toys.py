@@ -44,14 +44,16 @@ class TableLM(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past_key_values: object,
         use_cache: bool,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: object = None,
         logits_to_keep: int = 0,
     ) -> SimpleNamespace:
-        assert attention_mask.shape[-2] == input_ids.shape[1] == position_ids.shape[1]
-        return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
+        if attention_mask is not None and position_ids is not None:
+            assert attention_mask.shape[-2] == input_ids.shape[1] == position_ids.shape[1]
+        no_layers = SimpleNamespace(layers=[])
+        return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]], past_key_values=no_layers)
 
 
 def table_lm(table: Tensor, *, name: str = "target", vocab_size: int = 0, context_len: int = 512) -> LM:
@@ -95,7 +97,7 @@ def random_model(model_class: type, config: object, seed: int) -> PreTrainedMode
     """A model with random weights in float64."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return model_class(config).to(torch.float64).eval()
+        return model_class(config).to(torch.float64).eval().requires_grad_(False)
 
 
 def perturbed(model: PreTrainedModel, scale: float, seed: int = 1) -> PreTrainedModel:

@@ -47,15 +47,15 @@ def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> V
     return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
 
 
-def _draw_argmax(draft_rows: Tensor, noise: RoundUniforms, offset: int) -> Tensor:
+def _draw_argmax(draft_rows: Tensor, uniform: Tensor) -> Tensor:
     """Drafts are argmaxes, while the softmax is reported as q."""
     return draft_rows.argmax(dim=-1)
 
 
-def _draw_filtered(draft_rows: Tensor, noise: RoundUniforms, offset: int) -> Tensor:
+def _draw_filtered(draft_rows: Tensor, uniform: Tensor) -> Tensor:
     """Drafts are drawn from the two most probable tokens, while the unfiltered row is reported as q."""
     second = draft_rows.topk(2, dim=-1).values[:, -1:]
-    return draw(torch.where(draft_rows >= second, draft_rows, 0.0), noise.draft[:, offset])
+    return draw(torch.where(draft_rows >= second, draft_rows, 0.0), uniform)
 
 
 class _PositionUniforms(NamedTuple):
@@ -64,6 +64,12 @@ class _PositionUniforms(NamedTuple):
     draft: Tensor
     accept: Tensor
     next: Tensor
+
+    def at(self, offset: int) -> Tensor:
+        return self.draft[:, offset]
+
+    def select(self, rows: Tensor, k: int) -> "_PositionUniforms":
+        return _PositionUniforms(self.draft[rows, :k], self.accept[rows, :k], self.next[rows, : k + 1])
 
 
 def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _PositionUniforms:
@@ -103,8 +109,8 @@ class _DropUnlikelySession:
     def keep(self, rows: Tensor) -> None:
         self.inner.keep(rows)
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
-        draft = self.inner.propose(batch, num_wanted, rule, noise)
+    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
+        draft = self.inner.propose(batch, num_wanted, k, rule, noise)
         if draft.probs is None:
             return draft
         q_x = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1)

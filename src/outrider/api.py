@@ -77,6 +77,15 @@ class Decoder:
         """The same target without a draft: the baseline of every comparison."""
         return replace(self, drafter=NoDrafter())
 
+    def compiled(self) -> Decoder:
+        """The same models, compiled ahead of time when a shape is first met: half a minute for each, or about a second
+        where it is found on disk. It pays for long work. Keep the result: what was compiled is lost with it.
+
+        Raises:
+            CompileError: from the first generation; a model or this machine does not allow it.
+        """
+        return replace(self, target=self.target.compiled(), drafter=self.drafter.compiled())
+
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
         """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
 
@@ -135,6 +144,8 @@ class Decoder:
         rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
         if not requests:
             return iter(())
+        if isinstance(self.drafter, NoDrafter):
+            k = 0
         return decode(self.target, self.drafter, requests, rule, num_draft_tokens=k)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -268,6 +279,7 @@ def load(
     dtype: str = "auto",
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    compile: bool = False,
     models_file: Path | None = None,
 ) -> Decoder:
     """A decoder for a target and a draft.
@@ -282,6 +294,7 @@ def load(
         dtype: "auto" (float32 on the CPU, else the checkpoint's own), or "float64", "float32", "bfloat16", "float16".
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K.
+        compile: see ``Decoder.compiled``.
         models_file: a TOML file with names of models, beside the user's own.
 
     Raises:
@@ -299,7 +312,8 @@ def load(
         num_draft_tokens=num_draft_tokens,
     )
     drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, device=device, dtype=dtype, models_file=models_file)
-    return replace(plain, drafter=drafter)
+    decoder = replace(plain, drafter=drafter)
+    return decoder.compiled() if compile else decoder
 
 
 def load_drafter(

@@ -1,18 +1,19 @@
 """Batch: the rows being written, as the loop and the drafters see them.
 
 Token buffer, lengths and sampling settings live on the device; a few whole numbers that shapes depend on live on the
-host beside them. Rows that end are taken out, so that every tensor holds unfinished rows only.
+host beside them. Rows that end are taken out, so that the tensors hold unfinished rows only, or a few finished ones too
+where an execution wants certain batch sizes: what is computed for those is not looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.flow import Draft, Request, Verdict
+from outrider.flow import Request
 from outrider.probs import Settings
 
 
@@ -24,21 +25,24 @@ class Row:
         index: of its request.
         length: tokens so far, prompt included.
         limit: the length at which the row ends.
+        is_done: it has ended.
     """
 
     index: int
     request: Request
     length: int
     limit: int
+    is_done: bool = False
 
 
 class Batch:
-    """B unfinished rows.
+    """B rows.
 
     Attributes:
         rows: host side, in the order of the tensors.
         ids: column j holds the token at position j; beyond a row's length it holds nothing of meaning. [B, N]
         lengths: tokens so far, prompt included. [B]
+        last_ids: the last token of each row, which no model has been fed yet. [B]
         seeds: [B]
         settings: sampling options.
         seen: tokens that occur so far, None where no row has a repetition penalty. [B, V]
@@ -64,6 +68,8 @@ class Batch:
             buffer[row.index, : row.length] = torch.tensor(row.request.prompt_ids)
         self.ids = buffer.to(device)
         self.lengths = torch.tensor([row.length for row in self.rows], device=device)
+        self.last_ids = torch.tensor([row.request.prompt_ids[-1] for row in self.rows], device=device)
+        self._is_open = torch.ones_like(self.lengths)
         self.seeds = torch.tensor([row.request.sampling.seed for row in self.rows], device=device)
         self._vocab_size = vocab_size
         self.settings = self._settings()
@@ -83,31 +89,50 @@ class Batch:
     def max_length(self) -> int:
         return max(row.length for row in self.rows)
 
-    def commit(self, draft: Draft, verdict: Verdict) -> Tensor:
-        """Append the accepted tokens and the one after them.
+    def commit(self, committed: Tensor, num_accepted: Tensor) -> None:
+        """Append to each row its accepted tokens and the one after them.
 
-        Returns:
-            The committed tokens; columns beyond ``num_accepted`` repeat the last one. [B, K+1]
+        Args:
+            committed: columns beyond ``num_accepted`` repeat the last token. [B, K+1]
+            num_accepted: [B]
         """
-        k = draft.ids.shape[1]
-        offsets = torch.arange(k + 1, device=self.ids.device)
-        padded = torch.cat((draft.ids, verdict.next_ids[:, None]), dim=1)
-        committed = torch.where(offsets < verdict.num_accepted[:, None], padded, verdict.next_ids[:, None])
+        offsets = torch.arange(committed.shape[1], device=self.ids.device)
         self.ids.scatter_(1, self.lengths[:, None] + offsets, committed)
         if self.seen is not None:
             self.seen.scatter_(1, committed, True)
-        self.lengths = self.lengths + verdict.num_accepted + 1
-        return committed
+        self.last_ids = committed[:, -1]
+        self.lengths = self.lengths + (num_accepted + 1) * self._is_open
 
-    def keep(self, kept: Sequence[int]) -> Tensor:
+    def close(self, round_rows: Callable[[int], int]) -> Tensor | None:
+        """Take out rows that are done.
+
+        Args:
+            round_rows: number of unfinished rows -> batch size; a few done rows are kept to fill it.
+
+        Returns:
+            Indices of the rows that are left, for the caches to follow; None where all are. [B']
+        """
+        open_rows = [i for i, row in enumerate(self.rows) if not row.is_done]
+        done_rows = [i for i, row in enumerate(self.rows) if row.is_done]
+        if not done_rows:
+            return None
+        num_kept = round_rows(len(open_rows)) if open_rows else 0
+        if num_kept < len(self.rows):
+            return self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
+        self._is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
+        return None
+
+    def _keep(self, kept: Sequence[int]) -> Tensor:
         """Take out all rows but these (indices into ``rows``, ascending).
 
         Returns:
-            The same indices on the device, for the caches to follow.
+            The same indices on the device.
         """
         index = torch.tensor(kept, dtype=torch.long, device=self.ids.device)
         self.rows = [self.rows[i] for i in kept]
         self.ids, self.lengths, self.seeds = self.ids[index], self.lengths[index], self.seeds[index]
+        self.last_ids = self.last_ids[index]
+        self._is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
         if self.seen is not None:
             self.seen = self.seen[index]
         if self.rows:

@@ -10,12 +10,41 @@ This is the only file that knows the cache classes of Hugging Face. It does not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token: H keys of ``key_dim`` and H values of ``value_dim`` numbers."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
+    """Learned from what the model puts into a cache of its own; configurations do not state all of it."""
+    with torch.inference_mode():
+        output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=True)
+    if output.past_key_values is None:
+        raise ValueError("it gives back no keys and values")
+    shapes = []
+    for layer in output.past_key_values.layers:
+        _, num_heads, _, key_dim = layer.keys.shape
+        shapes.append(LayerShape(num_heads, key_dim, layer.values.shape[-1], layer.keys.dtype, layer.keys.device))
+    return tuple(shapes)
 
 
 @dataclass(slots=True)
@@ -39,36 +68,23 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self._plan = plan
+        self.keys, self.values = keys, values
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        def zeros(states: Tensor) -> Tensor:
-            # Zeros, not empty: a masked place still takes part in 0 * value, which must not be NaN.
-            num_rows, num_heads, _, head_dim = states.shape
-            return states.new_zeros(num_rows, self._plan.capacity + 1, num_heads, head_dim)
-
-        self.keys, self.values = zeros(key_states), zeros(value_states)
-        self.is_initialized = True
+        raise AssertionError("a slot layer is made with its storage")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, H, T, D] at the positions announced by ``SlotCache.at``; give back all places in view."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:
         places = self._plan.places.to(store.device)
         store.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
         return store[:, : self._plan.view_len].transpose(1, 2)  # [B, H, view_len, D]
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        if self.is_initialized:
-            # A model may be spread over devices, and its layers with it.
-            rows = rows.to(self.keys.device)
-            self.keys, self.values = self.keys[rows], self.values[rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._plan.view_len, 0
@@ -81,12 +97,31 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache of B sequences of at most ``capacity`` tokens."""
+    """The cache of B sequences of at most ``capacity`` tokens.
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    Attributes:
+        storage: keys and values of each layer in turn, [B, L+1, H, D] each. A cache may be taken apart into these and
+            put together again (see execution.py).
+        capacity: L.
+    """
+
+    def __init__(self, storage: Sequence[Tensor], capacity: int) -> None:
+        self.storage = tuple(storage)
+        self.capacity = capacity
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long))
-        self._slot_layers = [SlotLayer(self._plan) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slot_layers))
+        pairs = zip(self.storage[0::2], self.storage[1::2], strict=True)
+        super().__init__(layers=[SlotLayer(self._plan, *pair) for pair in pairs])
+
+    @classmethod
+    def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        """A cache with nothing in it, all of its memory taken now."""
+        storage = []
+        for shape in shapes:
+            for dim in (shape.key_dim, shape.value_dim):
+                # Zeros, not empty: a masked place still takes part in 0 * value, which must not be NaN.
+                size = (num_rows, capacity + 1, shape.num_heads, dim)
+                storage.append(torch.zeros(size, dtype=shape.dtype, device=shape.device))
+        return cls(storage, capacity)
 
     def at(self, positions: Tensor, view_len: int) -> None:
         """Announce the next forward.
@@ -95,13 +130,14 @@ class SlotCache(Cache):
             positions: of its tokens; -1 is padding. [B, T]
             view_len: above every position.
         """
-        capacity = self._plan.capacity
-        assert view_len <= capacity
-        row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (capacity + 1)
-        self._plan.places = (row_starts + torch.where(positions < 0, capacity, positions)).flatten()
+        assert view_len <= self.capacity
+        row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
+        self._plan.places = (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
         self._plan.view_len = view_len
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order. [B']"""
-        for layer in self._slot_layers:
-            layer.keep(rows)
+        # A model may be spread over devices, and its layers with it.
+        self.storage = tuple(store[rows.to(store.device)] for store in self.storage)
+        for layer, keys, values in zip(self.layers, self.storage[0::2], self.storage[1::2], strict=True):
+            layer.keys, layer.values = keys, values

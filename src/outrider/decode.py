@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from outrider.batch import Batch, Row
 from outrider.cache import SlotCache
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError
-from outrider.flow import Draft, FinishReason, Origin, Request, Round, RowRound, Timing, TokenLogprob, Verdict
+from outrider.flow import Draft, FinishReason, Origin, Request, Round, RowRound, Timing, TokenLogprob
 from outrider.lm import LM
-from outrider.probs import is_finite, mark_seen, to_probs, wide
+from outrider.noise import NoiseAhead
+from outrider.probs import Settings, is_finite, mark_seen, to_probs, wide
 from outrider.verify import Rule
 
 
@@ -50,31 +52,33 @@ def decode(
         device=device,
         k=num_draft_tokens,
     )
-    cache = target.new_cache(batch.capacity)
+    cache = target.new_cache(len(batch), batch.capacity)
     target.prefill(batch.ids, torch.zeros_like(batch.lengths), batch.lengths - 1, cache)
     session = drafter.open(batch)
+    noise_ahead = NoiseAhead(rule.make_noise, num_draft_tokens, target.vocab_size)
     prefill_s = clock.lap()
     while batch.rows:
         # A round commits at most one token more than it drafts: never one too many.
-        num_wanted = [min(num_draft_tokens, row.limit - row.length - 1) for row in batch.rows]
-        noise = rule.make_noise(batch.seeds, batch.lengths, max(num_wanted), target.vocab_size)
+        num_wanted = [0 if row.is_done else min(num_draft_tokens, row.limit - row.length - 1) for row in batch.rows]
+        starts = [row.length for row in batch.rows]
+        k = target.execution.round_drafts(max(num_wanted), num_draft_tokens)
+        noise = noise_ahead.at(batch.seeds, batch.lengths, starts, k)
         rest_s = clock.lap()
-        draft = session.propose(batch, num_wanted, rule, noise)
+        draft = session.propose(batch, num_wanted, k, rule, noise)
+        draft = draft.padded(target.execution.round_drafts(draft.ids.shape[1], k))
         draft_s = clock.lap()
-        logits = _verify_forward(target, batch, draft, cache)
+        view_len = target.view_len(batch.max_length + draft.ids.shape[1], cache)
+        arguments = (cache, batch.last_ids, batch.lengths, draft, batch.settings, batch.seen, noise)
+        logits, committed, num_accepted, ratio, is_good = target.run(_verify_step, (rule, view_len), *arguments)
         verify_s = clock.lap()
-        seen = mark_seen(batch.seen, draft.ids) if batch.seen is not None else None
-        target_probs = to_probs(logits, batch.settings, seen)  # [B, K+1, V]
-        verdict = rule.verify(target_probs, draft, noise)
-        committed = batch.commit(draft, verdict)
-        _check_finite(batch, draft, logits, target.name, drafter.name)
+        batch.commit(committed, num_accepted)
+        _check_finite(batch, draft, is_good, target.name, drafter.name)
         logprobs = _logprobs(batch, logits, committed)
-        row_rounds = _close_rows(batch, draft, verdict, committed, logprobs)
-        kept = [i for i, row_round in enumerate(row_rounds) if row_round.finish_reason is None]
-        if len(kept) < len(batch):
-            index = batch.keep(kept)
-            cache.keep(index)
-            session.keep(index)
+        row_rounds = _close_rows(batch, draft, committed, num_accepted, ratio, logprobs)
+        kept = batch.close(target.execution.round_rows)
+        if kept is not None:
+            cache.keep(kept)
+            session.keep(kept)
         rest_s += clock.lap()
         timing = Timing(prefill_s, draft_s, verify_s, prefill_s + draft_s + verify_s + rest_s)
         yield Round(tuple(row_rounds), timing)
@@ -100,26 +104,46 @@ class _Clock:
         return lap_s
 
 
-def _verify_forward(target: LM, batch: Batch, draft: Draft, cache: SlotCache) -> Tensor:
-    """Feed each row's last token and its drafted tokens. -> logits [B, K+1, V]"""
-    k = draft.ids.shape[1]
-    offsets = torch.arange(k + 1, device=batch.ids.device)
-    last = batch.lengths[:, None] - 1
-    ids = torch.cat((batch.ids.gather(1, last), draft.ids), dim=1)
-    positions = torch.where(offsets <= draft.num_drafted[:, None], last + offsets, -1)
-    view_len = min(batch.max_length + k, batch.capacity)
-    return target.forward(ids, positions, cache, view_len)
+def _verify_step(
+    lm: LM,
+    rule: Rule,
+    view_len: int,
+    cache: SlotCache,
+    last_ids: Tensor,
+    lengths: Tensor,
+    draft: Draft,
+    settings: Settings,
+    seen: Tensor | None,
+    noise: Any,
+) -> tuple[Tensor, ...]:
+    """Feed each row's last token [B] and its drafted tokens, and judge them.
+
+    Returns:
+        logits: [B, K+1, V]
+        committed: the tokens that stand and the one after them, which fills the remaining columns. [B, K+1]
+        num_accepted, rejected_ratio: see ``Verdict``. [B], [B]
+        is_good: whether p is finite, or not needed. [B, K+1]
+    """
+    offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
+    is_fed = offsets <= draft.num_drafted[:, None]
+    ids = torch.cat((last_ids[:, None], draft.ids), dim=1)
+    logits = lm.forward(ids, torch.where(is_fed, lengths[:, None] - 1 + offsets, -1), cache, view_len)
+    probs = to_probs(logits, settings, None if seen is None else mark_seen(seen, draft.ids))  # [B, K+1, V]
+    verdict = rule.verify(probs, draft, noise)
+    padded = torch.cat((draft.ids, verdict.next_ids[:, None]), dim=1)
+    committed = torch.where(offsets < verdict.num_accepted[:, None], padded, verdict.next_ids[:, None])
+    return logits, committed, verdict.num_accepted, verdict.rejected_ratio, is_finite(logits) | ~is_fed
 
 
-def _check_finite(batch: Batch, draft: Draft, logits: Tensor, target_name: str, draft_name: str) -> None:
+def _check_finite(batch: Batch, draft: Draft, is_good: Tensor, target_name: str, draft_name: str) -> None:
     """Raise NumericsError if a probability of this round came from logits that were not finite."""
-    offsets = torch.arange(logits.shape[1], device=logits.device)
-    checks = [(target_name, is_finite(logits) | (offsets > draft.num_drafted[:, None]))]
+    checks = [(target_name, is_good)]
     if draft.is_finite is not None:
-        checks.append((draft_name, draft.is_finite | (offsets[:-1] >= draft.num_drafted[:, None])))
-    for name, is_good in checks:
-        if not bool(is_good.all()):
-            b, offset = (~is_good).nonzero()[0].tolist()
+        offsets = torch.arange(draft.ids.shape[1], device=is_good.device)
+        checks.append((draft_name, draft.is_finite | (offsets >= draft.num_drafted[:, None])))
+    for name, is_fine in checks:
+        if not bool(is_fine.all()):
+            b, offset = (~is_fine).nonzero()[0].tolist()
             row = batch.rows[b]
             raise NumericsError(
                 f"the model {name} gave NaN or infinite logits for position {row.length + offset} of prompt "
@@ -147,20 +171,28 @@ def _logprobs(batch: Batch, logits: Tensor, committed: Tensor) -> list[list[Toke
 
 
 def _close_rows(
-    batch: Batch, draft: Draft, verdict: Verdict, committed: Tensor, logprobs: list[list[TokenLogprob]] | None
+    batch: Batch,
+    draft: Draft,
+    committed: Tensor,
+    num_accepted: Tensor,
+    rejected_ratio: Tensor,
+    logprobs: list[list[TokenLogprob]] | None,
 ) -> list[RowRound]:
     """Read the round back to the host, and let each row's stop act on it token by token."""
     tokens = committed.tolist()
-    num_accepted, num_drafted = verdict.num_accepted.tolist(), draft.num_drafted.tolist()
-    ratios = verdict.rejected_ratio.tolist()
+    accepted, num_drafted = num_accepted.tolist(), draft.num_drafted.tolist()
+    ratios = rejected_ratio.tolist()
     row_rounds = []
     for b, row in enumerate(batch.rows):
-        n = num_accepted[b]
+        if row.is_done:
+            continue
+        n = accepted[b]
         is_rejected = n < num_drafted[b]
         token_ids, reason = _until_stop(row, tokens[b][: n + 1])
         row.length += len(token_ids)
         if reason is None and row.length == row.limit:
             reason = "length"
+        row.is_done = reason is not None
         origins: list[Origin] = ["accepted"] * n
         origins.append("correction" if is_rejected else "bonus")
         row_logprobs = None

@@ -7,7 +7,8 @@
     │   ├── ModelError             a model cannot be had
     │   │   ├── ModelNotFound      no such name, path or hub id
     │   │   ├── ModelCorrupt       there is something, but it cannot be read as a causal language model
-    │   │   └── UnsupportedModel   a model of a kind that cannot be rolled back
+    │   │   ├── UnsupportedModel   a model of a kind that cannot be rolled back
+    │   │   └── CompileError       a model that cannot be compiled on this machine
     │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
     │   ├── DeviceError            the device is not there
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
@@ -21,6 +22,7 @@ an ``assert`` or an ordinary exception, never one of these.
 from __future__ import annotations
 
 __all__ = [
+    "CompileError",
     "DeviceError",
     "FileError",
     "MissingExtra",
@@ -72,6 +74,10 @@ class ModelCorrupt(ModelError):
 
 class UnsupportedModel(ModelError):
     """A model of a kind whose cache cannot be rolled back to an earlier position."""
+
+
+class CompileError(ModelError):
+    """A model that cannot be compiled on this machine: run it without compiling."""
 
 
 class TokenizerMismatch(UsageError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from outrider.errors import FileError
@@ -42,3 +43,9 @@ def check_writable(path: Path) -> None:
         raise FileError(f"cannot write {path}: {error.strerror}") from None
     if not existed:
         path.unlink()
+
+
+def cache_folder(name: str) -> Path:
+    """Where files are kept that can be made again: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "outrider" / name

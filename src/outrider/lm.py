@@ -3,21 +3,23 @@
     logits = lm.forward(ids, positions, cache, view_len)
 
 The model itself is Hugging Face's own modelling code. What is added here is the mask (made from positions alone, since
-place and position are one in a SlotCache) and the width of the vocabulary. This module does not know sampling, drafts
-or text, nor where a model comes from.
+place and position are one in a SlotCache) and the width of the vocabulary. How a forward and what follows it are run
+(eager or compiled) is its execution's affair. This module does not know sampling, drafts or text, nor where a model
+comes from.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outrider.cache import SlotCache
+from outrider.cache import LayerShape, SlotCache, layer_shapes
+from outrider.execution import Compiled, Eager, Execution, Step
 
-_VIEW_STEP = 64  # the cache is viewed in steps of this many places, so that shapes seldom change
 _PREFILL_CHUNK = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
 
@@ -30,19 +32,22 @@ class LM:
         context_len: most tokens in a sequence.
         device: where its first layer is.
         dtype: of its activations.
+        execution: runs its steps.
     """
 
-    def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, name: str, vocab_size: int, context_len: int, execution: Execution | None = None
+    ) -> None:
         self.model = model
         self.name = name
         self.vocab_size = vocab_size
         self.context_len = context_len
+        self.execution: Execution = Eager() if execution is None else execution
         self.device = next(model.parameters()).device
         # Quantized weights are whole numbers; what masks must match is the type of the activations.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         config: Any = model.config
         text_config = config.get_text_config(decoder=True)
-        self._num_layers: int = text_config.num_hidden_layers
         self._window: int | None = getattr(text_config, "sliding_window", None)
         # Models with both kinds of layers take a dict of masks, by kind; the others take one tensor.
         layer_types = set(getattr(text_config, "layer_types", None) or ())
@@ -51,21 +56,38 @@ class LM:
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
         self._layer_types = tuple(sorted(layer_types))
 
-    def new_cache(self, capacity: int) -> SlotCache:
-        """A cache for sequences of at most ``capacity`` tokens, rounded up to the steps of the view."""
-        return SlotCache(self._num_layers, _round_up(capacity))
+    def compiled(self) -> LM:
+        """The same model, its steps compiled when they are first run. The weights are shared."""
+        options: dict[str, Any] = dict(vocab_size=self.vocab_size, context_len=self.context_len)
+        return LM(self.model, name=self.name, execution=Compiled(), **options)
 
-    @torch.inference_mode()
+    @cached_property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """What each layer keeps of a token."""
+        return layer_shapes(self.model, self.device)
+
+    def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
+        """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up)."""
+        return SlotCache.empty(self.layer_shapes, num_rows, self.execution.round_length(capacity))
+
+    def view_len(self, length: int, cache: SlotCache) -> int:
+        """How many places of a cache to view for sequences of ``length`` tokens: few different numbers."""
+        return min(self.execution.round_length(length), cache.capacity)
+
+    def run(self, step: Step, static: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
+        """``step(self, *static, *arguments)``, in the way of this LM's execution (see there)."""
+        return self.execution.run(step, self, static, arguments)
+
     def forward(
         self, ids: Tensor, positions: Tensor, cache: SlotCache, view_len: int, *, num_logits: int = 0
     ) -> Tensor:
-        """Logits after each token.
+        """Logits after each token. To be called without gradients: the cache is written in place.
 
         Args:
             ids: [B, T]
             positions: of the tokens, -1 for padding (whose logits mean nothing). [B, T]
             cache: holds all tokens of lower position; this forward adds its own.
-            view_len: above every position. It may be rounded up.
+            view_len: above every position.
             num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
 
         Returns:
@@ -73,7 +95,6 @@ class LM:
         """
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
-        view_len = _round_up(view_len)
         cache.at(positions, view_len)
         output = self.model(
             input_ids=ids,
@@ -86,6 +107,7 @@ class LM:
         logits: Tensor = output.logits[..., : self.vocab_size]
         return logits.to(device)
 
+    @torch.inference_mode()
     def prefill(self, ids: Tensor, starts: Tensor, ends: Tensor, cache: SlotCache) -> None:
         """Put the tokens starts <= position < ends of each row into the cache.
 
@@ -100,7 +122,8 @@ class LM:
             is_there = positions < ends[:, None]
             columns = positions.clamp_max(ids.shape[1] - 1)
             positions = torch.where(is_there, positions, -1)
-            self.forward(ids.gather(1, columns), positions, cache, int(positions.amax()) + 1, num_logits=1)
+            view_len = self.view_len(int(positions.amax()) + 1, cache)
+            self.forward(ids.gather(1, columns), positions, cache, view_len, num_logits=1)
 
     def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:
         """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
@@ -124,7 +147,3 @@ def _makes_windows(model: nn.Module) -> bool:
     """Whether the modelling code makes masks with a sliding window. A configuration may state one that it ignores."""
     homes = {type(module).__module__ for module in model.modules()}
     return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _VIEW_STEP) * _VIEW_STEP

@@ -16,7 +16,9 @@ This module does not know what the numbers are used for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ _NUM_ROUNDS = 10
 _USE_DRAFT_AND_ACCEPT = 0
 _USE_NEXT = 1
 _USE_GUMBEL = 2
+
+_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD = 64, 16384
 
 
 def philox_4x32(counters: Tensor, keys: Tensor) -> Tensor:
@@ -79,6 +83,14 @@ class RoundUniforms:
     draft: Tensor
     accept: Tensor
     next: Tensor
+
+    def at(self, offset: int) -> Tensor:
+        """What the draft token at this offset is drawn with. [B]"""
+        return self.draft[:, offset]
+
+    def select(self, rows: Tensor, k: int) -> RoundUniforms:
+        """Of these rows [B'], for rounds of at most ``k`` drafted tokens."""
+        return RoundUniforms(self.draft[rows, :k], self.accept[rows, :k], self.next[rows])
 
 
 def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms:
@@ -138,16 +150,73 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return -(-uniforms[..., :vocab_size].log()).log()
 
 
+@dataclass(frozen=True, slots=True)
+class TokenGumbels:
+    """The Gumbel noise of one token of each row, made when it is asked for, and once."""
+
+    seeds: Tensor  # [B]
+    positions: Tensor  # [B]
+    vocab_size: int
+    _made: list[Tensor] = field(default_factory=list, init=False)
+
+    def values(self) -> Tensor:
+        """[B, V]"""
+        if not self._made:
+            self._made.append(gumbels(self.seeds, self.positions[:, None], self.vocab_size)[:, 0])
+        return self._made[0]
+
+
+@dataclass(frozen=True, slots=True)
 class GumbelNoise:
-    """The Gumbel noise of one round, made when it is asked for: a row without drafts needs that of one token."""
+    """The Gumbel noise of one round. A row without drafts needs that of one token."""
 
-    def __init__(self, seeds: Tensor, round_starts: Tensor, vocab_size: int) -> None:
-        self._seeds, self._round_starts, self._vocab_size = seeds, round_starts, vocab_size
-        self._rows: list[Tensor] = []
+    seeds: Tensor  # [B]
+    round_starts: Tensor  # [B]
+    vocab_size: int
+    _tokens: list[TokenGumbels] = field(default_factory=list, init=False)
 
-    def at(self, offset: int) -> Tensor:
-        """Noise of the token at this offset in the round. [B, V]"""
-        while len(self._rows) <= offset:
-            positions = self._round_starts[:, None] + len(self._rows)
-            self._rows.append(gumbels(self._seeds, positions, self._vocab_size)[:, 0])
-        return self._rows[offset]
+    def at(self, offset: int) -> TokenGumbels:
+        """Noise of the token at this offset in the round."""
+        while len(self._tokens) <= offset:
+            positions = self.round_starts + len(self._tokens)
+            self._tokens.append(TokenGumbels(self.seeds, positions, self.vocab_size))
+        return self._tokens[offset]
+
+    def select(self, rows: Tensor, k: int) -> GumbelNoise:
+        """Of these rows [B']. It is made when asked for, so ``k`` bounds nothing."""
+        return GumbelNoise(self.seeds[rows], self.round_starts[rows], self.vocab_size)
+
+
+class NoiseAhead:
+    """Noise of the rounds to come, made for many possible beginnings at once.
+
+    On the CPU the generator's cost is that of its calls, so that the noise of 64 rounds costs about as much as that of
+    one. Since it is a pure function of where a round begins, what is never used does no harm.
+
+    Args:
+        make: (seeds [B], round starts [B], K, V) -> noise with a method ``select``.
+        k: most tokens drafted in a round.
+    """
+
+    def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], k: int, vocab_size: int) -> None:
+        self._make, self._k, self._vocab_size = make, k, vocab_size
+        self._seeds: Tensor | None = None
+        self._bases: list[int] = []
+        self._num_starts = 0
+
+    def at(self, seeds: Tensor, lengths: Tensor, starts: Sequence[int], k: int) -> Any:
+        """Noise for a round of each row with at most ``k`` drafted tokens.
+
+        Args:
+            seeds, lengths: [B]
+            starts: the same lengths, on the host.
+        """
+        ages = [start - base for start, base in zip(starts, self._bases, strict=False)]
+        if seeds is not self._seeds or max(ages) >= self._num_starts:
+            self._num_starts = max(1, min(_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD // (len(starts) * (self._k + 1))))
+            steps = torch.arange(self._num_starts, device=seeds.device)
+            round_starts = (lengths[:, None] + steps).flatten()
+            self._seeds, self._bases, ages = seeds, list(starts), [0] * len(starts)
+            self._noise = self._make(seeds.repeat_interleave(self._num_starts), round_starts, self._k, self._vocab_size)
+        rows = [b * self._num_starts + age for b, age in enumerate(ages)]
+        return self._noise.select(torch.tensor(rows, device=seeds.device), k)

@@ -26,6 +26,7 @@ class Settings:
 
     temperature: Tensor  # [B]
     top_k: Tensor | None  # [B], V where off
+    largest_top_k: int  # of those that are on
     top_p: Tensor | None  # [B]
     min_p: Tensor | None  # [B]
     repetition_penalty: Tensor | None  # [B]
@@ -54,6 +55,7 @@ class Settings:
         return cls(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
             top_k=None if min(top_k) == vocab_size else torch.tensor(top_k, device=device),
+            largest_top_k=max((k for k in top_k if k < vocab_size), default=1),
             top_p=column([row.top_p for row in rows], 1.0),
             min_p=column([row.min_p for row in rows], 0.0),
             repetition_penalty=column([row.repetition_penalty for row in rows], 1.0),
@@ -127,7 +129,7 @@ def to_probs(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> 
     # Subtracting the maximum first keeps tiny temperatures from overflowing; rows at temperature 0 are replaced below.
     scores = (x - x.amax(dim=-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
     if settings.top_k is not None:
-        scores = _keep_top_k(scores, settings.top_k)
+        scores = _keep_top_k(scores, settings.top_k, settings.largest_top_k)
     if settings.top_p is not None:
         scores = _keep_top_p(scores, settings.top_p)
     if settings.min_p is not None:
@@ -138,9 +140,8 @@ def to_probs(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> 
     return probs
 
 
-def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+def _keep_top_k(scores: Tensor, top_k: Tensor, largest: int) -> Tensor:
     vocab_size = scores.shape[-1]
-    largest = int(torch.where(top_k < vocab_size, top_k, 1).max())
     values = scores.topk(largest, dim=-1).values  # [B, T, largest]
     index = (top_k - 1).clamp_max(largest - 1)[:, None, None].expand(*scores.shape[:2], 1)
     threshold = values.gather(-1, index)

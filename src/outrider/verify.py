@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from outrider.flow import Draft, Verdict
-from outrider.noise import GumbelNoise, RoundUniforms, round_uniforms
+from outrider.noise import GumbelNoise, RoundUniforms, TokenGumbels, round_uniforms
 from outrider.probs import draw, draw_gumbel, normalised, one_hot, wide, wide_sum
 
 
@@ -37,13 +37,13 @@ class Rule:
 
     Attributes:
         make_noise: (seeds [B], round starts [B], K, V) -> noise of one round.
-        draw: (q rows [B, V], noise, offset) -> ids [B]; how drafters draw the token at this offset.
+        draw: (q rows [B, V], ``noise.at(offset)``) -> ids [B]; how drafters draw the token at an offset.
         verify: (p [B, K+1, V], draft, noise) -> verdict.
     """
 
     name: str
     make_noise: Callable[[Tensor, Tensor, int, int], Any]
-    draw: Callable[[Tensor, Any, int], Tensor]
+    draw: Callable[[Tensor, Any], Tensor]
     verify: Callable[[Tensor, Draft, Any], Verdict]
 
 
@@ -160,7 +160,7 @@ def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
         target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
         noise: which the drafts were drawn with, too.
     """
-    rows = [draw_gumbel(target_probs[:, i], noise.at(i)) for i in range(target_probs.shape[1])]
+    rows = [draw_gumbel(target_probs[:, i], noise.at(i).values()) for i in range(target_probs.shape[1])]
     target_ids = torch.stack(rows, dim=1)  # [B, K+1]
     num_accepted = _prefix_length((draft.ids == target_ids[:, :-1]) & _is_drafted(draft))
     p_x = _at(target_probs[:, :-1], draft.ids)
@@ -173,19 +173,15 @@ def _make_uniforms(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int)
     return round_uniforms(seeds, round_starts, k)
 
 
-def _draw_uniform(draft_rows: Tensor, noise: RoundUniforms, offset: int) -> Tensor:
-    return draw(draft_rows, noise.draft[:, offset])
-
-
 def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> GumbelNoise:
     return GumbelNoise(seeds, round_starts, vocab_size)
 
 
-def _draw_gumbel(draft_rows: Tensor, noise: GumbelNoise, offset: int) -> Tensor:
-    return draw_gumbel(draft_rows, noise.at(offset))
+def _draw_gumbel(draft_rows: Tensor, noise: TokenGumbels) -> Tensor:
+    return draw_gumbel(draft_rows, noise.values())
 
 
-REJECTION = Rule("rejection", _make_uniforms, _draw_uniform, rejection)
-BLOCK = Rule("block", _make_uniforms, _draw_uniform, block)
+REJECTION = Rule("rejection", _make_uniforms, draw, rejection)
+BLOCK = Rule("block", _make_uniforms, draw, block)
 GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, gumbel)
 RULES = {"rejection": REJECTION, "block": BLOCK, "gumbel": GUMBEL}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.cache import SlotCache
+from outrider.cache import SlotCache, layer_shapes
 from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
 from outrider.models.registry import ModelSpec, known_models, resolve
 from pairs import embedded, random_llama, save
@@ -17,7 +17,7 @@ from toys import random_model
 
 def cache_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
     """Bytes of the keys and values that a model writes for rows of tokens."""
-    cache = SlotCache(model.config.num_hidden_layers, num_tokens)
+    cache = SlotCache.empty(layer_shapes(model, torch.device("cpu")), num_rows, num_tokens)
     positions = torch.arange(num_tokens).expand(num_rows, -1)
     cache.at(positions, num_tokens)
     with torch.inference_mode():

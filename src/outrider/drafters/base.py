@@ -20,8 +20,12 @@ from outrider.verify import Rule
 class Session(Protocol):
     """A drafter at work on one batch."""
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
-        """Draft at most ``num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported."""
+    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
+        """Draft at most ``num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported.
+
+        Args:
+            num_wanted: each at most ``k``, which is the width of ``noise``; the draft has at most so many columns.
+        """
         ...
 
     def keep(self, rows: Tensor) -> None:
@@ -42,6 +46,10 @@ class Drafter(Protocol):
         """Start on a batch whose prompts are in its buffer."""
         ...
 
+    def compiled(self) -> Drafter:
+        """The same drafter, with its models compiled."""
+        ...
+
 
 class NoDrafter:
     """Proposes nothing: plain decoding."""
@@ -51,7 +59,10 @@ class NoDrafter:
     def open(self, batch: Batch) -> NoDrafter:
         return self
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+    def compiled(self) -> NoDrafter:
+        return self
+
+    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
         return empty_draft(batch)
 
     def keep(self, rows: Tensor) -> None:

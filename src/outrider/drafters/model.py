@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from outrider.batch import Batch
+from outrider.cache import SlotCache
 from outrider.drafters.base import empty_draft
 from outrider.flow import Draft
 from outrider.lm import LM
-from outrider.probs import is_finite, mark_seen, to_probs
+from outrider.probs import Settings, is_finite, mark_seen, to_probs
 from outrider.verify import Rule
 
 
@@ -26,6 +27,48 @@ class ModelDrafter:
     def open(self, batch: Batch) -> ModelSession:
         return ModelSession(self.lm, batch)
 
+    def compiled(self) -> ModelDrafter:
+        return ModelDrafter(self.lm.compiled())
+
+
+def _draft_steps(
+    lm: LM,
+    rule: Rule,
+    view_len: int,
+    k: int,
+    cache: SlotCache,
+    fed: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    num_drafted: Tensor,
+    settings: Settings,
+    seen: Tensor | None,
+    noise: Any,
+) -> tuple[Tensor, ...]:
+    """Draft K tokens, one after the other.
+
+    Args:
+        fed, positions: tokens that come first; the last of them is the last committed one. [B, T]
+        lengths, num_drafted: [B]
+
+    Returns:
+        ids [B, K], q [B, K, V], whether q is finite [B, K]
+    """
+    ids: list[Tensor] = []
+    probs: list[Tensor] = []
+    finite: list[Tensor] = []
+    for i in range(k):
+        step_seen = None
+        if seen is not None:
+            step_seen = mark_seen(seen, torch.stack(ids, dim=1))[:, -1:] if ids else seen[:, None]
+        logits = lm.forward(fed, positions, cache, view_len, num_logits=1)
+        finite.append(is_finite(logits[:, -1]))
+        probs.append(to_probs(logits, settings, step_seen)[:, -1])  # [B, V]
+        ids.append(rule.draw(probs[-1], noise.at(i)))
+        fed = ids[-1][:, None]
+        positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
+    return torch.stack(ids, dim=1), torch.stack(probs, dim=1), torch.stack(finite, dim=1)
+
 
 class ModelSession:
     """The draft model's cache over one batch.
@@ -38,68 +81,53 @@ class ModelSession:
 
     def __init__(self, lm: LM, batch: Batch) -> None:
         self._lm = lm
-        self._cache = lm.new_cache(min(batch.capacity, lm.context_len))
-        is_served = batch.lengths <= lm.context_len
-        self._cached = torch.where(is_served, batch.lengths - 1, 0)  # [B]
-        lm.prefill(batch.ids, torch.zeros_like(self._cached), self._cached, self._cache)
+        self._cache = lm.new_cache(len(batch), min(batch.capacity, lm.context_len))
+        self._cached = [row.length - 1 if row.length <= lm.context_len else 0 for row in batch.rows]
+        starts = torch.zeros_like(batch.lengths)
+        lm.prefill(batch.ids, starts, starts + torch.tensor(self._cached, device=starts.device), self._cache)
 
     def keep(self, rows: Tensor) -> None:
-        self._cached = self._cached[rows]
-        self._cache.keep(rows.to(self._lm.device))
+        self._cached = [self._cached[i] for i in rows.tolist()]
+        self._cache.keep(rows)
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
         lm, device = self._lm, batch.ids.device
-        self._cached = torch.minimum(self._cached, batch.lengths - 1)
+        self._cached = [min(cached, row.length - 1) for cached, row in zip(self._cached, batch.rows, strict=True)]
         # The last drafted token is never fed, so the draft may go one beyond its own context.
         room = [max(0, lm.context_len + 1 - row.length) for row in batch.rows]
         wanted = [min(pair) for pair in zip(num_wanted, room, strict=True)]
-        k = max(wanted)
-        if k == 0:
+        if max(wanted) == 0:
             return empty_draft(batch)
+        k = lm.execution.round_drafts(max(wanted), k)
         num_drafted = torch.tensor(wanted, device=device)
-        logits = self._catch_up(batch, num_drafted > 0)
-        view_len = min(batch.max_length + k - 1, lm.context_len)
-        ids: list[Tensor] = []
-        probs: list[Tensor] = []
-        finite: list[Tensor] = []
-        for i in range(k):
-            seen = None
-            if batch.seen is not None:
-                drafted = torch.stack(ids, dim=1) if ids else batch.ids[:, :0]
-                seen = mark_seen(batch.seen, drafted)[:, -1:]
-            finite.append(is_finite(logits[:, -1]))
-            probs.append(to_probs(logits, batch.settings, seen)[:, -1])  # [B, V]
-            ids.append(rule.draw(probs[-1], noise, i))
-            if i + 1 < k:
-                positions = torch.where(i + 1 < num_drafted, batch.lengths + i, -1)
-                logits = lm.forward(ids[-1][:, None], positions[:, None], self._cache, view_len)
-        self._cached = torch.where(num_drafted > 0, batch.lengths + num_drafted - 1, self._cached)
-        return Draft(
-            ids=torch.stack(ids, dim=1),
-            probs=torch.stack(probs, dim=1),
-            num_drafted=num_drafted,
-            is_finite=torch.stack(finite, dim=1),
-        )
+        fed, positions = self._owed(batch, num_drafted > 0, wanted)
+        view_len = lm.view_len(min(batch.max_length + k - 1, lm.context_len), self._cache)
+        arguments = (self._cache, fed, positions, batch.lengths, num_drafted, batch.settings, batch.seen, noise)
+        ids, probs, is_good = lm.run(_draft_steps, (rule, view_len, k), *arguments)
+        self._cached = [
+            row.length + n - 1 if n > 0 else cached
+            for row, n, cached in zip(batch.rows, wanted, self._cached, strict=True)
+        ]
+        return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
 
-    def _catch_up(self, batch: Batch, is_on: Tensor) -> Tensor:
-        """Feed the committed tokens that the cache lacks, in the rows that are to be drafted for.
+    def _owed(self, batch: Batch, is_on: Tensor, wanted: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The committed tokens that the cache lacks, in the rows that are to be drafted for, and their positions.
 
-        A row owes one token after a rejection, two after a full acceptance (the last drafted token was never fed), more
-        after rounds without drafts.
+        A row owes one token after a rejection, two after a full acceptance (the last drafted token was never fed). What
+        is owed beyond that, after rounds without drafts, is fed here.
 
         Returns:
-            Logits after the last token. [B, 1, V]
+            Right-aligned: the last column is every row's last token. [B, 1 or 2], [B, 1 or 2]
         """
-        ends, cached = batch.lengths - 1, self._cached
-        num_before_last = int(torch.where(is_on, ends - cached, 0).amax())
-        if num_before_last > 1:
+        ends = batch.lengths - 1
+        owed = [row.length - 1 - n for row, n, num in zip(batch.rows, self._cached, wanted, strict=True) if num > 0]
+        if max(owed) == 0:
+            return batch.last_ids[:, None], torch.where(is_on, ends, -1)[:, None]
+        cached = torch.tensor(self._cached, device=ends.device)
+        if max(owed) > 1:
             fed_to = torch.where(is_on, ends, cached)
             self._lm.prefill(batch.ids, cached, fed_to, self._cache)
-            cached, num_before_last = fed_to, 0
-        width = 1 + num_before_last
-        # Right-aligned: the last column is every row's last token.
-        columns = ends[:, None] - torch.arange(width - 1, -1, -1, device=ends.device)  # [B, 1 or 2]
+            return batch.last_ids[:, None], torch.where(is_on, ends, -1)[:, None]
+        columns = torch.stack((ends - 1, ends), dim=1)  # [B, 2]
         positions = torch.where((columns >= cached[:, None]) & is_on[:, None], columns, -1)
-        view_len = min(batch.max_length, self._lm.context_len)
-        ids = batch.ids.gather(1, columns.clamp_min(0))
-        return self._lm.forward(ids, positions, self._cache, view_len, num_logits=1)
+        return batch.ids.gather(1, columns.clamp_min(0)), positions

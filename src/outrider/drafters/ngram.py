@@ -31,14 +31,17 @@ class NgramDrafter:
     def open(self, batch: Batch) -> NgramDrafter:
         return self
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], rule: Rule, noise: Any) -> Draft:
+    def compiled(self) -> NgramDrafter:
+        return self
+
+    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
         device = batch.ids.device
         wanted = torch.tensor(num_wanted, device=device)
         begins, num_found = self._look_up(batch.ids[:, : batch.max_length], batch.lengths, wanted)
-        k = int(num_found.amax())
-        if k == 0:
+        width = int(num_found.amax())
+        if width == 0:
             return empty_draft(batch)
-        columns = begins[:, None] + torch.arange(k, device=device)
+        columns = begins[:, None] + torch.arange(width, device=device)
         ids = batch.ids.gather(1, columns.clamp_max(batch.ids.shape[1] - 1))
         return Draft(ids=ids, probs=None, num_drafted=num_found)
 

@@ -222,12 +222,12 @@ def _probe(lm: LM, kind: str) -> None:
     ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
     positions = torch.arange(length, device=lm.device)[None]
     half = length // 2
-    cache = lm.new_cache(view_len)
 
     def feed(tokens: Tensor, begin: int, end: int) -> Tensor:
         return lm.forward(tokens[:, begin:end], positions[:, begin:end], cache, view_len)
 
     try:
+        cache = lm.new_cache(1, view_len)
         want = lm.model(input_ids=ids, use_cache=False).logits[..., : lm.vocab_size].float()
         feed(ids, 0, half)
         feed(wrong, half, length)  # rejected: the next block is written over it

@@ -1,0 +1,71 @@
+"""Products of a few rows with a large matrix, as sums that the compiler can fuse.
+
+A forward of T tokens multiplies T rows with each weight matrix. For small T that is bound by reading the matrix once,
+but general matrix libraries are made for large T: on the CPU their call overhead and packing cost several times the
+reading. Written as T sums over the same rows of the weights, the compiler makes one loop of them that reads each weight
+once, keeps T sums in registers, and fuses what comes before and after into the same parallel region. Measured in
+docs/log.md.
+
+This is a pass over the graph that torch's Inductor is about to lower; it knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+MAX_THIN_ROWS = 8  # beyond it the sums no longer fit the registers, and a matrix library is as fast
+
+_aten = torch.ops.aten
+
+
+class ThinProducts(CustomGraphPass):
+    """Rewrites ``mm``, ``addmm`` and ``bmm`` of at most MAX_THIN_ROWS rows on the CPU."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.kwargs:
+                continue
+            if node.target in (_aten.mm.default, _aten.bmm.default):
+                _rewrite(graph, node, *node.args)
+            elif node.target is _aten.addmm.default:
+                bias, rows, matrix = node.args
+                _rewrite(graph, node, rows, matrix, bias)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> str:
+        """Part of the keys under which compiled code is kept: to be changed with the pass."""
+        return "outrider-thin-products-3"
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
+    x = rows.meta["val"]  # [T, K] times [K, N], or [B, T, K] times [B, K, N]
+    num_rows, width = x.shape[-2:]
+    is_weight = x.dim() == 2
+    if x.device.type != "cpu" or num_rows > MAX_THIN_ROWS or not x.is_floating_point():
+        return
+    if is_weight and matrix.meta["val"].stride(0) != 1:
+        return  # not the transpose of rows that can be read one after the other
+
+    def call(operator: Any, *args: Any) -> fx.Node:
+        result = graph.call_function(operator, args)
+        result.meta["val"] = operator(*fx.map_arg(args, lambda arg: arg.meta["val"]))
+        return result
+
+    with graph.inserting_before(node):
+        # Write the rows out first, else whatever made them (a norm, a softmax) is computed anew in every sum.
+        strides = [width, 1] if is_weight else [num_rows * width, width, 1]
+        rows = call(torch.ops.prims.inductor_force_stride_order.default, rows, strides)
+        sums = []
+        for t in range(num_rows):
+            row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., K, 1]
+            total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, matrix, row), [-2])  # [..., N]
+            if bias is not None:
+                total = call(_aten.add.Tensor, total, bias)
+            sums.append(call(_aten.unsqueeze.default, total, -2))
+        result = call(_aten.cat.default, sums, -2) if len(sums) > 1 else sums[0]
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
