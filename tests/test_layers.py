@@ -29,10 +29,12 @@ ORDER = """
     evals.multiplication
     __init__
     api
+    costs
     decode
     drafters.model
     drafters.ngram
     drafters.base
+    schedule
     batch
     models.loading
     models.memory

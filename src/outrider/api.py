@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from outrider.costs import round_costs
 from outrider.decode import decode
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
@@ -31,6 +32,7 @@ from outrider.flow import (
     MAX_NUM_DRAFT_TOKENS,
     Chunk,
     Completion,
+    NumDraftTokens,
     Origin,
     Request,
     Round,
@@ -42,6 +44,7 @@ from outrider.flow import (
 from outrider.lm import LM
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
 from outrider.models.registry import resolve
+from outrider.schedule import AdaptiveSchedule, Schedule
 from outrider.stop import RowText
 from outrider.tokens import Detokenizer, Prompt, check_same_tokens, encode
 from outrider.verify import RULES
@@ -59,7 +62,8 @@ class Decoder:
         eos_ids: tokens that end a text.
         drafter: what proposes.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.verify).
-        num_draft_tokens: K, the default.
+        num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under
+            "auto" the same seed need not give the same text, but by "gumbel" or at temperature 0; the law is the same.)
     """
 
     target: LM
@@ -67,7 +71,7 @@ class Decoder:
     eos_ids: frozenset[int]
     drafter: Drafter
     acceptance: str = DEFAULT_ACCEPTANCE
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
 
     def __post_init__(self) -> None:
         _check_acceptance(self.acceptance)
@@ -98,7 +102,7 @@ class Decoder:
         self,
         prompts: Sequence[Prompt],
         *,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
@@ -121,7 +125,7 @@ class Decoder:
         self,
         prompts: str | Sequence[Prompt],
         *,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
         **options: Any,
     ) -> list[Completion]:
@@ -137,16 +141,22 @@ class Decoder:
         return [_completion(*pair) for pair in zip(requests, chunks, strict=True)]
 
     def _rounds(
-        self, requests: Sequence[Request], num_draft_tokens: int | None, acceptance: str | None
+        self, requests: Sequence[Request], num_draft_tokens: NumDraftTokens | None, acceptance: str | None
     ) -> Iterator[Round]:
         k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         _check_num_draft_tokens(k)
         rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
         if not requests:
             return iter(())
+        schedule: int | Schedule
         if isinstance(self.drafter, NoDrafter):
-            k = 0
-        return decode(self.target, self.drafter, requests, rule, num_draft_tokens=k)
+            schedule = 0
+        elif isinstance(k, int):
+            schedule = k
+        else:
+            num_rows = self.target.execution.round_rows(len(requests))
+            schedule = AdaptiveSchedule(round_costs(self.target, self.drafter, rule, num_rows))
+        return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -195,9 +205,12 @@ def _check_acceptance(name: str) -> str:
     return name
 
 
-def _check_num_draft_tokens(k: int) -> None:
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_NUM_DRAFT_TOKENS:
-        remedy = f"a whole number from 1 to {MAX_NUM_DRAFT_TOKENS} (for plain decoding choose the draft 'none')"
+def _check_num_draft_tokens(k: NumDraftTokens) -> None:
+    is_number = isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= MAX_NUM_DRAFT_TOKENS
+    if not is_number and k != "auto":
+        remedy = (
+            f"a whole number from 1 to {MAX_NUM_DRAFT_TOKENS}, or 'auto' (for plain decoding choose the draft 'none')"
+        )
         raise OptionError("num_draft_tokens", k, remedy)
 
 
@@ -278,7 +291,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     acceptance: str = DEFAULT_ACCEPTANCE,
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
     compile: bool = False,
     models_file: Path | None = None,
 ) -> Decoder:
@@ -293,7 +306,8 @@ def load(
         device: "auto", "cpu", "cuda", "cuda:1", "mps"; models in memory stay where they are.
         dtype: "auto" (float32 on the CPU, else the checkpoint's own), or "float64", "float32", "bfloat16", "float16".
         acceptance: "rejection", "block" or "gumbel".
-        num_draft_tokens: K.
+        num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
+            first use (under a second for small models) and kept.
         compile: see ``Decoder.compiled``.
         models_file: a TOML file with names of models, beside the user's own.
 

@@ -27,22 +27,25 @@ from outrider.flow import Draft, FinishReason, Origin, Request, Round, RowRound,
 from outrider.lm import LM
 from outrider.noise import NoiseAhead
 from outrider.probs import Settings, is_finite, mark_seen, to_probs, wide
+from outrider.schedule import ConstantSchedule, Schedule
 from outrider.verify import Rule
 
 
 @torch.inference_mode()
 def decode(
-    target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, *, num_draft_tokens: int
+    target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, *, num_draft_tokens: int | Schedule
 ) -> Iterator[Round]:
     """Generate for all requests at once, a round at a time, until every row has ended.
 
     Args:
         requests: prompts of at least one token and less than the target's context; sampling options with a seed.
-        num_draft_tokens: K, the most tokens drafted for a row in a round. A row drafts fewer near its end.
+        num_draft_tokens: K, the most tokens drafted for a row in a round, or what chooses it. A row drafts fewer near
+            its end.
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
     """
+    schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
     device = target.device
     clock = _Clock(device)
     batch = Batch(
@@ -50,18 +53,19 @@ def decode(
         vocab_size=target.vocab_size,
         context_len=target.context_len,
         device=device,
-        k=num_draft_tokens,
+        k=schedule.max_k,
     )
     cache = target.new_cache(len(batch), batch.capacity)
     target.prefill(batch.ids, torch.zeros_like(batch.lengths), batch.lengths - 1, cache)
     session = drafter.open(batch)
-    noise_ahead = NoiseAhead(rule.make_noise, num_draft_tokens, target.vocab_size)
+    noise_ahead = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
     prefill_s = clock.lap()
     while batch.rows:
+        chosen_k = schedule.next_k(batch.rows)
         # A round commits at most one token more than it drafts: never one too many.
-        num_wanted = [0 if row.is_done else min(num_draft_tokens, row.limit - row.length - 1) for row in batch.rows]
+        num_wanted = [0 if row.is_done else min(chosen_k, row.limit - row.length - 1) for row in batch.rows]
         starts = [row.length for row in batch.rows]
-        k = target.execution.round_drafts(max(num_wanted), num_draft_tokens)
+        k = target.execution.round_drafts(max(num_wanted), chosen_k)
         noise = noise_ahead.at(batch.seeds, batch.lengths, starts, k)
         rest_s = clock.lap()
         draft = session.propose(batch, num_wanted, k, rule, noise)
@@ -75,6 +79,7 @@ def decode(
         _check_finite(batch, draft, is_good, target.name, drafter.name)
         logprobs = _logprobs(batch, logits, committed)
         row_rounds = _close_rows(batch, draft, committed, num_accepted, ratio, logprobs)
+        schedule.learn(row_rounds)
         kept = batch.close(target.execution.round_rows)
         if kept is not None:
             cache.keep(kept)

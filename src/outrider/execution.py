@@ -45,9 +45,11 @@ class Execution(Protocol):
 
     Attributes:
         name: for tables and messages.
+        favoured_k: the K that an adaptive schedule chooses among.
     """
 
     name: str
+    favoured_k: tuple[int, ...]
 
     def round_length(self, length: int) -> int:
         """The length of view or cache to use for so many tokens."""
@@ -70,6 +72,7 @@ class Eager:
     """Runs steps as they are written."""
 
     name = "eager"
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
 
     def round_length(self, length: int) -> int:
         return -(-length // _EAGER_STEP) * _EAGER_STEP
@@ -95,6 +98,7 @@ class Compiled:
     """
 
     name = "compiled"
+    favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = cache_folder("programs") if folder is None else folder

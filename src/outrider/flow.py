@@ -29,6 +29,9 @@ DEFAULT_NUM_DRAFT_TOKENS = 4
 MAX_NUM_DRAFT_TOKENS = 1024
 
 Origin = Literal["accepted", "correction", "bonus"]
+NumDraftTokens = int | Literal["auto"]
+"""K, or ``auto``: chosen each round for the most tokens per second (see outrider.schedule)."""
+
 FinishReason = Literal["eos", "stop", "length"]
 """``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full."""
 

@@ -267,7 +267,7 @@ def test_logits_that_are_not_numbers(outrider: Outrider, tmp_path: Path, role: s
     broken, good = broken_model(tmp_path / "broken"), save(tmp_path / "good", random_llama())
     models = {"--target": good, "--draft": good} | {role: broken}
     pair = [word for pair in models.items() for word in pair]
-    ended = outrider("generate", "w1 w2 w7", "-n", 4, *pair)
+    ended = outrider("generate", "w1 w2 w7", "-n", 4, "-k", 4, *pair)
     assert ended.code == 2
     message = f"the model {broken} gave NaN or infinite logits for position 3 of prompt 0; its weights may be damaged"
     assert message in ended.err and ended.err.count("\n") == 1

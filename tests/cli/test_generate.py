@@ -75,7 +75,7 @@ def test_without_a_seed_it_is_told_in_the_document(outrider: Outrider, tmp_path:
     """Two runs differ; the seed in the document says the same again."""
     documents = []
     for name in ("a.json", "b.json"):
-        ended = outrider("generate", PROMPT, "-n", 10, "--json", tmp_path / name)
+        ended = outrider("generate", PROMPT, "-n", 10, "-k", 4, "--json", tmp_path / name)
         documents.append(only_document((tmp_path / name).read_text(), "generate"))
     seeds = [document["completions"][0]["seed"] for document in documents]
     assert seeds[0] != seeds[1]
@@ -171,7 +171,7 @@ def test_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is a user's message, in the model's template."""
     monkeypatch.setattr(embedded().tokenizer, "chat_template", "{{ messages[0].role }}: {{ messages[0].content }} #")
     monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr("outrider.cli.options.PairOptions.load", lambda self: embedded().plain())
+    monkeypatch.setattr("outrider.cli.options.PairOptions.load", lambda self, num_tokens: embedded().plain())
     ended = outrider("generate", "Hello", "--chat", *SHORT, "--draft", "none")
     want = embedded().plain().generate("user: Hello #", seed=1, max_new_tokens=10)[0].text
     assert ended.out == want + "\n"
@@ -201,7 +201,7 @@ def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest
 def test_ctrl_c_before_the_first_token(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is read."""
 
-    def interrupted(self: Any) -> None:
+    def interrupted(self: Any, num_tokens: int) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("outrider.cli.options.PairOptions.load", interrupted)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.evals.multiplication import _MAX_ANSWER_TOKENS, Problem, Score, compare_scores, problems, score
+from outrider.evals.multiplication import MAX_ANSWER_TOKENS, Problem, Score, compare_scores, problems, score
 from outrider.flow import Stats, Timing
 from pairs import embedded
 
@@ -89,7 +89,7 @@ def test_row_i_samples_with_seed_plus_i() -> None:
 
 def test_the_budget_holds_the_largest_product() -> None:
     """99 * 99 = 9801 and the end of the line, in the tokens of the embedded pair."""
-    assert max(len(embedded().encode(f"{number}\n")) for number in range(1000, 9802, 7)) <= _MAX_ANSWER_TOKENS
+    assert max(len(embedded().encode(f"{number}\n")) for number in range(1000, 9802, 7)) <= MAX_ANSWER_TOKENS
 
 
 class Scripted:

@@ -166,8 +166,9 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
     axes = figure.subplots()
     by_draft: dict[str, list[tuple[int, Interval]]] = {}
     for summary in summaries:
-        if summary.arm.draft and summary.arm.num_draft_tokens and summary.speed_up:
-            by_draft.setdefault(summary.arm.draft, []).append((summary.arm.num_draft_tokens, summary.speed_up))
+        k = summary.arm.num_draft_tokens
+        if summary.arm.draft and isinstance(k, int) and summary.speed_up:  # "auto" has no place on the axis
+            by_draft.setdefault(summary.arm.draft, []).append((k, summary.speed_up))
     for draft, points in by_draft.items():
         values = [interval.value for _, interval in points]
         bars = [

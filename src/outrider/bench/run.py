@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.api import Decoder
-from outrider.flow import Chunk, Stats, Timing
+from outrider.flow import Chunk, NumDraftTokens, Stats, Timing
 from outrider.tokens import Prompt
 
 
@@ -30,7 +30,7 @@ class Arm:
     name: str
     decoder: Decoder
     draft: str | None = None
-    num_draft_tokens: int | None = None
+    num_draft_tokens: NumDraftTokens | None = None
 
     @property
     def label(self) -> str:
@@ -41,7 +41,7 @@ class Arm:
         return self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
 
 
-def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[int]) -> list[Arm]:
+def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """The decoder, whose draft goes by this name, at each K."""
     return [Arm(f"{draft}, K = {k}", decoder, draft, k) for k in ks]
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import (
-    DEFAULT_K,
     EndOptions,
     JsonOption,
     NumDraftTokensListOption,
@@ -21,6 +20,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import check_json_target, console_for, gather, options_json, write_json
 from outrider.errors import OptionError, PromptError
+from outrider.flow import NumDraftTokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def compare(
     sampling: SamplingOptions,
     end: EndOptions,
     prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
-    num_draft_tokens: NumDraftTokensListOption = DEFAULT_K,
+    num_draft_tokens: NumDraftTokensListOption = "4",
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the one that is shown.")] = 5,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
@@ -59,7 +59,8 @@ def compare(
     from outrider.bench.report import summarise
     from outrider.bench.run import Case, interleave, warm_up
 
-    decoder = pair.load()
+    num_arms = 1 + len(pair.draft_names) * len(ks)
+    decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
     decoder.encode(prompt)
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
@@ -90,7 +91,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
+def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """Plain decoding, then each draft at each K."""
     from outrider.bench.run import Arm, arms_by_k
 

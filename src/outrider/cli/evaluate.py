@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import (
-    DEFAULT_K,
     JsonOption,
     NumDraftTokensOption,
     PairOptions,
@@ -35,7 +34,7 @@ def _root() -> None:
 def multiplication(
     pair: PairOptions,
     sampling: SamplingOptions,
-    num_draft_tokens: NumDraftTokensOption = DEFAULT_K,
+    num_draft_tokens: NumDraftTokensOption = None,
     num_prompts: Annotated[int, typer.Option(help="Problems to solve.")] = 200,
     batch_size: Annotated[int, typer.Option(help="Problems solved at once.")] = 8,
     margin: Annotated[
@@ -45,7 +44,7 @@ def multiplication(
     json_target: JsonOption = None,
 ) -> None:
     """Multiplication sheets: is the first line after "a * b = " the product?"""
-    k, draft = single_k(num_draft_tokens), pair.single_draft
+    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.single_draft
     if num_prompts < 1:
         raise OptionError("--num-prompts", num_prompts, "a whole number >= 1")
     if batch_size < 1:
@@ -58,9 +57,9 @@ def multiplication(
     check_json_target(json_target)
 
     from outrider.bench.report import new_table
-    from outrider.evals.multiplication import compare_scores, problems, score
+    from outrider.evals.multiplication import MAX_ANSWER_TOKENS, compare_scores, problems, score
 
-    decoder = pair.load()
+    decoder = pair.load(2 * num_prompts * MAX_ANSWER_TOKENS)
     arms = {
         "plain": decoder,
         "speculative": replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k),

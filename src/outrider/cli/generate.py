@@ -13,7 +13,6 @@ import typer
 
 from outrider.cli.jsonl import read_finished, read_prompts
 from outrider.cli.options import (
-    DEFAULT_K,
     EndOptions,
     JsonOption,
     NumDraftTokensOption,
@@ -55,7 +54,7 @@ def generate(
         Path | None, typer.Option(help="With --prompts: write JSON lines here. An interrupted run is continued.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="With --prompts: rows generated at once.")] = 1,
-    num_draft_tokens: NumDraftTokensOption = DEFAULT_K,
+    num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i. Default: random.")] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probability of each token, and of the N most probable, into the JSON.")
@@ -69,7 +68,7 @@ def generate(
     json_target: JsonOption = None,
 ) -> None:
     """Continue a text, printing it as it comes; or continue every prompt of a file."""
-    draft, k = pair.single_draft, single_k(num_draft_tokens)
+    draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     if batch_size < 1:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
     if prompts is None and (output is not None or batch_size > 1):
@@ -88,7 +87,7 @@ def generate(
         check_writable(output)
         num_finished = read_finished(output, texts, settings)
 
-    decoder = pair.load()
+    decoder = pair.load((len(texts) - num_finished) * end.max_new_tokens)
     decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
     for (number, _), item in zip(numbered, inputs, strict=True):

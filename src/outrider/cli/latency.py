@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from outrider.cli.output import check_json_target, console_for, gather, options_
 if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.bench.run import Arm
+    from outrider.flow import NumDraftTokens
 
 
 @flat
@@ -46,7 +48,8 @@ def latency(
 
     if plot is not None:
         check_plot_file(plot)
-    decoder = pair.load()
+    num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
+    decoder = pair.load(num_arms * len(PROMPTS) * max_new_tokens)
     arms = _arms(pair, decoder, ks)
     cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms, WARM_UP, options)
@@ -82,7 +85,7 @@ def _memory_text(peak_bytes: int | None) -> str:
     return "peak memory is not known" if peak_bytes is None else f"peak memory {peak_bytes / 2**20:.0f} MiB"
 
 
-def _arms(pair: PairOptions, decoder: Decoder, ks: list[int]) -> list[Arm]:
+def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """The target alone (the baseline), each draft model alone, and each pair at each K."""
     from outrider.bench.run import Arm, arms_by_k
     from outrider.drafters.model import ModelDrafter

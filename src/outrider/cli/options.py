@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -16,14 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.errors import OptionError
-from outrider.flow import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
+from outrider.errors import CompileError, OptionError
+from outrider.flow import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.drafters.base import Drafter
 
 _MODELS, _SAMPLING, _MACHINE = "Models", "Sampling", "Machine"
+_LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write one JSON document; '-' is standard output.")
@@ -60,6 +62,14 @@ class PairOptions:
     threads: Annotated[
         int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=_MACHINE)
     ] = None
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the models: minutes the first time, seconds later. Default: for long work on the CPU.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
 
     @property
     def draft_names(self) -> list[str]:
@@ -76,8 +86,12 @@ class PairOptions:
             raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
         return self.draft_names[0]
 
-    def load(self) -> Decoder:
-        """The target, without a draft."""
+    def load(self, num_tokens: int = 0) -> Decoder:
+        """The target, without a draft.
+
+        Args:
+            num_tokens: about how many are to be generated, by which it is decided whether compiling pays.
+        """
         import torch
 
         from outrider.api import load
@@ -86,14 +100,31 @@ class PairOptions:
             if self.threads < 1:
                 raise OptionError("--threads", self.threads, "a whole number >= 1")
             torch.set_num_threads(self.threads)
-        return load(
+        decoder = load(
             self.target, device=self.device, dtype=self.dtype, acceptance=self.acceptance, models_file=self.models
         )
+        is_long = num_tokens >= _LONG_WORK and decoder.target.device.type == "cpu"
+        if not (is_long if self.compile is None else self.compile):
+            return decoder
+        # Compiling is silent for half a minute at a time; say what is going on.
+        logger = logging.getLogger("outrider.execution")
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+        compiled = decoder.compiled()
+        if self.compile is None:
+            try:
+                compiled.generate([[0]], max_new_tokens=1)
+            except CompileError as error:  # nobody asked for it, so go on without
+                logger.warning("%s", error)
+                return decoder
+        return compiled
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
+        """A draft for the target, compiled if that is."""
         from outrider.api import load_drafter
 
-        return load_drafter(decoder, name, device=self.device, dtype=self.dtype, models_file=self.models)
+        drafter = load_drafter(decoder, name, device=self.device, dtype=self.dtype, models_file=self.models)
+        return drafter.compiled() if decoder.target.execution.name == "compiled" else drafter
 
 
 @dataclass(frozen=True)
@@ -151,12 +182,19 @@ class EndOptions:
 
 
 NumDraftTokensOption = Annotated[
-    str, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.", rich_help_panel=_MODELS)
+    str | None,
+    typer.Option(
+        "-k",
+        "--num-draft-tokens",
+        help="K, tokens drafted per round; auto chooses it as it goes. Default: auto, but 4 where a seed is to give "
+        "the same text again.",
+        rich_help_panel=_MODELS,
+    ),
 ]
 NumDraftTokensListOption = Annotated[
-    str, typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4.", rich_help_panel=_MODELS)
+    str,
+    typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.", rich_help_panel=_MODELS),
 ]
-DEFAULT_K = str(DEFAULT_NUM_DRAFT_TOKENS)
 SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=_SAMPLING)]
 
 
@@ -168,31 +206,40 @@ def _parse_bias(text: str) -> tuple[int, float]:
         raise OptionError("--logit-bias", text, "write TOKEN_ID=BIAS, like 42=-5 or 42=-inf") from None
 
 
-def parse_k(text: str) -> list[int]:
-    """ "4", "1-8", "1,2,4" or "1-4,8" as whole numbers.
+def parse_k(text: str) -> list[NumDraftTokens]:
+    """ "4", "1-8", "1,2,4" or "1-4,8,auto", each once, "auto" last.
 
     Raises:
         OptionError
     """
     ks: list[int] = []
-    for part in text.split(","):
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part == "auto":
+            continue
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= low <= high <= MAX_NUM_DRAFT_TOKENS:
             remedy = (
-                f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4 (plain decoding: --draft none)"
+                f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4, or auto "
+                "(plain decoding: --draft none)"
             )
             raise OptionError("-k/--num-draft-tokens", text, remedy)
         ks += range(low, high + 1)
-    return sorted(set(ks))
+    autos: list[NumDraftTokens] = ["auto"] if "auto" in parts else []
+    return [*sorted(set(ks)), *autos]
 
 
-def single_k(text: str) -> int:
-    """For commands that use one K.
+def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:
+    """For commands that use one K. Without one it is "auto", but not where a seed is to give the same text again, which
+    under most rules takes the same K.
 
     Raises:
         OptionError
     """
+    if text is None:
+        is_free = seed is None or sampling.temperature == 0 or pair.acceptance == "gumbel"
+        return "auto" if is_free else DEFAULT_NUM_DRAFT_TOKENS
     ks = parse_k(text)
     if len(ks) > 1:
         raise OptionError("-k/--num-draft-tokens", text, "this command takes one number")

@@ -16,7 +16,7 @@ from outrider.flow import Stats, Timing
 from outrider.intervals import Interval, PairedDifference, paired_difference, wald, wilson
 
 _SOLVED = ((8, 12), (25, 4), (37, 85))
-_MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each
+MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def score(
         texts = [""] * len(batch)
         seeds = [seed + begin + i for i in range(len(batch))]
         prompts = [problem.prompt for problem in batch]
-        options |= {"seed": seeds, "stop": "\n", "max_new_tokens": _MAX_ANSWER_TOKENS}
+        options |= {"seed": seeds, "stop": "\n", "max_new_tokens": MAX_ANSWER_TOKENS}
         for chunk in decoder.stream_many(prompts, **options):
             texts[chunk.row] += chunk.text
             stats, timing = stats + chunk.stats, timing + chunk.timing
