@@ -101,12 +101,12 @@ class Wandering:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_the_law_does_not_depend_on_how_k_is_chosen(rule: Rule) -> None:
-    """20,000 texts of three tokens over three, K after each round chosen by the tokens committed, against the exact law
+    """6,000 texts of three tokens over three, K after each round chosen by the tokens committed, against the exact law
     (chi-square over 27 texts; false alarm 1e-6). A K chosen by the drafts themselves would be the wrong rule
     "drop-unlikely" of test_lossless.py, which is found out there."""
     target, drafter = table_pair(3)
     counts = torch.zeros(27)
-    num_texts = 20_000
+    num_texts = 6_000
     for seed in range(num_texts):
         asked = [Request([0], Sampling(seed=seed, max_new_tokens=3))]
         text = [
