@@ -24,7 +24,7 @@ _BLOCK = 5
 def logits_in_blocks(lm: LM, ids: Tensor, width: int) -> Tensor:
     """[1, N] -> [1, N, V], ``width`` tokens a forward."""
     positions = torch.arange(ids.shape[1], device=lm.device)[None]
-    cache = lm.new_cache(ids.shape[1])
+    cache = lm.new_cache(1, ids.shape[1])
     parts = []
     for begin in range(0, ids.shape[1], width):
         block = slice(begin, begin + width)

@@ -30,7 +30,7 @@ _RANDOM_STD = 0.02
 
 
 def grow(model: LlamaForCausalLM, *, hidden_size: int, num_layers: int, intermediate_size: int) -> LlamaForCausalLM:
-    """A bigger Llama with the same logits.
+    """A bigger Llama with the same logits, made where ``model`` is and in its dtype.
 
     Args:
         hidden_size: D, a multiple of the head size. Attention gets one head for each head size of it.
@@ -60,9 +60,9 @@ def grow(model: LlamaForCausalLM, *, hidden_size: int, num_layers: int, intermed
             "rms_norm_eps": small.rms_norm_eps * ratio,
         }
     )
-    dtype = model.dtype
-    big = LlamaForCausalLM(config).to(dtype)
-    generator = torch.Generator().manual_seed(0)
+    with torch.device(model.device):
+        big = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    generator = torch.Generator(model.device).manual_seed(0)
     norm_scale = math.sqrt(ratio)
     with torch.no_grad():
         big.model.embed_tokens.weight.copy_(_padded(model.model.embed_tokens.weight, config.vocab_size, hidden_size))
