@@ -10,7 +10,9 @@ optimum-intel``), where each MODEL is a folder:
     optimum-cli export openvino --model MODEL --task text-generation-with-past --weight-format fp32 ov-target
 
 Every arm takes and gives token ids, the same number whatever the tokens are, on the same number of threads. A time is
-the wall clock of one whole call, prefill included. Each prompt is one measurement of each arm, in turn in one process.
+the wall clock of one whole call, prefill included. Each prompt is one measurement of each arm, in turn. Each program
+has a process of its own: in one process their pools of threads get in each other's way (Outrider took four times as
+long beside idle llama.cpp servers and OpenVINO pipelines), which says nothing of any of them.
 Temperature 1 is pure sampling: no top-k, top-p, min-p or penalties. (llama.cpp forbids end tokens where the others take
 them as tokens like all; "f16" is the type of its cache.) Peers draft with the same K as Outrider.
 
@@ -24,8 +26,8 @@ JSON document.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import statistics
 import sys
 import time
@@ -34,6 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,8 +48,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from outrider.api import Decoder, load, load_drafter
 from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import interval_text, new_table
-from outrider.drafters.model import ModelDrafter
-from outrider.execution import Compiled
 from outrider.intervals import paired_ratio
 from outrider.models.registry import resolve
 from outrider.provenance import provenance
@@ -65,19 +66,21 @@ class Output:
     num_forwards: float
 
 
+Run = Callable[[Sequence[int], float, int], Output]
+"""(token ids of the prompt, temperature, seed) -> output"""
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One way to generate.
 
     Attributes:
-        run: (token ids of the prompt, temperature, seed) -> output.
         law: at temperature 1, what the output's distribution is to that of the model.
         temperatures: those at which it differs from the other arms.
     """
 
     name: str
     package: str
-    run: Callable[[Sequence[int], float, int], Output]
     law: str = _EXACT
     temperatures: Sequence[float] = _TEMPERATURES
 
@@ -100,30 +103,30 @@ class Record:
         return sum(len(o.token_ids) for o in self.outputs) / sum(o.num_forwards for o in self.outputs)
 
 
-def outrider_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> tuple[list[Arm], list[Compiled]]:
-    """Arms, and the executions that compile for them."""
+Runs = list[tuple[Arm, Run]]
+
+
+def outrider_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> Runs:
     plain = replace(load(target, dtype="float32"), tokenizer=None)
     eager = replace(plain, drafter=load_drafter(plain, draft, dtype="float32"))
     compiled = eager.compiled()
 
-    def arm(name: str, decoder: Decoder, k: int | None = None) -> Arm:
+    def arm(name: str, decoder: Decoder, k: int | None = None) -> tuple[Arm, Run]:
         def run(ids: Sequence[int], temperature: float, seed: int) -> Output:
             options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
             [completion] = decoder.generate([list(ids)], num_draft_tokens=k, seed=seed, **options)
             return Output(list(completion.token_ids), num_tokens / (completion.stats.mean_acceptance_length or 1))
 
-        return Arm(name, "outrider", run)
+        return Arm(name, "outrider"), run
 
     arms = []
     for name, decoder in (("compiled", compiled), ("eager", eager)):
         arms.append(arm(f"Outrider {name}, plain", decoder.plain()))
         arms += [arm(f"Outrider {name}, draft, K = {k}", decoder, k) for k in ks]
-    assert isinstance(compiled.drafter, ModelDrafter)
-    executions = [lm.execution for lm in (compiled.target, compiled.drafter.lm)]
-    return arms, [execution for execution in executions if isinstance(execution, Compiled)]
+    return arms
 
 
-def hf_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> list[Arm]:
+def hf_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> Runs:
     model, assistant = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (target, draft))
     # Without an end token none ends the text; what the files say of sampling is set aside.
     model.generation_config = GenerationConfig(pad_token_id=0)
@@ -135,7 +138,7 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> li
 
     model.register_forward_pre_hook(count)
 
-    def arm(name: str, drafting: dict[str, Any] | None = None, **options: Any) -> Arm:
+    def arm(name: str, drafting: dict[str, Any] | None = None, **options: Any) -> tuple[Arm, Run]:
         def run(ids: Sequence[int], temperature: float, seed: int) -> Output:
             nonlocal num_forwards
             num_forwards = 0
@@ -149,7 +152,7 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> li
             output = model.generate(prompt, **given)
             return Output(output[0, len(ids) :].tolist(), num_forwards)
 
-        return Arm(f"HF, {name}", "transformers", run)
+        return Arm(f"HF, {name}", "transformers"), run
 
     arms = [arm("plain")]
     for k in ks:
@@ -164,7 +167,7 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> li
 
 def llama_cpp_arms(
     target: Path, draft: Path, ks: Sequence[int], num_tokens: int, num_threads: int, context_len: int, folder: Path
-) -> list[Arm]:
+) -> Runs:
     import xllamacpp
     from gguf_of import write_gguf
 
@@ -172,7 +175,7 @@ def llama_cpp_arms(
     for path, file in zip((target, draft), files, strict=True):
         write_gguf(path, file)
 
-    def arm(name: str, cache: str, k: int = 0, *, is_sampled: bool = False) -> Arm:
+    def arm(name: str, cache: str, k: int = 0, *, is_sampled: bool = False) -> tuple[Arm, Run]:
         params = xllamacpp.CommonParams()
         params.verbosity = 0
         params.n_ctx = context_len
@@ -206,7 +209,7 @@ def llama_cpp_arms(
             return Output(answer["tokens"], len(answer["tokens"]) - answer["timings"].get("draft_n_accepted", 0))
 
         temperatures = (1.0,) if is_sampled else _TEMPERATURES  # greedy drafts are the same either way
-        return Arm(f"llama.cpp {cache}, {name}", "xllamacpp", run, temperatures=temperatures)
+        return Arm(f"llama.cpp {cache}, {name}", "xllamacpp", temperatures=temperatures), run
 
     arms = [arm("plain", "f32"), arm("plain", "f16")]
     arms += [arm(f"argmax draft, K = {k}", "f32", k) for k in ks]
@@ -214,14 +217,14 @@ def llama_cpp_arms(
     return arms
 
 
-def openvino_arms(target: Path, draft: Path | None, ks: Sequence[int], num_tokens: int, num_threads: int) -> list[Arm]:
+def openvino_arms(target: Path, draft: Path | None, ks: Sequence[int], num_tokens: int, num_threads: int) -> Runs:
     import openvino
     import openvino_genai
 
     device: dict[str, Any] = dict.fromkeys(("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"), "f32")
     device["INFERENCE_NUM_THREADS"] = num_threads
 
-    def arm(name: str, draft: Path | None = None, k: int = 0) -> Arm:
+    def arm(name: str, draft: Path | None = None, k: int = 0) -> tuple[Arm, Run]:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False  # else the prefill of a prompt is done once for all temperatures
         options: dict[str, Any] = {"scheduler_config": scheduler, **device}
@@ -241,23 +244,62 @@ def openvino_arms(target: Path, draft: Path | None, ks: Sequence[int], num_token
             num_accepted = result.extended_perf_metrics.get_num_accepted_tokens() if k else 0
             return Output(token_ids, len(token_ids) - num_accepted)
 
-        return Arm(f"OpenVINO GenAI, {name}", "openvino-genai", run, _OTHER if k else _EXACT)
+        return Arm(f"OpenVINO GenAI, {name}", "openvino-genai", _OTHER if k else _EXACT), run
 
     drafted = [] if draft is None else [arm(f"draft, K = {k}", draft, k) for k in ks]
     return [arm("plain"), *drafted]
 
 
-def measure(arms: Sequence[Arm], prompts: Sequence[Sequence[int]], temperature: float) -> list[Record]:
+class Worker:
+    """A process that holds the arms of one program, and runs one of them when it is told to."""
+
+    def __init__(self, make: Callable[..., Runs], arguments: tuple[Any, ...], num_threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, make, arguments, num_threads), daemon=True)
+        self._process.start()
+        other.close()
+        self.arms: list[Arm] = self._connection.recv()
+
+    def run(self, index: int, ids: Sequence[int], temperature: float, seed: int) -> tuple[Output, float]:
+        """What the arm of this index gave, and in how many seconds."""
+        self._connection.send((index, ids, temperature, seed))
+        output, seconds = self._connection.recv()
+        return output, seconds
+
+    def stop(self) -> None:
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(connection: Connection, make: Callable[..., Runs], arguments: tuple[Any, ...], num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    runs = make(*arguments)
+    connection.send([arm for arm, _ in runs])
+    while True:
+        try:
+            index, *given = connection.recv()
+        except EOFError:
+            return
+        start = time.perf_counter()
+        output = runs[index][1](*given)
+        connection.send((output, time.perf_counter() - start))
+
+
+def measure(workers: Sequence[Worker], prompts: Sequence[Sequence[int]], temperature: float) -> list[Record]:
     """Every arm on every prompt, all in turn."""
-    records = [Record(arm) for arm in arms]
+    places = [(worker, index) for worker in workers for index in range(len(worker.arms))]
+    places = [(worker, index) for worker, index in places if temperature in worker.arms[index].temperatures]
+    records = [Record(worker.arms[index]) for worker, index in places]
     for place, ids in enumerate(prompts):
-        for turn in range(len(arms)):
-            record = records[(place + turn) % len(arms)]
+        for turn in range(len(places)):
+            at = (place + turn) % len(places)
+            worker, index = places[at]
             time.sleep(_PAUSE_S)
-            start = time.perf_counter()
-            output = record.arm.run(ids, temperature, place)
-            record.seconds.append(time.perf_counter() - start)
-            record.outputs.append(output)
+            output, seconds = worker.run(index, ids, temperature, place)
+            records[at].seconds.append(seconds)
+            records[at].outputs.append(output)
     return records
 
 
@@ -321,47 +363,39 @@ def main() -> None:
     context_len = len(by_length[-1]) + arguments.max_new_tokens + max(ks) + 1
 
     left_out: dict[str, str] = {}
-    arms, executions = outrider_arms(*common)
-    arms += hf_arms(*common)
+    num_threads = arguments.threads
     versions = {"transformers": version("transformers")}
     with TemporaryDirectory() as folder:
+        workers = [Worker(outrider_arms, common, num_threads), Worker(hf_arms, common, num_threads)]
         if find_spec("xllamacpp") is None or find_spec("gguf") is None:
             left_out["llama.cpp"] = "not installed (it needs xllamacpp and gguf)"
         else:
-            import xllamacpp
-
-            arms += llama_cpp_arms(*common, arguments.threads, context_len, Path(folder))
+            more = num_threads, context_len, Path(folder)
+            workers.append(Worker(llama_cpp_arms, (*common, *more), num_threads))
             versions |= {name: version(name) for name in ("xllamacpp", "gguf")}
-            # Which instructions it was built for: those of wheels are older than many processors.
-            versions["llama.cpp"] = xllamacpp.get_system_info().strip()
         if find_spec("openvino_genai") is None:
             left_out["OpenVINO GenAI"] = "not installed"
         elif arguments.openvino_target is None:
             left_out["OpenVINO GenAI"] = "no --openvino-target was given"
         else:
             folders = arguments.openvino_target, arguments.openvino_draft
-            arms += openvino_arms(*folders, ks, arguments.max_new_tokens, arguments.threads)
+            more_arguments = *folders, ks, arguments.max_new_tokens, num_threads
+            workers.append(Worker(openvino_arms, more_arguments, num_threads))
             versions |= {name: version(name) for name in ("openvino", "openvino-genai")}
         console = Console(width=None if sys.stdout.isatty() else 100)
         results = {}
-        num_compiled = 0
         for temperature in _TEMPERATURES:
-            chosen = [arm for arm in arms if temperature in arm.temperatures]
             # The shortest and the longest prompt meet all shapes that are compiled for.
-            measure(chosen, [by_length[0], by_length[-1]], temperature)
-            num_programs = sum(execution.num_programs for execution in executions)
-            records = measure(chosen, prompts, temperature)
-            num_compiled += sum(execution.num_programs for execution in executions) - num_programs
+            measure(workers, [by_length[0], by_length[-1]], temperature)
+            records = measure(workers, prompts, temperature)
             results[f"temperature {temperature:g}"] = report(records, temperature, console, arguments.max_new_tokens)
+        for worker in workers:
+            worker.stop()
     for name, reason in left_out.items():
         console.print(f"left out: {name}: {reason}")
-    # The servers stop here, so that nothing they say on their way comes after the document.
-    del arms, chosen, records
-    gc.collect()
     document = {
         "results": results,
         "left_out": left_out,
-        "programs_compiled_while_measuring": num_compiled,
         "versions": versions,
         "provenance": provenance("cpu"),
     }

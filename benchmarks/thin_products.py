@@ -2,8 +2,8 @@
 
     python benchmarks/thin_products.py [--threads 1]
 
-Both are compiled by Inductor and include the same overhead of a call (about 25 us); they are run in turn. The last line of
-standard output is one JSON document.
+Both are compiled by Inductor and include the same overhead of a call (about 25 us); they are run in turn. The last line
+of standard output is one JSON document.
 """
 
 from __future__ import annotations

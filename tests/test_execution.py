@@ -21,7 +21,7 @@ from outrider.flow import Request, Sampling
 from outrider.lm import LM
 from outrider.thin import MAX_THIN_ROWS
 from outrider.verify import RULES
-from toys import llama_pair, tokens
+from toys import as_lm, llama_pair, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3]]
 
@@ -84,6 +84,9 @@ def test_plain_decoding_and_the_disk(programs: Path, monkeypatch: pytest.MonkeyP
     files[0].write_bytes(b"damaged")
     assert tokens(target.compiled(), NoDrafter(), asked, rule, 0) == want
     assert files[0].stat().st_size > 1000
+    programs.rename(programs.with_name("moved"))
+    programs.write_text("a file where the folder should be")
+    assert tokens(target.compiled(), NoDrafter(), asked, rule, 0) == want
 
 
 def test_weights_are_shared_and_followed() -> None:
@@ -98,6 +101,17 @@ def test_weights_are_shared_and_followed() -> None:
         target.model.model.norm.weight.mul_(-1.0)
     want = tokens(target, NoDrafter(), requests(), RULES["rejection"], 0)
     assert tokens(fast, NoDrafter(), requests(), RULES["rejection"], 0) == want
+
+
+def test_small_tensors_are_part_of_the_key() -> None:
+    """Inductor writes their values into the code: a model with another rope_theta, whose few frequencies are such, must
+    not be given the program of this one."""
+    target, _ = llama_pair()
+    other = as_lm(tiny_llama())
+    other.model.model.rotary_emb.inv_freq.mul_(0.5)
+    for lm in (target, other):
+        want = tokens(lm, NoDrafter(), requests(), RULES["rejection"], 0)
+        assert tokens(lm.compiled(), NoDrafter(), requests(), RULES["rejection"], 0) == want
 
 
 def test_what_cannot_be_compiled_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,19 +134,20 @@ def test_auto_in_the_loop(rule_name: str) -> None:
 def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, drafter = table_pair(5)
-    first = round_costs(target, drafter, RULES["rejection"], 2)
+    first = round_costs(target, drafter, RULES["rejection"], 2, 60)
     assert list(first) == list(target.execution.favoured_k) and min(first.values()) > 0
     assert first[8] > first[0]
     monkeypatch.setattr(costs_module, "_measure", lambda *_: pytest.fail("measured again"))
-    assert round_costs(target, drafter, RULES["rejection"], 2) == first
+    assert round_costs(target, drafter, RULES["rejection"], 2, 60) == first
     (file,) = (tmp_path / "outrider" / "costs").iterdir()
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file.write_text("damaged")
-    assert list(round_costs(target, drafter, RULES["rejection"], 2)) == list(first)
+    for damaged in ("damaged", "{}", '{"0": null}', json.dumps(dict.fromkeys(first, 0.0))):
+        file.write_text(damaged)
+        assert min(round_costs(target, drafter, RULES["rejection"], 2, 60).values()) > 0
     assert json.loads(file.read_text())["0"] > 0
     # A look-up finds nothing in random text; its rounds are measured all the same.
-    by_k = round_costs(target, NgramDrafter(), RULES["rejection"], 1)
+    by_k = round_costs(target, NgramDrafter(), RULES["rejection"], 1, 60)
     assert set(by_k) == set(first)
 
 
@@ -157,3 +158,6 @@ def test_auto_through_the_door() -> None:
     assert [c.token_ids for c in auto] == [c.token_ids for c in plain]
     with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
         decoder.generate([[1]], num_draft_tokens="much")
+    # Rows of one seed meet the same noise, so that K for one must not follow from what happened to the other.
+    chunks = decoder.stream_many([[1], [2]], seed=3, max_new_tokens=30, acceptance="rejection")
+    assert {len(c.stats.drafted_histogram) - 1 for c in chunks if c.finish_reason is None} <= {4}

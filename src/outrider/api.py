@@ -153,9 +153,15 @@ class Decoder:
             schedule = 0
         elif isinstance(k, int):
             schedule = k
+        elif rule.name != "gumbel" and len({request.sampling.seed for request in requests}) < len(requests):
+            # Rows of one seed meet the same noise at the same position. What it did to the row that was there first
+            # would choose K for the other, which must not depend on its own noise to come.
+            schedule = DEFAULT_NUM_DRAFT_TOKENS
         else:
             num_rows = self.target.execution.round_rows(len(requests))
-            schedule = AdaptiveSchedule(round_costs(self.target, self.drafter, rule, num_rows))
+            lengths = [len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests]
+            num_tokens = min(max(lengths), self.target.context_len)
+            schedule = AdaptiveSchedule(round_costs(self.target, self.drafter, rule, num_rows, num_tokens))
         return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule)
 
     def encode(self, prompt: Prompt) -> list[int]:

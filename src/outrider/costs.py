@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,39 +31,55 @@ from outrider.verify import Rule
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
-_NUM_ROUNDS = 4  # in each pass, of which the first, which fills caches, is not counted
+_NUM_ROUNDS = 4  # in each pass
 
 
-def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> dict[int, float]:
-    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours."""
+def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
+    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours.
+
+    Args:
+        num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
+            serves the run as well.
+    """
     path = _path(target, drafter, rule, num_rows)
     try:
-        return {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, AttributeError):
+        kept = {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
+        if set(kept) == set(target.execution.favoured_k) and all(0 < seconds < math.inf for seconds in kept.values()):
+            return kept
+    except (OSError, ValueError, AttributeError, TypeError):
         pass  # not there, or not what was written
     _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
-    costs = _measure(target, drafter, rule, num_rows)
+    costs = _measure(target, drafter, rule, num_rows, num_tokens)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(costs), encoding="utf-8")
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(costs), encoding="utf-8")
+        part.replace(path)
     except OSError as error:
         _LOG.warning("cannot keep the costs in %s: %s", path, error.strerror)
     return costs
 
 
-def _measure(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> dict[int, float]:
+def _measure(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
     if not isinstance(drafter, ModelDrafter):
         drafter = _Repeater()  # on random text a look-up finds nothing, and would seem to cost nothing
     generator = torch.Generator().manual_seed(0)
     length = min(16, target.context_len // 2)
+    most_new = max(num_tokens - length, _NUM_ROUNDS * (max(target.execution.favoured_k) + 1))
     prompts = torch.randint(target.vocab_size, (num_rows, length), generator=generator).tolist()
-    requests = [Request(prompt, Sampling(seed=0, max_new_tokens=target.context_len)) for prompt in prompts]
+    requests = [Request(prompt, Sampling(seed=i, max_new_tokens=most_new)) for i, prompt in enumerate(prompts)]
     seconds: dict[int, list[float]] = {k: [] for k in target.execution.favoured_k}
+
+    def rounds_s(k: int) -> list[float]:
+        rounds = islice(decode(target, drafter, requests, rule, num_draft_tokens=k), _NUM_ROUNDS)
+        return [round_.timing.decode_s for round_ in rounds]
+
+    for k in seconds:
+        rounds_s(k)  # whatever happens only once
     begin = time.perf_counter()
     for _ in range(_MOST_PASSES):
         for k, taken in seconds.items():
-            rounds = list(islice(decode(target, drafter, requests, rule, num_draft_tokens=k), _NUM_ROUNDS))
-            taken += [round_.timing.decode_s for round_ in rounds[1:] or rounds]
+            taken += rounds_s(k)
         if time.perf_counter() - begin > _PASSES_S:
             break
     return {k: statistics.median(taken) for k, taken in seconds.items()}

@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from outrider.files import cache_folder
 _LOG = logging.getLogger(__name__)
 _EAGER_STEP = 64  # places; eager shapes are free, but views that change less often make masks of fewer sizes
 _SMALLEST_VIEW = 128  # places in the view of a compiled program
+_MAX_INLINED = 64  # numbers; far more than the largest tensor that Inductor writes into its code
 _BYTES_PER_THREAD = 8 * 2**20  # weights; with less to read, waking another thread costs more than it saves
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -92,16 +95,12 @@ class Compiled:
 
     Lengths and rows are rounded up to powers of two. Programs are made when they are first needed, which takes half a
     minute each, or a second if they are found on disk.
-
-    Args:
-        folder: where programs are kept; by default ``outrider/programs`` in the user's cache.
     """
 
     name = "compiled"
     favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = cache_folder("programs") if folder is None else folder
+    def __init__(self) -> None:
         self._programs: dict[Any, _Program] = {}
 
     @property
@@ -122,10 +121,10 @@ class Compiled:
         tensors: list[Tensor] = []
         form: list[Any] = []
         _take_apart(arguments, tensors, form)
-        key = (step, static, tuple(form))
+        key = (step, id(lm.model), static, tuple(form))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(step, lm, static, arguments, self._folder)
+            program = self._programs[key] = _Program(step, lm, static, arguments)
         return program.run(tensors)
 
 
@@ -191,7 +190,7 @@ class _Program:
         CompileError: the model or this machine does not allow it.
     """
 
-    def __init__(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], folder: Path) -> None:
+    def __init__(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
         traced = _Traced(step, lm, static, arguments)
         tensors: list[Tensor] = []
         _take_apart(arguments, tensors, [])
@@ -203,15 +202,16 @@ class _Program:
         try:
             with _plain_attention(lm.model):
                 exported = _trace(traced, tensors)
-            self._module = _load(exported, options, folder, f"{step.__name__.strip('_')} of {lm.name}")
+            constants = {
+                **dict(traced.named_parameters(remove_duplicate=False)),
+                **dict(traced.named_buffers(remove_duplicate=False)),
+                **exported.constants,
+            }
+            path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
+            self._module = _load(exported, options, path, f"{step.__name__.strip('_')} of {lm.name}")
         except Exception as error:  # what tracing arbitrary models and calling compilers may raise has no common type
             reason = " ".join(str(error).split())[:300]
             raise CompileError(f"{lm.name} cannot be compiled here: {type(error).__name__}: {reason}") from error
-        constants = {
-            **dict(traced.named_parameters(remove_duplicate=False)),
-            **dict(traced.named_buffers(remove_duplicate=False)),
-            **exported.constants,
-        }
         # The program points to these tensors; they must live as long as it does.
         self._constants = {name: constants[name].detach() for name in self._module.get_constant_fqns()}
         self._module.load_constants(self._constants, check_full_update=True, user_managed=True)
@@ -243,11 +243,11 @@ def _plain_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _digest(exported: torch.export.ExportedProgram, options: dict[str, Any]) -> str:
+def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
     """A hash of all that the compiled code follows from."""
     digest = hashlib.sha256()
     settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
-    digest.update(repr((torch.__version__, torch.backends.cpu.get_cpu_capability(), settings)).encode())
+    digest.update(repr((torch.__version__, _processor(), settings)).encode())
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -255,7 +255,24 @@ def _digest(exported: torch.export.ExportedProgram, options: dict[str, Any]) -> 
                 kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
                 digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
     digest.update(repr(exported.graph_signature).encode())
+    # Inductor writes the values of very small tensors into the code, and treats tensors that share memory as one.
+    first_names: dict[Any, str] = {}
+    for name, value in constants.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            numbers = value.tolist() if value.numel() <= _MAX_INLINED else None
+            digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
     return digest.hexdigest()
+
+
+def _processor() -> str:
+    """What code may be compiled for here: the compiler is told to use all that this processor can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
 
 
 def _trace(module: nn.Module, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
@@ -266,29 +283,28 @@ def _trace(module: nn.Module, tensors: Sequence[Tensor]) -> torch.export.Exporte
         return torch.export.export(module, examples, strict=False)
 
 
-def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], folder: Path, what: str) -> Any:
+def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path, what: str) -> Any:
     """The compiled graph, from disk if it is there and in order."""
-    path = folder / f"{_digest(exported, options)}.pt2"
     if path.exists():
         try:
             return torch._inductor.aoti_load_package(str(path))
         except Exception as error:  # a damaged archive fails in as many ways as there are bytes
             _LOG.warning("%s is damaged (%s): compiling it again", path, type(error).__name__)
     _LOG.info("compiling %s", what)
-    _compile(exported, options, path)
-    return torch._inductor.aoti_load_package(str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        package = _compile(exported, options, Path(folder) / "program.pt2")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            copy = path.with_suffix(f".{os.getpid()}")  # so that another process never sees half of it
+            shutil.copyfile(package, copy)
+            copy.replace(path)
+        except OSError as error:
+            _LOG.warning("cannot keep a program in %s: %s", path.parent, error.strerror)
+        return torch._inductor.aoti_load_package(str(package))
 
 
-def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=path.parent) as folder,
-        torch.inference_mode(False),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-    ):
+def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> Path:
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        package = torch._inductor.aoti_compile_and_package(
-            exported, package_path=f"{folder}/program.pt2", inductor_configs=options
-        )
-        os.replace(package, path)
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+    return Path(str(package))

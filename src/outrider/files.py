@@ -47,5 +47,5 @@ def check_writable(path: Path) -> None:
 
 def cache_folder(name: str) -> Path:
     """Where files are kept that can be made again: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "outrider" / name
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "outrider" / name

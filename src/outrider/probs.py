@@ -26,7 +26,7 @@ class Settings:
 
     temperature: Tensor  # [B]
     top_k: Tensor | None  # [B], V where off
-    largest_top_k: int  # of those that are on
+    largest_top_k: int  # at least the largest of those that are on: few different numbers, since shapes follow from it
     top_p: Tensor | None  # [B]
     min_p: Tensor | None  # [B]
     repetition_penalty: Tensor | None  # [B]
@@ -55,7 +55,7 @@ class Settings:
         return cls(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
             top_k=None if min(top_k) == vocab_size else torch.tensor(top_k, device=device),
-            largest_top_k=max((k for k in top_k if k < vocab_size), default=1),
+            largest_top_k=min(vocab_size, 1 << (max((k for k in top_k if k < vocab_size), default=1) - 1).bit_length()),
             top_p=column([row.top_p for row in rows], 1.0),
             min_p=column([row.min_p for row in rows], 0.0),
             repetition_penalty=column([row.repetition_penalty for row in rows], 1.0),

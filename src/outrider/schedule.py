@@ -66,6 +66,8 @@ class _RowEstimate:
     stood: list[float]
 
     def learn(self, round_: RowRound) -> None:
+        if round_.num_drafted == 0:
+            return
         for i in range(len(self.judged)):
             self.judged[i] *= _MEMORY
             self.stood[i] *= _MEMORY

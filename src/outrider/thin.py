@@ -38,13 +38,15 @@ class ThinProducts(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the keys under which compiled code is kept: to be changed with the pass."""
-        return "outrider-thin-products-3"
+        return "outrider-thin-products-4"
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
-    x = rows.meta["val"]  # [T, K] times [K, N], or [B, T, K] times [B, K, N]
+    x = rows.meta["val"]  # [T, I] times [I, O], or [B, T, I] times [B, I, O]
     num_rows, width = x.shape[-2:]
     is_weight = x.dim() == 2
+    if bias is not None and bias.meta["val"].dim() != 1:
+        return
     if x.device.type != "cpu" or num_rows > MAX_THIN_ROWS or not x.is_floating_point():
         return
     if is_weight and matrix.meta["val"].stride(0) != 1:
@@ -61,8 +63,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
         rows = call(torch.ops.prims.inductor_force_stride_order.default, rows, strides)
         sums = []
         for t in range(num_rows):
-            row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., K, 1]
-            total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, matrix, row), [-2])  # [..., N]
+            row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., I, 1]
+            total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, matrix, row), [-2])  # [..., O]
             if bias is not None:
                 total = call(_aten.add.Tensor, total, bias)
             sums.append(call(_aten.unsqueeze.default, total, -2))
