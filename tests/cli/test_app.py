@@ -82,7 +82,14 @@ def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
     out, err, document = tmp_path / "out", tmp_path / "err", tmp_path / "a.json"
     arguments = ["generate", "Once upon a time", "-n", "900", "--ignore-eos", "--seed", "1", "--json", str(document)]
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen([*PROGRAM, *arguments], stdout=stdout, stderr=stderr, env=quiet())
+        process = subprocess.Popen(
+            [*PROGRAM, *arguments],
+            stdout=stdout,
+            stderr=stderr,
+            env=quiet(),
+            # Where the tests run in the background of a shell, the signal is ignored, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         wait_for(lambda: out.stat().st_size > 20, process)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
