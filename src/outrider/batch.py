@@ -117,10 +117,11 @@ class Batch:
         if not done_rows:
             return None
         num_kept = round_rows(len(open_rows)) if open_rows else 0
+        index = None
         if num_kept < len(self.rows):
-            return self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
+            index = self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
         self._is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
-        return None
+        return index
 
     def _keep(self, kept: Sequence[int]) -> Tensor:
         """Take out all rows but these (indices into ``rows``, ascending).
@@ -132,7 +133,6 @@ class Batch:
         self.rows = [self.rows[i] for i in kept]
         self.ids, self.lengths, self.seeds = self.ids[index], self.lengths[index], self.seeds[index]
         self.last_ids = self.last_ids[index]
-        self._is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
         if self.seen is not None:
             self.seen = self.seen[index]
         if self.rows:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from outrider.batch import Batch
 from outrider.decode import decode
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
-from outrider.files import cache_folder
+from outrider.files import cache_folder, keep_in_cache
 from outrider.flow import Draft, Request, Sampling
 from outrider.lm import LM
 from outrider.verify import Rule
@@ -50,13 +49,7 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
         pass  # not there, or not what was written
     _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
     costs = _measure(target, drafter, rule, num_rows, num_tokens)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(costs), encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        _LOG.warning("cannot keep the costs in %s: %s", path, error.strerror)
+    keep_in_cache(path, json.dumps(costs).encode())
     return costs
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,7 @@ from torch import Tensor, fx, nn
 
 from outrider.cache import SlotCache
 from outrider.errors import CompileError
-from outrider.files import cache_folder
+from outrider.files import cache_folder, keep_in_cache
 
 _LOG = logging.getLogger(__name__)
 _EAGER_STEP = 64  # places; eager shapes are free, but views that change less often make masks of fewer sizes
@@ -124,7 +122,7 @@ class Compiled:
         key = (step, id(lm.model), static, tuple(form))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(step, lm, static, arguments)
+            program = self._programs[key] = _Program(step, lm, static, arguments, tensors)
         return program.run(tensors)
 
 
@@ -186,14 +184,17 @@ class _Traced(nn.Module):
 class _Program:
     """One compiled step.
 
+    Args:
+        tensors: those in ``arguments``.
+
     Raises:
         CompileError: the model or this machine does not allow it.
     """
 
-    def __init__(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], tensors: Sequence[Tensor]
+    ) -> None:
         traced = _Traced(step, lm, static, arguments)
-        tensors: list[Tensor] = []
-        _take_apart(arguments, tensors, [])
         options = {
             "post_grad_custom_pre_pass": _thin_products(),
             "aot_inductor.package_constants_in_so": False,
@@ -276,9 +277,8 @@ def _processor() -> str:
 
 
 def _trace(module: nn.Module, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about itself
-        # Their values do not matter, and tensors made in inference mode cannot be traced.
+    with _as_torch_compiles():
+        # Their values do not matter.
         examples = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors)
         return torch.export.export(module, examples, strict=False)
 
@@ -292,19 +292,20 @@ def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], path:
             _LOG.warning("%s is damaged (%s): compiling it again", path, type(error).__name__)
     _LOG.info("compiling %s", what)
     with tempfile.TemporaryDirectory() as folder:
-        package = _compile(exported, options, Path(folder) / "program.pt2")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            copy = path.with_suffix(f".{os.getpid()}")  # so that another process never sees half of it
-            shutil.copyfile(package, copy)
-            copy.replace(path)
-        except OSError as error:
-            _LOG.warning("cannot keep a program in %s: %s", path.parent, error.strerror)
+        package = Path(folder) / "program.pt2"
+        _compile(exported, options, package)
+        keep_in_cache(path, package.read_bytes())
         return torch._inductor.aoti_load_package(str(package))
 
 
-def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> Path:
+def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> None:
+    with _as_torch_compiles():
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+@contextmanager
+def _as_torch_compiles() -> Iterator[None]:
+    """Outside of inference mode, whose tensors cannot be traced, and without torch's warnings about itself."""
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
-    return Path(str(package))
+        yield

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from outrider.errors import FileError
+
+_LOG = logging.getLogger(__name__)
 
 
 def read_text(path: Path) -> str:
@@ -45,7 +48,23 @@ def check_writable(path: Path) -> None:
         path.unlink()
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: another process never finds half of it. Raises OSError."""
+    part = Path(f"{path}.{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
 def cache_folder(name: str) -> Path:
     """Where files are kept that can be made again: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "outrider" / name
+
+
+def keep_in_cache(path: Path, data: bytes) -> None:
+    """Keep what can be made again; where that is not possible, go on without."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+    except OSError as error:
+        _LOG.warning("cannot keep %s: %s", path, error.strerror)

@@ -10,6 +10,7 @@ comes from.
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import cached_property
 from typing import Any
@@ -35,14 +36,12 @@ class LM:
         execution: runs its steps.
     """
 
-    def __init__(
-        self, model: nn.Module, *, name: str, vocab_size: int, context_len: int, execution: Execution | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
         self.model = model
         self.name = name
         self.vocab_size = vocab_size
         self.context_len = context_len
-        self.execution: Execution = Eager() if execution is None else execution
+        self.execution: Execution = Eager()
         self.device = next(model.parameters()).device
         # Quantized weights are whole numbers; what masks must match is the type of the activations.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -58,8 +57,9 @@ class LM:
 
     def compiled(self) -> LM:
         """The same model, its steps compiled when they are first run. The weights are shared."""
-        options: dict[str, Any] = dict(vocab_size=self.vocab_size, context_len=self.context_len)
-        return LM(self.model, name=self.name, execution=Compiled(), **options)
+        lm = copy.copy(self)  # with what was found out about the model
+        lm.execution = Compiled()
+        return lm
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:

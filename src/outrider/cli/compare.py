@@ -20,7 +20,6 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import check_json_target, console_for, gather, options_json, write_json
 from outrider.errors import OptionError, PromptError
-from outrider.flow import NumDraftTokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
     from outrider.bench.run import Arm, Case, Measurement
-    from outrider.flow import Chunk
+    from outrider.flow import Chunk, NumDraftTokens
 
 _PANEL_HEIGHT = 5  # lines: a panel with fewer shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."

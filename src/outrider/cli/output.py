@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError
-from outrider.files import check_writable
+from outrider.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,11 +100,8 @@ def write_json(
     if json_target == "-":
         sys.stdout.write(text)
     else:
-        # Whole or not at all: a reader never finds half a document.
-        part = Path(f"{json_target}.part")
         try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(json_target)
+            write_whole(Path(json_target), text.encode())
         except OSError as error:
             raise FileError(f"cannot write {json_target}: {error.strerror}") from None
 

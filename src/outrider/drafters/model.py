@@ -121,13 +121,13 @@ class ModelSession:
         """
         ends = batch.lengths - 1
         owed = [row.length - 1 - n for row, n, num in zip(batch.rows, self._cached, wanted, strict=True) if num > 0]
+        last = batch.last_ids[:, None], torch.where(is_on, ends, -1)[:, None]
         if max(owed) == 0:
-            return batch.last_ids[:, None], torch.where(is_on, ends, -1)[:, None]
+            return last
         cached = torch.tensor(self._cached, device=ends.device)
         if max(owed) > 1:
-            fed_to = torch.where(is_on, ends, cached)
-            self._lm.prefill(batch.ids, cached, fed_to, self._cache)
-            return batch.last_ids[:, None], torch.where(is_on, ends, -1)[:, None]
+            self._lm.prefill(batch.ids, cached, torch.where(is_on, ends, cached), self._cache)
+            return last
         columns = torch.stack((ends - 1, ends), dim=1)  # [B, 2]
         positions = torch.where((columns >= cached[:, None]) & is_on[:, None], columns, -1)
         return batch.ids.gather(1, columns.clamp_min(0)), positions
