@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _EAGER_STEP = 64  # places; eager shapes are free, but views that change less often make masks of fewer sizes
 _SMALLEST_VIEW = 128  # places in the view of a compiled program
 _MAX_INLINED = 64  # numbers; far more than the largest tensor that Inductor writes into its code
-_BYTES_PER_THREAD = 8 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -199,6 +199,7 @@ class _Program:
             "post_grad_custom_pre_pass": _thin_products(),
             "aot_inductor.package_constants_in_so": False,
             "cpp.threads": _num_threads(lm.model),
+            "cpp.enable_floating_point_contract_flag": "fast",
         }
         try:
             with _plain_attention(lm.model):

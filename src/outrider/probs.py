@@ -175,9 +175,10 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     cumulative = wide(weights).cumsum(dim=-1)
     threshold = uniform[:, None] * cumulative[:, -1:]
     # The first index whose cumulative sum is above the threshold. On a flat stretch (weight zero) that is never it, if
-    # the sum is made in order, as on the CPU. A parallel sum may not be flat in its last bits, hence the check.
+    # the sum is made in order, as on the CPU.
     ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(weights.shape[-1] - 1)
-    ids = torch.where(weights.gather(-1, ids) > 0, ids, weights.argmax(dim=-1, keepdim=True))
+    if weights.device.type != "cpu":  # a parallel sum may not be flat in its last bits
+        ids = torch.where(weights.gather(-1, ids) > 0, ids, weights.argmax(dim=-1, keepdim=True))
     return ids.squeeze(-1)
 
 

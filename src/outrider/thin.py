@@ -38,7 +38,7 @@ class ThinProducts(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the keys under which compiled code is kept: to be changed with the pass."""
-        return "outrider-thin-products-4"
+        return "outrider-thin-products-5"
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
@@ -64,10 +64,10 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
         sums = []
         for t in range(num_rows):
             row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., I, 1]
-            total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, matrix, row), [-2])  # [..., O]
+            total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, matrix, row), [-2], True)  # [..., 1, O]
             if bias is not None:
                 total = call(_aten.add.Tensor, total, bias)
-            sums.append(call(_aten.unsqueeze.default, total, -2))
+            sums.append(total)
         result = call(_aten.cat.default, sums, -2) if len(sums) > 1 else sums[0]
     node.replace_all_uses_with(result)
     graph.erase_node(node)
