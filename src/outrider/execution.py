@@ -200,6 +200,7 @@ class _Program:
             "aot_inductor.package_constants_in_so": False,
             "cpp.threads": _num_threads(lm.model),
             "cpp.enable_floating_point_contract_flag": "fast",
+            "cpp.max_horizontal_fusion_size": 32,
         }
         try:
             with _plain_attention(lm.model):

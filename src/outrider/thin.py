@@ -11,6 +11,7 @@ This is a pass over the graph that torch's Inductor is about to lower; it knows 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 MAX_THIN_ROWS = 8  # beyond it the sums no longer fit the registers, and a matrix library is as fast
+
+_NUM_PARTS = 4  # of large weights, read at the same time: memory gives more to several streams than to one
+_LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, which has no such preference
 
 _aten = torch.ops.aten
 
@@ -38,7 +42,7 @@ class ThinProducts(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the keys under which compiled code is kept: to be changed with the pass."""
-        return "outrider-thin-products-5"
+        return "outrider-thin-products-8"
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
@@ -61,13 +65,29 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
         # Write the rows out first, else whatever made them (a norm, a softmax) is computed anew in every sum.
         strides = [width, 1] if is_weight else [num_rows * width, width, 1]
         rows = call(torch.ops.prims.inductor_force_stride_order.default, rows, strides)
+        num_columns = matrix.meta["val"].shape[-1]
+        is_large = is_weight and matrix.meta["val"].nbytes >= _LARGE_BYTES
+        parts = _parts(num_columns, _NUM_PARTS if is_large else 1)
         sums = []
         for t in range(num_rows):
             row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., I, 1]
-            total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, matrix, row), [-2], True)  # [..., 1, O]
-            if bias is not None:
-                total = call(_aten.add.Tensor, total, bias)
-            sums.append(total)
-        result = call(_aten.cat.default, sums, -2) if len(sums) > 1 else sums[0]
+            for start, end in parts:
+                part = call(_aten.slice.Tensor, matrix, -1, start, end)
+                total = call(
+                    _aten.sum.dim_IntList, call(_aten.mul.Tensor, part, row), [-2], True
+                )  # [..., 1, O / parts]
+                if bias is not None:
+                    total = call(_aten.add.Tensor, total, call(_aten.slice.Tensor, bias, 0, start, end))
+                sums.append(total)
+        # In one dimension, so that each sum is written to its place: one of two dimensions would be copied again.
+        result = call(_aten.cat.default, sums, -1) if len(sums) > 1 else sums[0]
+        result = call(_aten.view.default, result, [*x.shape[:-1], num_columns])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _parts(num_columns: int, num_parts: int) -> list[tuple[int, int]]:
+    """Equal parts, which end up in one loop, and what is left over."""
+    size = num_columns // num_parts
+    bounds = [i * size for i in range(num_parts + 1)]
+    return [(start, end) for start, end in pairwise([*bounds, num_columns]) if start < end]
