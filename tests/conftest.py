@@ -1,4 +1,10 @@
-"""What all tests share: one thread, and property tests that draw the same examples every time."""
+"""What all tests share: one thread, property tests that draw the same examples every time, and executions.
+
+The tests of the core (marked ``each_execution``) run with every execution of ``--executions``. Compiling takes so long
+that it is not among them unless asked for:
+
+    pytest -m each_execution --executions compiled
+"""
 
 from collections.abc import Iterator
 
@@ -6,9 +12,29 @@ import pytest
 import torch
 from hypothesis import settings
 
+import toys
+
 torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--executions", default="eager,captured", help=f"of {','.join(toys.EXECUTIONS)}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("each_execution"):
+        names = metafunc.config.getoption("--executions").split(",")
+        metafunc.parametrize("_execution", names, indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How the steps of the toys are run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toys, "execution", toys.EXECUTIONS[getattr(request, "param", "eager")])
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,8 @@ from outrider.lm import LM
 from outrider.verify import BLOCK, GUMBEL, REJECTION, RULES, Rule
 from toys import llama_pair, request, run, table_pair, tokens
 
+pytestmark = pytest.mark.each_execution
+
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
 DRAFTER_NAMES = ["model", "ngram", "none"]
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
@@ -34,7 +36,7 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module", params=["table", "llama"])
-def pair(request: pytest.FixtureRequest) -> tuple[LM, ModelDrafter]:
+def pair(request: pytest.FixtureRequest, _execution: None) -> tuple[LM, ModelDrafter]:
     """A target and a draft that agrees with it now and then, in float64."""
     return table_pair(8) if request.param == "table" else llama_pair()
 

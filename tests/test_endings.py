@@ -17,6 +17,8 @@ from outrider.lm import LM
 from outrider.verify import BLOCK, GUMBEL, REJECTION, RULES, Rule
 from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair, tokens
 
+pytestmark = pytest.mark.each_execution
+
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 ALL_K = pytest.mark.parametrize("k", [1, 2, 3, 4, 5])

@@ -40,6 +40,8 @@ ORDER = """
     models.memory
     models.registry
     lm
+    captured
+    compiled
     execution
     thin
     verify

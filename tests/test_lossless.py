@@ -20,6 +20,8 @@ from reference import Law, table_law
 from toys import request, table_lm, table_pair, tokens
 from wrong_rules import BLOCK_BY_POSITION, WRONG_RULES, DropUnlikely
 
+pytestmark = pytest.mark.each_execution
+
 NUM_SEEDS = 4000
 NUM_TOKENS = 4  # that are looked at; two more are generated, so that these come from full rounds
 FALSE_ALARM = 1e-6

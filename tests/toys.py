@@ -5,7 +5,7 @@ they attend, so that a wrong cache, mask or position shows in their tokens.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,12 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.captured import Captured
+from outrider.compiled import Compiled
 from outrider.decode import decode
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
+from outrider.execution import Eager, Execution
 from outrider.flow import FinishReason, Request, RowRound, Sampling, Stats
 from outrider.lm import LM
 from outrider.verify import Rule
+
+EXECUTIONS = {"eager": Eager, "captured": Captured, "compiled": Compiled}
+execution: Callable[[], Execution] = Eager  # of the models made here; see conftest.py
 
 
 class TableConfig:
@@ -27,6 +33,7 @@ class TableConfig:
     num_hidden_layers = 1
     sliding_window = None
     layer_types = None
+    _attn_implementation = "eager"
 
     def get_text_config(self, decoder: bool = False) -> "TableConfig":
         assert decoder
@@ -40,6 +47,9 @@ class TableLM(nn.Module):
         super().__init__()
         self.table = nn.Parameter(table, requires_grad=False)
         self.config = TableConfig()
+
+    def set_attn_implementation(self, name: str) -> None:
+        pass
 
     def forward(
         self,
@@ -57,7 +67,13 @@ class TableLM(nn.Module):
 
 
 def table_lm(table: Tensor, *, name: str = "target", vocab_size: int = 0, context_len: int = 512) -> LM:
-    return LM(TableLM(table), name=name, vocab_size=vocab_size or table.shape[1], context_len=context_len)
+    return _lm(TableLM(table), name, vocab_size or table.shape[1], context_len)
+
+
+def _lm(model: nn.Module, name: str, vocab_size: int, context_len: int) -> LM:
+    lm = LM(model, name=name, vocab_size=vocab_size, context_len=context_len)
+    lm.execution = execution()
+    return lm
 
 
 def random_table(vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -112,7 +128,7 @@ def perturbed(model: PreTrainedModel, scale: float, seed: int = 1) -> PreTrained
 
 
 def as_lm(model: PreTrainedModel, name: str = "target", context_len: int = 256) -> LM:
-    return LM(model, name=name, vocab_size=model.config.vocab_size, context_len=context_len)
+    return _lm(model, name, model.config.vocab_size, context_len)
 
 
 def llama_pair(*, context_len: int = 256, draft_context_len: int = 256) -> tuple[LM, ModelDrafter]:

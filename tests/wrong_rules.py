@@ -6,7 +6,7 @@ which looks like success.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ def _draw_filtered(draft_rows: Tensor, uniform: Tensor) -> Tensor:
     return draw(torch.where(draft_rows >= second, draft_rows, 0.0), uniform)
 
 
-class _PositionUniforms(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PositionUniforms:
     """Uniform numbers of the positions of a round: draft and accept [B, K], next [B, K+1]."""
 
     draft: Tensor

@@ -134,10 +134,3 @@ class SlotCache(Cache):
         row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
         self._plan.places = (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
         self._plan.view_len = view_len
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order. [B']"""
-        # A model may be spread over devices, and its layers with it.
-        self.storage = tuple(store[rows.to(store.device)] for store in self.storage)
-        for layer, keys, values in zip(self.layers, self.storage[0::2], self.storage[1::2], strict=True):
-            layer.keys, layer.values = keys, values

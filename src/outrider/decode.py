@@ -82,7 +82,7 @@ def decode(
         schedule.learn(row_rounds)
         kept = batch.close(target.execution.round_rows)
         if kept is not None:
-            cache.keep(kept)
+            cache = target.kept(cache, kept)
             session.keep(kept)
         rest_s += clock.lap()
         timing = Timing(prefill_s, draft_s, verify_s, prefill_s + draft_s + verify_s + rest_s)

@@ -1,42 +1,28 @@
 """Executions: ways to run the same functions of tensors.
 
 A *step* is a pure function (lm, *static, *arguments) -> tensors, where static values are hashable and arguments hold
-tensors: a forward with what is drawn from it, or with the verdict on it. ``Eager`` just calls it. ``Compiled`` makes a
-program of it once for each static value and shape: torch.export traces the model's own code, and Inductor compiles the
-graph ahead of time. Such a program has no guards to check and no Python inside; it shares the weights of the model in
-memory; and it is kept on disk under a hash of its graph, so that it can never be stale.
+tensors: a forward with what is drawn from it, or with the verdict on it. ``Eager`` just calls it; ``Prepared`` is what
+those have in common that make something of it first, once for each static value and shape (compiled.py, captured.py).
 
-So that few programs are needed, an execution also says to which sizes lengths and rows are rounded up.
+So that few shapes occur, an execution also says to which sizes lengths and rows are rounded up.
 
 This module does not know what the steps do.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import platform
-import tempfile
-import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
-from outrider.cache import SlotCache
-from outrider.errors import CompileError
-from outrider.files import cache_folder, keep_in_cache
+from outrider.cache import LayerShape, SlotCache
 
-_LOG = logging.getLogger(__name__)
 _EAGER_STEP = 64  # places; eager shapes are free, but views that change less often make masks of fewer sizes
-_SMALLEST_VIEW = 128  # places in the view of a compiled program
-_MAX_INLINED = 64  # numbers; far more than the largest tensor that Inductor writes into its code
-_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+_SMALLEST_VIEW = 128  # places in the view of a prepared step
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -64,8 +50,12 @@ class Execution(Protocol):
         """How many columns to verify where 0 <= num_wanted <= k tokens are drafted."""
         ...
 
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        """An empty cache."""
+        ...
+
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """``step(lm, *static, *arguments)``"""
+        """``step(lm, *static, *arguments)``. The results stand until the next run."""
         ...
 
 
@@ -84,22 +74,36 @@ class Eager:
     def round_drafts(self, num_wanted: int, k: int) -> int:
         return num_wanted
 
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return SlotCache.empty(shapes, num_rows, capacity)
+
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return step(lm, *static, *arguments)
 
 
-class Compiled:
-    """Runs steps as programs compiled ahead of time, for one model.
+class Program(Protocol):
+    """A step that is ready to run on other tensors of the same shapes."""
 
-    Lengths and rows are rounded up to powers of two. Programs are made when they are first needed, which takes half a
-    minute each, or a second if they are found on disk.
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """
+        Args:
+            tensors: those in the step's arguments, in order.
+            stores: the storage of the caches among them.
+        """
+        ...
+
+
+class Prepared:
+    """Runs steps as programs, which are made when they are first needed. For one model.
+
+    Lengths and rows are rounded up to powers of two.
     """
 
-    name = "compiled"
-    favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
+    name: str
+    favoured_k: tuple[int, ...]
 
     def __init__(self) -> None:
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[Any, Program] = {}
 
     @property
     def num_programs(self) -> int:
@@ -115,15 +119,38 @@ class Compiled:
     def round_drafts(self, num_wanted: int, k: int) -> int:
         return k if num_wanted else 0
 
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return SlotCache.empty(shapes, num_rows, capacity)
+
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         tensors: list[Tensor] = []
+        stores: list[Tensor] = []
         form: list[Any] = []
-        _take_apart(arguments, tensors, form)
-        key = (step, id(lm.model), static, tuple(form))
+        _take_apart(arguments, tensors, stores, form)
+        key = (step, id(lm.model), static, tuple(form), self._key_of(stores))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(step, lm, static, arguments, tensors)
-        return program.run(tensors)
+            program = self._programs[key] = self._prepare(step, lm, static, arguments, tensors, stores)
+        return program.run(tensors, stores)
+
+    @abstractmethod
+    def _key_of(self, stores: Sequence[Tensor]) -> Any:
+        """What a program depends on of the storage of caches, besides its shape."""
+
+    @abstractmethod
+    def _prepare(
+        self,
+        step: Step,
+        lm: Any,
+        static: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        tensors: Sequence[Tensor],
+        stores: Sequence[Tensor],
+    ) -> Program:
+        """
+        Args:
+            tensors, stores: those in ``arguments``.
+        """
 
 
 def _power_of_two(number: int) -> int:
@@ -135,179 +162,34 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind) if field.init)
 
 
-def _take_apart(value: Any, tensors: list[Tensor], form: list[Any]) -> None:
+def _take_apart(value: Any, tensors: list[Tensor], stores: list[Tensor], form: list[Any]) -> None:
     """Append the tensors in ``value``, contiguous, and to ``form`` all else that a program depends on."""
     if isinstance(value, Tensor):
         tensors.append(value.contiguous())
         form.append((value.shape, value.dtype))
     elif isinstance(value, SlotCache):
-        tensors.extend(value.storage)
+        stores.extend(value.storage)
         form.append((value.capacity, *(store.shape for store in value.storage[:1])))
     elif isinstance(value, tuple):
         form.append(len(value))
         for item in value:
-            _take_apart(item, tensors, form)
+            _take_apart(item, tensors, stores, form)
     elif is_dataclass(value) and not isinstance(value, type):
         for name in _field_names(type(value)):
-            _take_apart(getattr(value, name), tensors, form)
+            _take_apart(getattr(value, name), tensors, stores, form)
     else:
         form.append(value)
 
 
-def _put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
+def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
     """``value`` with other tensors in the place of its own."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, SlotCache):
-        return SlotCache([next(tensors) for _ in value.storage], value.capacity)
+        return SlotCache([next(stores) for _ in value.storage], value.capacity)
     if isinstance(value, tuple):
-        return tuple(_put_together(item, tensors) for item in value)
+        return tuple(put_together(item, tensors, stores) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {name: _put_together(getattr(value, name), tensors) for name in _field_names(type(value))}
+        parts = {name: put_together(getattr(value, name), tensors, stores) for name in _field_names(type(value))}
         return type(value)(**parts)
     return value
-
-
-class _Traced(nn.Module):
-    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
-
-    def __init__(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.model = lm.model
-        self._call = step, lm, static, arguments
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        step, lm, static, arguments = self._call
-        return step(lm, *static, *_put_together(arguments, iter(tensors)))
-
-
-class _Program:
-    """One compiled step.
-
-    Args:
-        tensors: those in ``arguments``.
-
-    Raises:
-        CompileError: the model or this machine does not allow it.
-    """
-
-    def __init__(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], tensors: Sequence[Tensor]
-    ) -> None:
-        traced = _Traced(step, lm, static, arguments)
-        options = {
-            "post_grad_custom_pre_pass": _thin_products(),
-            "aot_inductor.package_constants_in_so": False,
-            "cpp.threads": _num_threads(lm.model),
-            "cpp.enable_floating_point_contract_flag": "fast",
-            "cpp.max_horizontal_fusion_size": 32,
-        }
-        try:
-            with _plain_attention(lm.model):
-                exported = _trace(traced, tensors)
-            constants = {
-                **dict(traced.named_parameters(remove_duplicate=False)),
-                **dict(traced.named_buffers(remove_duplicate=False)),
-                **exported.constants,
-            }
-            path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
-            self._module = _load(exported, options, path, f"{step.__name__.strip('_')} of {lm.name}")
-        except Exception as error:  # what tracing arbitrary models and calling compilers may raise has no common type
-            reason = " ".join(str(error).split())[:300]
-            raise CompileError(f"{lm.name} cannot be compiled here: {type(error).__name__}: {reason}") from error
-        # The program points to these tensors; they must live as long as it does.
-        self._constants = {name: constants[name].detach() for name in self._module.get_constant_fqns()}
-        self._module.load_constants(self._constants, check_full_update=True, user_managed=True)
-
-    def run(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        # Beneath the module's own call, which would flatten its arguments again.
-        return tuple(self._module.loader.run(tensors))
-
-
-def _thin_products() -> Any:
-    from outrider.thin import ThinProducts  # brings Inductor, which takes seconds to import
-
-    return ThinProducts()
-
-
-def _num_threads(model: nn.Module) -> int:
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return int(max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD)))
-
-
-@contextmanager
-def _plain_attention(model: Any) -> Iterator[None]:
-    """With attention written out, which is compiled into the loops around it; the fused kernel stands alone."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
-    """A hash of all that the compiled code follows from."""
-    digest = hashlib.sha256()
-    settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
-    digest.update(repr((torch.__version__, _processor(), settings)).encode())
-    for module in exported.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                value = node.meta.get("val")
-                kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
-                digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
-    digest.update(repr(exported.graph_signature).encode())
-    # Inductor writes the values of very small tensors into the code, and treats tensors that share memory as one.
-    first_names: dict[Any, str] = {}
-    for name, value in constants.items():
-        if isinstance(value, Tensor):
-            place = value.data_ptr(), value.shape, value.stride()
-            numbers = value.tolist() if value.numel() <= _MAX_INLINED else None
-            digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
-    return digest.hexdigest()
-
-
-def _processor() -> str:
-    """What code may be compiled for here: the compiler is told to use all that this processor can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
-
-
-def _trace(module: nn.Module, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
-    with _as_torch_compiles():
-        # Their values do not matter.
-        examples = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors)
-        return torch.export.export(module, examples, strict=False)
-
-
-def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path, what: str) -> Any:
-    """The compiled graph, from disk if it is there and in order."""
-    if path.exists():
-        try:
-            return torch._inductor.aoti_load_package(str(path))
-        except Exception as error:  # a damaged archive fails in as many ways as there are bytes
-            _LOG.warning("%s is damaged (%s): compiling it again", path, type(error).__name__)
-    _LOG.info("compiling %s", what)
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "program.pt2"
-        _compile(exported, options, package)
-        keep_in_cache(path, package.read_bytes())
-        return torch._inductor.aoti_load_package(str(package))
-
-
-def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> None:
-    with _as_torch_compiles():
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
-
-
-@contextmanager
-def _as_torch_compiles() -> Iterator[None]:
-    """Outside of inference mode, whose tensors cannot be traced, and without torch's warnings about itself."""
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

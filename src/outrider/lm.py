@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from outrider.cache import LayerShape, SlotCache, layer_shapes
-from outrider.execution import Compiled, Eager, Execution, Step
+from outrider.captured import Captured
+from outrider.compiled import Compiled
+from outrider.execution import Eager, Execution, Step
 
 _PREFILL_CHUNK = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
@@ -56,9 +58,10 @@ class LM:
         self._layer_types = tuple(sorted(layer_types))
 
     def compiled(self) -> LM:
-        """The same model, its steps compiled when they are first run. The weights are shared."""
+        """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
+        shared."""
         lm = copy.copy(self)  # with what was found out about the model
-        lm.execution = Compiled()
+        lm.execution = Captured() if self.device.type == "cuda" else Compiled()
         return lm
 
     @cached_property
@@ -68,7 +71,14 @@ class LM:
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
         """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up)."""
-        return SlotCache.empty(self.layer_shapes, num_rows, self.execution.round_length(capacity))
+        return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
+
+    def kept(self, cache: SlotCache, rows: Tensor) -> SlotCache:
+        """A cache with only these rows of another, in this order. [B']"""
+        kept = self.new_cache(len(rows), cache.capacity)
+        for store, old in zip(kept.storage, cache.storage, strict=True):
+            store.copy_(old[rows.to(old.device)])  # a model may be spread over devices, and its layers with it
+        return kept
 
     def view_len(self, length: int, cache: SlotCache) -> int:
         """How many places of a cache to view for sequences of ``length`` tokens: few different numbers."""

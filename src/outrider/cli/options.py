@@ -107,7 +107,7 @@ class PairOptions:
         if not (is_long if self.compile is None else self.compile):
             return decoder
         # Compiling is silent for half a minute at a time; say what is going on.
-        logger = logging.getLogger("outrider.execution")
+        logger = logging.getLogger("outrider.compiled")
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
         compiled = decoder.compiled()
@@ -124,7 +124,7 @@ class PairOptions:
         from outrider.api import load_drafter
 
         drafter = load_drafter(decoder, name, device=self.device, dtype=self.dtype, models_file=self.models)
-        return drafter.compiled() if decoder.target.execution.name == "compiled" else drafter
+        return drafter if decoder.target.execution.name == "eager" else drafter.compiled()
 
 
 @dataclass(frozen=True)

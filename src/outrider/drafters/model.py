@@ -88,7 +88,7 @@ class ModelSession:
 
     def keep(self, rows: Tensor) -> None:
         self._cached = [self._cached[i] for i in rows.tolist()]
-        self._cache.keep(rows)
+        self._cache = self._lm.kept(self._cache, rows)
 
     def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
         lm, device = self._lm, batch.ids.device

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider import execution as execution_module
+from outrider import compiled as compiled_module
+from outrider.compiled import Compiled
 from outrider.decode import decode
 from outrider.drafters.base import NoDrafter
 from outrider.errors import CompileError
-from outrider.execution import Compiled
 from outrider.flow import Request, Sampling
 from outrider.lm import LM
 from outrider.thin import MAX_THIN_ROWS
@@ -78,7 +78,7 @@ def test_plain_decoding_and_the_disk(programs: Path, monkeypatch: pytest.MonkeyP
         raise AssertionError("compiled again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(execution_module, "_compile", fail)
+        patch.setattr(compiled_module, "_compile", fail)
         second = target.compiled()
         assert tokens(second, NoDrafter(), asked, rule, 0) == want
     files[0].write_bytes(b"damaged")
@@ -120,7 +120,7 @@ def test_what_cannot_be_compiled_is_an_error_of_one_line(monkeypatch: pytest.Mon
     def fail(*args: object) -> None:
         raise RuntimeError("no compiler\nat all")
 
-    monkeypatch.setattr(execution_module, "_compile", fail)
+    monkeypatch.setattr(compiled_module, "_compile", fail)
     with pytest.raises(CompileError, match="target cannot be compiled here: RuntimeError: no compiler at all"):
         list(decode(target.compiled(), NoDrafter(), requests(), RULES["rejection"], num_draft_tokens=0))
     assert target.model.config._attn_implementation == "sdpa"  # as it was

@@ -1,0 +1,118 @@
+"""Captured: steps as CUDA graphs.
+
+Eager, a step of a large model is a thousand kernels, each of which Python and the driver must start. A CUDA graph
+records them once and starts them all with one call. It reads and writes where it was recorded: so inputs are copied to
+fixed places first, results are found at fixed places, and caches take turns on storage that stays (as much as was ever
+in use at once by caches of one size).
+
+On other devices the recording is left out and the step is called instead, on the same fixed places: for tests.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.cache import LayerShape, SlotCache
+from outrider.errors import CompileError
+from outrider.execution import Prepared, Program, Step, put_together
+
+_NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
+
+
+class Captured(Prepared):
+    """Runs steps as CUDA graphs. Recording one takes as long as a few eager runs; nothing is kept on disk."""
+
+    name = "captured"
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free: dict[Any, list[tuple[Tensor, ...]]] = {}
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        """On storage that no other cache is using: graphs know it by its address."""
+        free = self._free.setdefault((tuple(shapes), num_rows, capacity), [])
+        if not free:
+            free.append(SlotCache.empty(shapes, num_rows, capacity).storage)
+        storage = free.pop()
+        for store in storage:
+            store.zero_()  # a masked place still takes part in 0 * value, which must not be NaN
+        cache = SlotCache(storage, capacity)
+        weakref.finalize(cache, free.append, storage).atexit = False
+        return cache
+
+    def _key_of(self, stores: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple(store.data_ptr() for store in stores[:1])  # the others are always found beside the first
+
+    def _prepare(
+        self,
+        step: Step,
+        lm: Any,
+        static: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        tensors: Sequence[Tensor],
+        stores: Sequence[Tensor],
+    ) -> Program:
+        inputs = [tensor.clone() for tensor in tensors]
+        fixed = put_together(arguments, iter(inputs), iter(stores))  # not the cache itself, whose end frees its storage
+
+        def call() -> tuple[Tensor, ...]:
+            # Put together anew each time: an argument may remember what it made of its tensors (see noise.py).
+            return step(lm, *static, *put_together(fixed, iter(inputs), iter(stores)))
+
+        if lm.device.type != "cuda":
+            return _Called(inputs, call)
+        try:
+            return _Graph(inputs, call)
+        except Exception as error:  # what recording arbitrary models may raise has no common type
+            reason = " ".join(str(error).split())[:300]
+            raise CompileError(f"{lm.name} cannot be captured here: {type(error).__name__}: {reason}") from error
+
+
+class _Graph:
+    """One recorded step."""
+
+    def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._inputs = inputs
+        self._call = call  # the graph reads and writes tensors that live here
+        cuda: Any = torch.cuda
+        side = cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_NUM_WARM_UPS):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        # In memory of its own: with a pool in common, one graph's intermediate values would lie over another's results.
+        with torch.cuda.graph(self._graph):
+            self._results = call()
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        _copy(tensors, self._inputs)
+        self._graph.replay()
+        return self._results
+
+
+class _Called:
+    """The same without a recording."""
+
+    def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._inputs, self._call = inputs, call
+        self._results = tuple(result.clone() for result in call())
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        _copy(tensors, self._inputs)
+        _copy(self._call(), self._results)
+        return self._results
+
+
+def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for source, place in zip(sources, places, strict=True):
+        place.copy_(source)

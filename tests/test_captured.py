@@ -1,0 +1,41 @@
+"""Captured steps, without a recording: fixed places give the same tokens, and storage is used again, never shared.
+
+The loop's own tests run with this execution too (see conftest.py).
+"""
+
+import pytest
+import torch
+
+from outrider.captured import Captured
+from outrider.flow import Request, Sampling
+from outrider.verify import RULES, Rule
+from toys import as_lm, llama_pair, tiny_llama, tokens
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_a_second_run_prepares_nothing(rule: Rule) -> None:
+    """Rows end one after the other; the smaller batches take turns on storage too."""
+    target, drafter = llama_pair()
+    requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
+    want = tokens(target, drafter, requests, rule, 2)
+    target.execution, drafter.lm.execution = Captured(), Captured()
+    assert tokens(target, drafter, requests, rule, 2) == want
+    before = target.execution.num_programs, drafter.lm.execution.num_programs
+    assert tokens(target, drafter, requests, rule, 2) == want
+    assert (target.execution.num_programs, drafter.lm.execution.num_programs) == before
+
+
+def test_storage_is_used_again_but_not_shared() -> None:
+    lm = as_lm(tiny_llama())
+    lm.execution = Captured()
+    first, second = lm.new_cache(2, 100), lm.new_cache(2, 100)
+    addresses = {cache.storage[0].data_ptr() for cache in (first, second)}
+    assert len(addresses) == 2
+    first.storage[0].fill_(torch.nan)  # as from a model gone wrong
+    del first
+    third = lm.new_cache(2, 90)  # rounded up to the same capacity
+    assert third.storage[0].data_ptr() in addresses - {second.storage[0].data_ptr()}
+    assert not any(store.any() for store in third.storage)
+    assert lm.new_cache(1, 100).storage[0].data_ptr() not in addresses
