@@ -97,6 +97,7 @@ class Round:
 
     length: int
     num_drafted: int
+    num_tokens: int
     timing: Timing
 
 
@@ -108,7 +109,8 @@ def run_rounds(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, An
         length = len(measurement.arm.decoder.encode(measurement.case.prompt))
         for chunk in chunks:
             length += len(chunk.token_ids)
-            rounds[measurement.arm.name].append(Round(length, chunk.stats.num_draft_tokens, chunk.timing))
+            num_drafted = chunk.stats.num_draft_tokens
+            rounds[measurement.arm.name].append(Round(length, num_drafted, len(chunk.token_ids), chunk.timing))
         chunks.clear()
     return rounds
 
@@ -159,6 +161,20 @@ def parts_table(parts: list[Part], title: str) -> Table:
     return out
 
 
+def speedup_of(plain: list[Round], speculative: list[Round], k: int) -> tuple[float, float]:
+    """How many times as fast speculation was, and how many times it is by tau / (K c + v) of the full rounds: the
+    speed-up that the models' steps allow if nothing else took time."""
+
+    def per_token_s(rounds: list[Round]) -> float:
+        return sum(round_.timing.decode_s for round_ in rounds) / sum(round_.num_tokens for round_ in rounds)
+
+    full = [round_ for round_ in speculative if round_.num_drafted == k]
+    tau = sum(round_.num_tokens for round_ in full) / len(full)
+    steps_s = median(round_.timing.draft_s + round_.timing.verify_s for round_ in full)
+    predicted = tau * median(round_.timing.verify_s for round_ in plain) / steps_s
+    return per_token_s(plain) / per_token_s(speculative), predicted
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="fable")
@@ -197,7 +213,13 @@ def main() -> None:
         assert isinstance(decoder.drafter, ModelDrafter)
         parts = parts_of(rounds[f"{name} plain"], rounds[name], decoder.target, decoder.drafter.lm, machine, k)
         console.print(parts_table(parts, f"{arguments.target} with {arguments.draft}, K = {k}, {name}"))
-        results[name] = [asdict(part) for part in parts]
+        achieved, predicted = speedup_of(rounds[f"{name} plain"], rounds[name], k)
+        console.print(
+            f"  speed-up: {achieved:.2f} achieved, {predicted:.2f} predicted by tau / (K c + v): "
+            f"{achieved / predicted:.0%}\n"
+        )
+        speedup = {"achieved": achieved, "predicted": predicted}
+        results[name] = {"parts": [asdict(part) for part in parts], "speedup": speedup}
     limits = {"bytes_per_s": bandwidths, "operations_per_s": machine[-1]}
     print(json.dumps({"machine": limits, "results": results, "provenance": provenance("cpu")}))
 

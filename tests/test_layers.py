@@ -54,6 +54,7 @@ ORDER = """
     provenance
     flow
     files
+    rounding
     errors
 """.split()
 FLOORS = {name: floor for floor, name in enumerate(ORDER)}

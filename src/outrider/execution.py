@@ -20,9 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from outrider.cache import LayerShape, SlotCache
-
-_EAGER_STEP = 64  # places; eager shapes are free, but views that change less often make masks of fewer sizes
-_SMALLEST_VIEW = 128  # places in the view of a prepared step
+from outrider.rounding import eager_length, power_of_two, prepared_length
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -66,7 +64,7 @@ class Eager:
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
 
     def round_length(self, length: int) -> int:
-        return -(-length // _EAGER_STEP) * _EAGER_STEP
+        return eager_length(length)
 
     def round_rows(self, num_rows: int) -> int:
         return num_rows
@@ -111,10 +109,10 @@ class Prepared:
         return len(self._programs)
 
     def round_length(self, length: int) -> int:
-        return max(_SMALLEST_VIEW, _power_of_two(length))
+        return prepared_length(length)
 
     def round_rows(self, num_rows: int) -> int:
-        return _power_of_two(num_rows)
+        return power_of_two(num_rows)
 
     def round_drafts(self, num_wanted: int, k: int) -> int:
         return k if num_wanted else 0
@@ -151,10 +149,6 @@ class Prepared:
         Args:
             tensors, stores: those in ``arguments``.
         """
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @lru_cache

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.flow import Sampling
+from outrider.rounding import power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Settings:
         return cls(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
             top_k=None if min(top_k) == vocab_size else torch.tensor(top_k, device=device),
-            largest_top_k=min(vocab_size, 1 << (max((k for k in top_k if k < vocab_size), default=1) - 1).bit_length()),
+            largest_top_k=min(vocab_size, power_of_two(max((k for k in top_k if k < vocab_size), default=1))),
             top_p=column([row.top_p for row in rows], 1.0),
             min_p=column([row.min_p for row in rows], 0.0),
             repetition_penalty=column([row.repetition_penalty for row in rows], 1.0),

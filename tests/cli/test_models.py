@@ -31,6 +31,7 @@ def test_the_document(outrider: Outrider) -> None:
     assert sizes is not None
     assert rows["fable"]["weights_bytes"] == 2 * sizes.num_params == 2 * rows["fable"]["num_params"]
     assert rows["fable"]["cache_bytes"] == sizes.cache_bytes("float16", 512, 3)
+    assert rows["fable"]["cache_bytes_compiled"] == sizes.cache_bytes("float16", 512, 3, is_prepared=True)
     assert rows["fable"]["cache_tokens"] == 3 * 512
     assert rows["gpt2"]["location"] == "openai-community/gpt2" and rows["gpt2"]["source"] == "built in"
     assert document["options"] == {"models": None, "context": 512, "batch_size": 3, "dtype": "float16"}
@@ -53,7 +54,7 @@ def test_names_of_one_s_own(outrider: Outrider, tmp_path: Path) -> None:
     assert (rows["mine"]["dtype"], rows["mine"]["source"]) == ("float64", str(models))
     assert "weights_bytes" not in rows["far"]
     (line,) = [line for line in ended.err.splitlines() if line.split()[:1] == ["far"]]
-    assert line.split()[1:5] == ["-", "-", "-", "-"] and "org/far" in line
+    assert line.split()[1:6] == ["-"] * 5 and "org/far" in line
     assert "fable" in rows
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.cache import SlotCache, layer_shapes
+from outrider.lm import LM
 from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
 from outrider.models.registry import ModelSpec, known_models, resolve
 from pairs import embedded, random_llama, save
@@ -16,15 +16,15 @@ from toys import random_model
 
 
 def cache_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
-    """Bytes of the keys and values that a model writes for rows of tokens."""
-    cache = SlotCache.empty(layer_shapes(model, torch.device("cpu")), num_rows, num_tokens)
+    """Bytes that the cache of rows of tokens takes, and that the model writes into it."""
+    lm = LM(model, name="model", vocab_size=2, context_len=num_tokens)
+    cache = lm.new_cache(num_rows, num_tokens)
     positions = torch.arange(num_tokens).expand(num_rows, -1)
     cache.at(positions, num_tokens)
     with torch.inference_mode():
         model(input_ids=positions % 7, position_ids=positions, past_key_values=cache, use_cache=True)
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    # One place of each row takes what padding tokens write; it is not reckoned.
-    return sum(t.numel() * t.element_size() * num_tokens // (num_tokens + 1) for t in tensors)
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -92,7 +92,8 @@ def test_models_of_the_hub_have_stated_sizes() -> None:
         assert sizes_of(spec) is not None, spec.name
     llama = sizes_of(resolve("llama-7b"))
     assert llama is not None
-    assert llama.cache_bytes("float16", 1, 1) == 2 * 32 * 32 * 128 * 2
+    assert llama.cache_bytes("float16", 1, 1) == 2 * 32 * 32 * 128 * 2 * 65
+    assert llama.cache_bytes("float16", 2048, 2, is_prepared=True) == 2 * 32 * 32 * 128 * 2 * 2049 * 2
     assert llama.weights_bytes("float16") == 2 * 6_738_415_616
     assert sizes_of(ModelSpec(name="a", hub="x/y", num_params=7)) is None
 

@@ -45,6 +45,7 @@ def models(
                 "context_len": sizes.context_len,
                 "weights_bytes": sizes.weights_bytes(row_dtype),
                 "cache_bytes": sizes.cache_bytes(row_dtype, length, batch_size),
+                "cache_bytes_compiled": sizes.cache_bytes(row_dtype, length, batch_size, is_prepared=True),
                 "cache_tokens": length * batch_size,
             }
         rows.append(row)
@@ -55,7 +56,7 @@ def models(
     console = console_for(json_target)
     title = f"cache for {batch_size} x {context} tokens, at most the model's context"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("name", "parameters", "context", "weights", "cache", "dtype", "from"):
+    for column in ("name", "parameters", "context", "weights", "cache", "compiled", "dtype", "from"):
         is_text = column in ("name", "dtype", "from")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "from", overflow="fold")
     for row in rows:
@@ -65,10 +66,12 @@ def models(
             f"{row['context_len']}" if "context_len" in row else "-",
             _size(row.get("weights_bytes")),
             _size(row.get("cache_bytes")),
+            _size(row.get("cache_bytes_compiled")),
             row["dtype"],
             row["about"] or row["location"],
         )
     console.print(table)
+    console.print("The cache is taken in one piece; compiled, its length is a power of two.", style="dim")
     console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     options = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
     write_json(json_target, "models", options, {"models": rows})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
+from outrider.rounding import eager_length, prepared_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,15 @@ class Sizes:
     def weights_bytes(self, dtype: str) -> int:
         return self.num_params * BYTES_PER_NUMBER[dtype]
 
-    def cache_bytes(self, dtype: str, context_len: int, batch_size: int) -> int:
-        """Keys and values of ``batch_size`` sequences of ``context_len`` tokens."""
+    def cache_bytes(self, dtype: str, num_tokens: int, batch_size: int, *, is_prepared: bool = False) -> int:
+        """What a generation takes in one piece for the keys and values of so many sequences of so many tokens.
+
+        Args:
+            is_prepared: compiled or captured, where fewer lengths occur.
+        """
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
-        return per_token * context_len * batch_size
+        capacity = prepared_length(num_tokens) if is_prepared else eager_length(num_tokens)
+        return per_token * (capacity + 1) * batch_size  # a place in each row takes what padding writes
 
 
 def sizes_of(spec: ModelSpec) -> Sizes | None:
