@@ -39,12 +39,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     pair = load(arguments.target, arguments.draft, device="cpu", dtype="float32", num_draft_tokens=arguments.k)
-    decoders = {"plain": pair.compiled().plain(), f"speculative, K = {arguments.k}": pair.compiled()}
+    fast = pair.compiled()
+    decoders = {"plain": fast.plain(), f"speculative, K = {arguments.k}": fast}
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     rates: dict[tuple[str, int], list[float]] = {arm: [] for arm in product(decoders, sizes)}
     for turn in range(arguments.turns + 1):
         for (name, size), taken in rates.items():
-            rate = tokens_per_s(decoders[name], size, arguments.max_new_tokens)
+            rate = tokens_per_s(decoders[name], size, arguments.max_new_tokens, turn)
             if turn:
                 taken.append(rate)
     title = f"{Path(arguments.target).name}, compiled, {arguments.threads} threads"
@@ -58,8 +59,8 @@ def main() -> None:
     print(json.dumps({"rows": rows, "provenance": provenance("cpu")}))
 
 
-def tokens_per_s(decoder: Decoder, size: int, num_tokens: int) -> float:
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(size)]
+def tokens_per_s(decoder: Decoder, size: int, num_tokens: int, turn: int) -> float:
+    prompts = [PROMPTS[(turn * size + i) % len(PROMPTS)] for i in range(size)]
     begin = time.perf_counter()
     decoder.generate(prompts, max_new_tokens=num_tokens, ignore_eos=True, temperature=1.0)
     return size * num_tokens / (time.perf_counter() - begin)

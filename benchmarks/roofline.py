@@ -162,17 +162,15 @@ def parts_table(parts: list[Part], title: str) -> Table:
 
 
 def speedup_of(plain: list[Round], speculative: list[Round], k: int) -> tuple[float, float]:
-    """How many times as fast speculation was, and how many times it is by tau / (K c + v) of the full rounds: the
-    speed-up that the models' steps allow if nothing else took time."""
-
-    def per_token_s(rounds: list[Round]) -> float:
-        return sum(round_.timing.decode_s for round_ in rounds) / sum(round_.num_tokens for round_ in rounds)
-
+    """How many times as fast speculation was in full rounds, and how many times it is by tau / (K c + v): what the
+    models' steps would allow if nothing else took time. Both from medians."""
     full = [round_ for round_ in speculative if round_.num_drafted == k]
     tau = sum(round_.num_tokens for round_ in full) / len(full)
-    steps_s = median(round_.timing.draft_s + round_.timing.verify_s for round_ in full)
-    predicted = tau * median(round_.timing.verify_s for round_ in plain) / steps_s
-    return per_token_s(plain) / per_token_s(speculative), predicted
+
+    def ratio(part: Callable[[Round], float]) -> float:
+        return tau * median(map(part, plain)) / median(map(part, full))
+
+    return ratio(lambda r: r.timing.decode_s), ratio(lambda r: r.timing.draft_s + r.timing.verify_s)
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from outrider.captured import Captured
+from outrider.drafters.model import ModelDrafter
 from outrider.flow import Request, Sampling
 from outrider.verify import RULES, Rule
-from toys import as_lm, llama_pair, tiny_llama, tokens
+from toys import as_lm, llama_pair, perturbed, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]
 
@@ -39,3 +40,16 @@ def test_storage_is_used_again_but_not_shared() -> None:
     assert third.storage[0].data_ptr() in addresses - {second.storage[0].data_ptr()}
     assert not any(store.any() for store in third.storage)
     assert lm.new_cache(1, 100).storage[0].data_ptr() not in addresses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
+    model = tiny_llama()
+    drafter = ModelDrafter(as_lm(perturbed(model, 0.1).to("cuda"), "draft"))
+    target = as_lm(model.to("cuda"))
+    requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
+    want = tokens(target, drafter, requests, rule, 2)
+    fast, fast_drafter = target.compiled(), drafter.compiled()
+    for _ in range(2):
+        assert tokens(fast, fast_drafter, requests, rule, 2) == want

@@ -20,6 +20,7 @@ ORDER = """
     cli.generate
     cli.latency
     cli.models
+    cli.plan
     cli.jsonl
     cli.output
     cli.options
@@ -55,6 +56,7 @@ ORDER = """
     flow
     files
     rounding
+    speedup
     errors
 """.split()
 FLOORS = {name: floor for floor, name in enumerate(ORDER)}

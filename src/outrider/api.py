@@ -83,7 +83,8 @@ class Decoder:
 
     def compiled(self) -> Decoder:
         """The same models, compiled ahead of time when a shape is first met: half a minute for each, or about a second
-        where it is found on disk. It pays for long work. Keep the result: what was compiled is lost with it.
+        where it is found on disk. On a CUDA device they are captured as graphs instead, which takes a moment and is not
+        kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
 
         Raises:
             CompileError: from the first generation; a model or this machine does not allow it.

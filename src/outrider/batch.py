@@ -100,7 +100,7 @@ class Batch:
         self.ids.scatter_(1, self.lengths[:, None] + offsets, committed)
         if self.seen is not None:
             self.seen.scatter_(1, committed, True)
-        self.last_ids = committed[:, -1]
+        self.last_ids = committed[:, -1].clone()  # a prepared step writes over its results
         self.lengths = self.lengths + (num_accepted + 1) * self._is_open
 
     def close(self, round_rows: Callable[[int], int]) -> Tensor | None:

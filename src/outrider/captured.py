@@ -5,6 +5,8 @@ records them once and starts them all with one call. It reads and writes where i
 fixed places first, results are found at fixed places, and caches take turns on storage that stays (as much as was ever
 in use at once by caches of one size).
 
+A model that is spread over several devices cannot be recorded.
+
 On other devices the recording is left out and the step is called instead, on the same fixed places: for tests.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +24,14 @@ from torch import Tensor
 
 from outrider.cache import LayerShape, SlotCache
 from outrider.errors import CompileError
-from outrider.execution import Prepared, Program, Step, put_together
+from outrider.execution import Call, Prepared, Program, put_together
 
 _NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
 
 
 class Captured(Prepared):
-    """Runs steps as CUDA graphs. Recording one takes as long as a few eager runs; nothing is kept on disk."""
+    """Runs steps as CUDA graphs. Recording one takes as long as a few eager runs; nothing is kept on disk, and each has
+    memory of its own for what the step makes on the way."""
 
     name = "captured"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -51,37 +55,31 @@ class Captured(Prepared):
     def _key_of(self, stores: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(store.data_ptr() for store in stores[:1])  # the others are always found beside the first
 
-    def _prepare(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        tensors: Sequence[Tensor],
-        stores: Sequence[Tensor],
-    ) -> Program:
-        inputs = [tensor.clone() for tensor in tensors]
-        fixed = put_together(arguments, iter(inputs), iter(stores))  # not the cache itself, whose end frees its storage
-
-        def call() -> tuple[Tensor, ...]:
-            # Put together anew each time: an argument may remember what it made of its tensors (see noise.py).
-            return step(lm, *static, *put_together(fixed, iter(inputs), iter(stores)))
-
+    def _prepare(self, call: Call) -> Program:
+        inputs, stores = [tensor.clone() for tensor in call.tensors], call.stores
+        # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are put together anew
+        # in each run, since they may remember what they made of their tensors: see noise.py.)
+        fixed = Call(call.step, call.lm, call.static, put_together(call.arguments, iter(inputs), iter(stores)))
+        run = partial(fixed.on, inputs, stores)
+        lm = call.lm
         if lm.device.type != "cuda":
-            return _Called(inputs, call)
+            return _Called(inputs, run)
         try:
-            return _Graph(inputs, call)
+            with torch.cuda.device(lm.device):
+                return _Graph(inputs, stores, lm.model, run)
         except Exception as error:  # what recording arbitrary models may raise has no common type
             reason = " ".join(str(error).split())[:300]
             raise CompileError(f"{lm.name} cannot be captured here: {type(error).__name__}: {reason}") from error
 
 
 class _Graph:
-    """One recorded step."""
+    """One recorded step, on the current device."""
 
-    def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, inputs: list[Tensor], stores: Sequence[Tensor], model: Any, call: Callable[[], tuple[Tensor, ...]]
+    ) -> None:
         self._inputs = inputs
-        self._call = call  # the graph reads and writes tensors that live here
+        self._alive = tuple(stores), model  # the graph knows their tensors by address
         cuda: Any = torch.cuda
         side = cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -91,7 +89,8 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # In memory of its own: with a pool in common, one graph's intermediate values would lie over another's results.
-        with torch.cuda.graph(self._graph):
+        # On the stream of this device, since torch makes only one of its own, on whichever device comes first.
+        with torch.cuda.graph(self._graph, stream=side):
             self._results = call()
 
     def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:

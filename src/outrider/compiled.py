@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from outrider.cache import LayerShape, SlotCache
 from outrider.errors import CompileError
-from outrider.execution import Prepared, Program, Step, put_together
+from outrider.execution import Call, Prepared, Program
 from outrider.files import cache_folder, keep_in_cache
 
 _LOG = logging.getLogger(__name__)
@@ -36,32 +37,26 @@ class Compiled(Prepared):
     name = "compiled"
     favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
 
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return SlotCache.empty(shapes, num_rows, capacity)
+
     def _key_of(self, stores: Sequence[Tensor]) -> None:
         return None  # they are inputs of the program
 
-    def _prepare(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        tensors: Sequence[Tensor],
-        stores: Sequence[Tensor],
-    ) -> Program:
-        return _Program(step, lm, static, arguments, tensors, stores)
+    def _prepare(self, call: Call) -> Program:
+        return _Program(call)
 
 
 class _Traced(nn.Module):
     """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
 
-    def __init__(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.model = lm.model
-        self._call = step, lm, static, arguments
+        self.model = call.lm.model
+        self._call = call
 
     def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
-        step, lm, static, arguments = self._call
-        return step(lm, *static, *put_together(arguments, iter(tensors), iter(stores)))
+        return self._call.on(tensors, stores)
 
 
 class _Program:
@@ -71,33 +66,24 @@ class _Program:
         CompileError: the model or this machine does not allow it.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        tensors: Sequence[Tensor],
-        stores: Sequence[Tensor],
-    ) -> None:
-        traced = _Traced(step, lm, static, arguments)
+    def __init__(self, call: Call) -> None:
+        traced, lm = _Traced(call), call.lm
         options = {
-            "post_grad_custom_pre_pass": _thin_products(),
             "aot_inductor.package_constants_in_so": False,
             "cpp.threads": _num_threads(lm.model),
             "cpp.enable_floating_point_contract_flag": "fast",
-            "cpp.max_horizontal_fusion_size": 32,
+            **_thin_options(),
         }
         try:
             with _plain_attention(lm.model):
-                exported = _trace(traced, tensors, stores)
+                exported = _trace(traced, call.tensors, call.stores)
             constants = {
                 **dict(traced.named_parameters(remove_duplicate=False)),
                 **dict(traced.named_buffers(remove_duplicate=False)),
                 **exported.constants,
             }
             path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
-            self._module = _load(exported, options, path, f"{step.__name__.strip('_')} of {lm.name}")
+            self._module = _load(exported, options, path, f"{call.step.__name__.strip('_')} of {lm.name}")
         except Exception as error:  # what tracing arbitrary models and calling compilers may raise has no common type
             reason = " ".join(str(error).split())[:300]
             raise CompileError(f"{lm.name} cannot be compiled here: {type(error).__name__}: {reason}") from error
@@ -110,10 +96,10 @@ class _Program:
         return tuple(self._module.loader.run([*tensors, *stores]))
 
 
-def _thin_products() -> Any:
-    from outrider.thin import ThinProducts  # brings Inductor, which takes seconds to import
+def _thin_options() -> dict[str, Any]:
+    from outrider.thin import MAX_SUMS, ThinProducts  # brings Inductor, which takes seconds to import
 
-    return ThinProducts()
+    return {"post_grad_custom_pre_pass": ThinProducts(), "cpp.max_horizontal_fusion_size": MAX_SUMS}
 
 
 def _num_threads(model: nn.Module) -> int:

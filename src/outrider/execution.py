@@ -11,9 +11,9 @@ This module does not know what the steps do.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -79,19 +79,39 @@ class Eager:
         return step(lm, *static, *arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A step with what it is called on.
+
+    Attributes:
+        tensors: those in the arguments, in order, contiguous.
+        stores: the storage of the caches among them.
+        form: all else that a program depends on.
+    """
+
+    step: Step
+    lm: Any
+    static: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    tensors: list[Tensor] = field(default_factory=list)
+    stores: list[Tensor] = field(default_factory=list)
+    form: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _take_apart(self.arguments, self)
+
+    def on(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the step gives for other tensors in the place of its own."""
+        return self.step(self.lm, *self.static, *put_together(self.arguments, iter(tensors), iter(stores)))
+
+
 class Program(Protocol):
-    """A step that is ready to run on other tensors of the same shapes."""
+    """A step that is ready to run on other tensors of the same shapes (see ``Call``)."""
 
-    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """
-        Args:
-            tensors: those in the step's arguments, in order.
-            stores: the storage of the caches among them.
-        """
-        ...
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
 
 
-class Prepared:
+class Prepared(ABC):
     """Runs steps as programs, which are made when they are first needed. For one model.
 
     Lengths and rows are rounded up to powers of two.
@@ -117,62 +137,46 @@ class Prepared:
     def round_drafts(self, num_wanted: int, k: int) -> int:
         return k if num_wanted else 0
 
-    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        return SlotCache.empty(shapes, num_rows, capacity)
+    @abstractmethod
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache: ...
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        tensors: list[Tensor] = []
-        stores: list[Tensor] = []
-        form: list[Any] = []
-        _take_apart(arguments, tensors, stores, form)
-        key = (step, id(lm.model), static, tuple(form), self._key_of(stores))
+        call = Call(step, lm, static, arguments)
+        key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._prepare(step, lm, static, arguments, tensors, stores)
-        return program.run(tensors, stores)
+            program = self._programs[key] = self._prepare(call)
+        return program.run(call.tensors, call.stores)
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:
         """What a program depends on of the storage of caches, besides its shape."""
 
     @abstractmethod
-    def _prepare(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        tensors: Sequence[Tensor],
-        stores: Sequence[Tensor],
-    ) -> Program:
-        """
-        Args:
-            tensors, stores: those in ``arguments``.
-        """
+    def _prepare(self, call: Call) -> Program: ...
 
 
 @lru_cache
 def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.init)
+    return tuple(one.name for one in fields(kind) if one.init)
 
 
-def _take_apart(value: Any, tensors: list[Tensor], stores: list[Tensor], form: list[Any]) -> None:
-    """Append the tensors in ``value``, contiguous, and to ``form`` all else that a program depends on."""
+def _take_apart(value: Any, call: Call) -> None:
     if isinstance(value, Tensor):
-        tensors.append(value.contiguous())
-        form.append((value.shape, value.dtype))
+        call.tensors.append(value.contiguous())
+        call.form.append((value.shape, value.dtype))
     elif isinstance(value, SlotCache):
-        stores.extend(value.storage)
-        form.append((value.capacity, *(store.shape for store in value.storage[:1])))
+        call.stores.extend(value.storage)
+        call.form.append((value.capacity, *(store.shape for store in value.storage[:1])))
     elif isinstance(value, tuple):
-        form.append(len(value))
+        call.form.append(len(value))
         for item in value:
-            _take_apart(item, tensors, stores, form)
+            _take_apart(item, call)
     elif is_dataclass(value) and not isinstance(value, type):
         for name in _field_names(type(value)):
-            _take_apart(getattr(value, name), tensors, stores, form)
+            _take_apart(getattr(value, name), call)
     else:
-        form.append(value)
+        call.form.append(value)
 
 
 def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:

@@ -77,7 +77,8 @@ class LM:
         """A cache with only these rows of another, in this order. [B']"""
         kept = self.new_cache(len(rows), cache.capacity)
         for store, old in zip(kept.storage, cache.storage, strict=True):
-            store.copy_(old[rows.to(old.device)])  # a model may be spread over devices, and its layers with it
+            # A model may be spread over devices, and its layers with it.
+            torch.index_select(old, 0, rows.to(old.device), out=store)
         return kept
 
     def view_len(self, length: int, cache: SlotCache) -> int:

@@ -47,8 +47,9 @@ def philox_4x32(counters: Tensor, keys: Tensor) -> Tensor:
         Random 32-bit words in int64. [..., 4]
     """
     device = counters.device
-    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device)
-    steps = torch.tensor(_KEY_STEPS, dtype=torch.int64, device=device)
+    # Made on the device: while a CUDA graph is recorded nothing may be copied from the host.
+    is_first = torch.arange(2, device=device) == 0
+    multipliers, steps = torch.where(is_first, *_MULTIPLIERS), torch.where(is_first, *_KEY_STEPS)
     # The even words (0 and 2) are multiplied, the odd ones (1 and 3) are mixed in: two lanes of the same arithmetic.
     even, odd = counters[..., 0::2], counters[..., 1::2]
     for _ in range(_NUM_ROUNDS):

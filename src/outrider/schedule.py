@@ -5,10 +5,9 @@ at costs that were measured before the run, never at drafts that are not verifie
 is known before they are drawn, and the output follows the target's law as it does for a constant K.
 
 The estimate: with a_i the probability that the i-th drafted token stands if those before it do, a round of K drafted
-tokens commits tau(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K tokens (Leviathan et al. 2211.17192, section 3, where all
-a_i are one alpha), and tokens per second are tau(K) over the seconds of such a round. Rows of a batch are verified
-together, padded to the longest draft, so that a shorter draft in one row would save nothing: the batch has one K, the
-best for the sum of its rows.
+tokens commits tau(K) tokens (speedup.py), and tokens per second are tau(K) over the seconds of such a round. Rows of a
+batch are verified together, padded to the longest draft, so that a shorter draft in one row would save nothing: the
+batch has one K, the best for the sum of its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Protocol
 
 from outrider.batch import Row
 from outrider.flow import RowRound
+from outrider.speedup import expected_tokens
 
 _PRIOR = 0.6  # a_1 before anything is known
 _PRIOR_WEIGHT = 1.0  # in rounds; each a_i starts from the estimate of the one before it
@@ -77,12 +77,11 @@ class _RowEstimate:
 
     def expected_tokens(self) -> list[float]:
         """tau(K) for K = 0, 1, ..."""
-        expected, reach, a = [1.0], 1.0, _PRIOR
+        acceptance, a = [], _PRIOR
         for judged, stood in zip(self.judged, self.stood, strict=True):
             a = (stood + _PRIOR_WEIGHT * a) / (judged + _PRIOR_WEIGHT)
-            reach *= a
-            expected.append(expected[-1] + reach)
-        return expected
+            acceptance.append(a)
+        return expected_tokens(acceptance)
 
 
 @dataclass(slots=True)

@@ -18,10 +18,12 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-MAX_THIN_ROWS = 8  # beyond it the sums no longer fit the registers, and a matrix library is as fast
+MAX_THIN_ROWS = 8  # beyond it a matrix library is as fast
 
 _NUM_PARTS = 4  # of large weights, read at the same time: memory gives more to several streams than to one
 _LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, which has no such preference
+
+MAX_SUMS = MAX_THIN_ROWS * _NUM_PARTS  # of one product, which are to be one loop
 
 _aten = torch.ops.aten
 
@@ -49,7 +51,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
     x = rows.meta["val"]  # [T, I] times [I, O], or [B, T, I] times [B, I, O]
     num_rows, width = x.shape[-2:]
     is_weight = x.dim() == 2
-    if bias is not None and bias.meta["val"].dim() != 1:
+    if bias is not None and bias.meta["val"].shape != matrix.meta["val"].shape[-1:]:
         return
     if x.device.type != "cpu" or num_rows > MAX_THIN_ROWS or not x.is_floating_point():
         return

@@ -66,7 +66,8 @@ class PairOptions:
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the models: minutes the first time, seconds later. Default: for long work on the CPU.",
+            help="Compile the models: minutes the first time, seconds later. On a CUDA device: capture "
+            "them as graphs. Default: for long work on the CPU.",
             rich_help_panel=_MACHINE,
         ),
     ] = None
