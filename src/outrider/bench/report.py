@@ -159,7 +159,7 @@ def check_plot_file(path: Path) -> None:
 
 def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> None:
     """Speed-up against K, a line with 95% bars for each draft."""
-    figure, axes = _speed_up_axes(title)
+    figure, axes = _speed_up_axes(title, "speed-up over plain decoding (95% interval)")
     by_draft: dict[str, list[tuple[int, Interval]]] = {}
     for summary in summaries:
         k = summary.arm.num_draft_tokens
@@ -171,20 +171,19 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
             [interval.value - (interval.low or interval.value) for _, interval in points],
             [(interval.high or interval.value) - interval.value for _, interval in points],
         ]
-        axes.errorbar([k for k, _ in points], values, yerr=bars, marker="o", capsize=3, label=f"{draft}, 95% interval")
+        axes.errorbar([k for k, _ in points], values, yerr=bars, marker="o", capsize=3, label=draft)
     axes.legend()
     figure.savefig(path, dpi=150)
 
 
 def plot_prediction(points: Sequence[tuple[int, float]], path: Path, title: str) -> None:
     """Predicted speed-up against K."""
-    figure, axes = _speed_up_axes(title)
-    axes.plot([k for k, _ in points], [value for _, value in points], marker="o", label="predicted")
-    axes.legend()
+    figure, axes = _speed_up_axes(title, "predicted speed-up over plain decoding")
+    axes.plot([k for k, _ in points], [value for _, value in points], marker="o")
     figure.savefig(path, dpi=150)
 
 
-def _speed_up_axes(title: str) -> tuple[Any, Any]:
+def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -192,7 +191,7 @@ def _speed_up_axes(title: str) -> tuple[Any, Any]:
     axes = figure.subplots()
     axes.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="plain decoding")
     axes.set_xlabel("drafted tokens per round, K")
-    axes.set_ylabel("speed-up over plain decoding")
+    axes.set_ylabel(what)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.set_title(title)
