@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from scipy import stats
 
-from outrider.bench.report import ArmSummary, check_plot_file, interval_text, plot_speed_up, pm_text, summarise, table
+from outrider.bench.report import (
+    ArmSummary,
+    check_plot_file,
+    interval_text,
+    plot_prediction,
+    plot_speed_up,
+    pm_text,
+    summarise,
+    table,
+)
 from outrider.bench.run import Arm, Case, Measurement
 from outrider.errors import FileError, MissingExtra
 from outrider.flow import Stats, Timing
@@ -163,6 +173,20 @@ def test_plots_have_a_line_for_each_draft(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Axes, "errorbar", record)
     plot_speed_up(SUMMARIES, tmp_path / "plot.svg", "title")
     assert lines == {"small": ([1, 2], [1.2, 1.4]), "ngram": ([1, 2], [0.9, 1.1])}
+
+
+@pytest.mark.parametrize("plot", ["measured", "predicted"])
+def test_all_points_are_in_the_picture(plot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    if plot == "measured":
+        plot_speed_up(SUMMARIES, tmp_path / "plot.svg", "title")
+    else:
+        plot_prediction([(1, 0.8), (2, 3.5)], tmp_path / "plot.svg", "title")
+    (axes,) = figures[0].axes
+    low, high = axes.get_ylim()
+    heights = [y for line in axes.lines for y in line.get_ydata()]
+    assert len(heights) > 2 and low == 0 and max(heights) < high
 
 
 def test_plots_of_single_runs_have_no_bars(tmp_path: Path) -> None:

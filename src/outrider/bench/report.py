@@ -172,15 +172,14 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
             [(interval.high or interval.value) - interval.value for _, interval in points],
         ]
         axes.errorbar([k for k, _ in points], values, yerr=bars, marker="o", capsize=3, label=draft)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    _save(figure, axes, path)
 
 
 def plot_prediction(points: Sequence[tuple[int, float]], path: Path, title: str) -> None:
     """Predicted speed-up against K."""
     figure, axes = _speed_up_axes(title, "predicted speed-up over plain decoding")
     axes.plot([k for k, _ in points], [value for _, value in points], marker="o")
-    figure.savefig(path, dpi=150)
+    _save(figure, axes, path)
 
 
 def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:
@@ -193,6 +192,11 @@ def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:
     axes.set_xlabel("drafted tokens per round, K")
     axes.set_ylabel(what)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0)
     axes.set_title(title)
     return figure, axes
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    axes.set_ylim(bottom=0)  # now that the points are in: a scale with a limit no longer follows them
+    axes.legend()
+    figure.savefig(path, dpi=150)
