@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from outrider.cache import LayerShape, SlotCache
-from outrider.errors import CompileError
 from outrider.execution import Call, Prepared, Program, put_together
 
 _NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
@@ -64,12 +63,8 @@ class Captured(Prepared):
         lm = call.lm
         if lm.device.type != "cuda":
             return _Called(inputs, run)
-        try:
-            with torch.cuda.device(lm.device):
-                return _Graph(inputs, stores, lm.model, run)
-        except Exception as error:  # what recording arbitrary models may raise has no common type
-            reason = " ".join(str(error).split())[:300]
-            raise CompileError(f"{lm.name} cannot be captured here: {type(error).__name__}: {reason}") from error
+        with torch.cuda.device(lm.device):
+            return _Graph(inputs, stores, lm.model, run)
 
 
 class _Graph:

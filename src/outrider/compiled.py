@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from outrider.cache import LayerShape, SlotCache
-from outrider.errors import CompileError
 from outrider.execution import Call, Prepared, Program
 from outrider.files import cache_folder, keep_in_cache
 
@@ -60,11 +59,7 @@ class _Traced(nn.Module):
 
 
 class _Program:
-    """One compiled step.
-
-    Raises:
-        CompileError: the model or this machine does not allow it.
-    """
+    """One compiled step."""
 
     def __init__(self, call: Call) -> None:
         traced, lm = _Traced(call), call.lm
@@ -74,19 +69,15 @@ class _Program:
             "cpp.enable_floating_point_contract_flag": "fast",
             **_thin_options(),
         }
-        try:
-            with _plain_attention(lm.model):
-                exported = _trace(traced, call.tensors, call.stores)
-            constants = {
-                **dict(traced.named_parameters(remove_duplicate=False)),
-                **dict(traced.named_buffers(remove_duplicate=False)),
-                **exported.constants,
-            }
-            path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
-            self._module = _load(exported, options, path, f"{call.step.__name__.strip('_')} of {lm.name}")
-        except Exception as error:  # what tracing arbitrary models and calling compilers may raise has no common type
-            reason = " ".join(str(error).split())[:300]
-            raise CompileError(f"{lm.name} cannot be compiled here: {type(error).__name__}: {reason}") from error
+        with _plain_attention(lm.model):
+            exported = _trace(traced, call.tensors, call.stores)
+        constants = {
+            **dict(traced.named_parameters(remove_duplicate=False)),
+            **dict(traced.named_buffers(remove_duplicate=False)),
+            **exported.constants,
+        }
+        path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
+        self._module = _load(exported, options, path, f"{call.step.__name__.strip('_')} of {lm.name}")
         # The program points to these tensors; they must live as long as it does.
         self._constants = {name: constants[name].detach() for name in self._module.get_constant_fqns()}
         self._module.load_constants(self._constants, check_full_update=True, user_managed=True)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from outrider.cache import LayerShape, SlotCache
+from outrider.errors import CompileError
 from outrider.rounding import eager_length, power_of_two, prepared_length
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -53,7 +54,11 @@ class Execution(Protocol):
         ...
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """``step(lm, *static, *arguments)``. The results stand until the next run."""
+        """``step(lm, *static, *arguments)``. The results stand until the next run.
+
+        Raises:
+            CompileError: the model or this machine does not allow it to be prepared.
+        """
         ...
 
 
@@ -145,7 +150,12 @@ class Prepared(ABC):
         key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._prepare(call)
+            try:
+                program = self._programs[key] = self._prepare(call)
+            except Exception as error:  # what arbitrary models, compilers and drivers may raise has no common type
+                reason = " ".join(str(error).split())[:300]
+                message = f"{lm.name} cannot be {self.name} here: {type(error).__name__}: {reason}"
+                raise CompileError(message) from error
         return program.run(call.tensors, call.stores)
 
     @abstractmethod

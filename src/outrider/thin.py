@@ -75,9 +75,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
             row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., I, 1]
             for start, end in parts:
                 part = call(_aten.slice.Tensor, matrix, -1, start, end)
-                total = call(
-                    _aten.sum.dim_IntList, call(_aten.mul.Tensor, part, row), [-2], True
-                )  # [..., 1, O / parts]
+                # [..., 1, O / parts]
+                total = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, part, row), [-2], True)
                 if bias is not None:
                     total = call(_aten.add.Tensor, total, call(_aten.slice.Tensor, bias, 0, start, end))
                 sums.append(total)
