@@ -27,6 +27,8 @@ ORDER = """
     bench.report
     bench.run
     bench.prompts
+    lab.alpha
+    lab.forced
     evals.multiplication
     __init__
     api

@@ -44,6 +44,22 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], lev
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), level)
 
 
+def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
+    """sum(numerators) / sum(denominators) over groups that are independent of each other (prompts, say), with the t
+    interval of the ratio estimator by linearisation (Cochran, Sampling Techniques, 1977, section 6.4).
+
+    With sums and counts of the groups it is a mean over members that are alike within a group.
+    """
+    assert len(numerators) == len(denominators) > 0 and sum(denominators) > 0
+    a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
+    ratio = float(a.sum() / b.sum())
+    if len(a) == 1:
+        return Interval(ratio, None, None, level)
+    spread = math.sqrt(float(((a - ratio * b) ** 2).sum()) * len(a) / (len(a) - 1)) / float(b.sum())
+    half = float(stats.t.ppf((1 + level) / 2, len(a) - 1)) * spread
+    return Interval(ratio, ratio - half, ratio + half, level)
+
+
 def wald(successes: int, trials: int, level: float = 0.95) -> Interval:
     """Proportion with the normal interval, which is too narrow near 0 and 1; kept because others report it."""
     rate = successes / trials

@@ -1,0 +1,88 @@
+"""alpha: how far two models agree, from their logits alone.
+
+At one place of a text, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q stands under
+``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the places of a text is alpha. Nothing is
+generated: the text is there, and both models judge it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from outrider.errors import PromptError
+from outrider.flow import Sampling
+from outrider.intervals import Interval, ratio_of_sums
+from outrider.lab.forced import Text, force
+from outrider.lm import LM
+from outrider.probs import Settings, normalised
+
+
+@dataclass(frozen=True, slots=True)
+class Alpha:
+    """alpha of a pair under some sampling options, with an interval over the texts, and how many tokens were judged."""
+
+    sampling: Sampling
+    alpha: Interval
+    num_tokens: int
+
+
+def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """sum_v min(p(v), q(v)), in float64 where the device has it. [..., V], [..., V] -> [...]"""
+    return torch.minimum(normalised(target_probs), normalised(draft_probs)).sum(dim=-1)
+
+
+def measure_alpha(
+    target: LM,
+    draft: LM,
+    texts: Sequence[Text],
+    samplings: Sequence[Sampling],
+    *,
+    batch_size: int = 8,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Alpha]:
+    """alpha under each of the sampling options; every text is read once by each model.
+
+    Args:
+        texts: cut to what both models can take; one without a token to judge is left out.
+        on_done: told the number of texts just done, for a progress bar.
+
+    Raises:
+        PromptError: there is nothing to judge.
+    """
+    most = min(target.context_len, draft.context_len)
+    texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
+    if not texts:
+        raise PromptError("there is no text of two tokens or more, so that one could be judged after the other")
+    has_penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
+    settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
+    sums = torch.zeros(len(samplings), len(texts), dtype=torch.float64)
+    counts = torch.zeros(len(texts), dtype=torch.float64)
+    for begin in range(0, len(texts), batch_size):
+        batch = texts[begin : begin + batch_size]
+        pairs = zip(
+            force(target, batch, has_penalty=has_penalty), force(draft, batch, has_penalty=has_penalty), strict=True
+        )
+        for p, q in pairs:
+            rows = p.rows.cpu() + begin
+            counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
+            for i, setting in enumerate(settings):
+                agree = overlap(p.probs(setting), q.probs(setting).to(target.device))
+                sums[i].index_add_(0, rows, agree.to("cpu", torch.float64))
+        if on_done is not None:
+            on_done(len(batch))
+    return [
+        Alpha(sampling, ratio_of_sums(row.tolist(), counts.tolist()), int(counts.sum()))
+        for sampling, row in zip(samplings, sums, strict=True)
+    ]
+
+
+def sampling_grid(temperatures: Sequence[float], top_ps: Sequence[float]) -> Iterator[Sampling]:
+    """All pairs; at temperature 0, where top-p changes nothing, only one."""
+    for temperature, top_p in product(temperatures, top_ps):
+        if temperature > 0 or top_p == top_ps[0]:
+            yield Sampling(temperature=temperature, top_p=top_p)

@@ -1,0 +1,95 @@
+"""Teacher forcing: what a model would have given for each token of texts that are there already.
+
+One forward judges a whole text, where generating it takes one for each token. The logits are those of the loop up to
+rounding (docs/numerics.md). This module does not know where the texts come from, nor how many models are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.lm import LM
+from outrider.probs import Settings, mark_seen, to_probs
+
+_CHUNK = 128  # columns in one forward; bounds the memory of the logits, B x 128 x V
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of which the tokens from ``num_given`` (at least 1) on are judged."""
+
+    ids: Sequence[int]
+    num_given: int = 1
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.num_given <= len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """M tokens that stand in texts, with the logits of the model before each.
+
+    Attributes:
+        rows: index of each token's text. [M]
+        ids: the tokens. [M]
+        logits: [M, V]
+        seen: tokens that occur before it, for a repetition penalty. [M, V]
+    """
+
+    rows: Tensor
+    ids: Tensor
+    logits: Tensor
+    seen: Tensor | None
+
+    def probs(self, settings: Settings) -> Tensor:
+        """Probabilities under the sampling options of one row. [M, V]"""
+        seen = None if self.seen is None or settings.repetition_penalty is None else self.seen[None]
+        return to_probs(self.logits[None], settings, seen)[0]
+
+
+@torch.inference_mode()
+def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterator[Forced]:
+    """Judge texts, a chunk of columns at a time; chunks in which nothing is to be judged are left out.
+
+    In a chunk the tokens come text by text, in order; so do the chunks. For the same texts two models give the same
+    tokens in the same chunks.
+
+    Args:
+        texts: each of at most the model's context.
+        has_penalty: whether ``seen`` will be needed.
+    """
+    device = lm.device
+    length = max(len(text.ids) for text in texts)
+    assert length <= lm.context_len
+    ids = torch.zeros(len(texts), length + 1, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = torch.as_tensor(text.ids)
+    ids = ids.to(device)
+    ends = torch.tensor([len(text.ids) for text in texts], device=device)[:, None]
+    num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
+    cache = lm.new_cache(len(texts), length)
+    seen = torch.zeros(len(texts), lm.vocab_size, dtype=torch.bool, device=device) if has_penalty else None
+    for begin in range(0, length - 1, _CHUNK):
+        columns = torch.arange(begin, min(begin + _CHUNK, length - 1), device=device).expand(len(texts), -1)
+        fed, following = ids.gather(1, columns), ids.gather(1, columns + 1)
+        is_judged = (columns + 1 >= num_given) & (columns + 1 < ends)  # [B, T]
+        has_any = bool(is_judged.any())
+        view_len = lm.view_len(min(begin + _CHUNK, length), cache)
+        positions = torch.where(columns < ends, columns, -1)
+        logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1)
+        seen_steps = None
+        if seen is not None:
+            seen_steps = mark_seen(seen, fed)[:, 1:]  # [B, T, V]
+            seen = seen_steps[:, -1]
+        if has_any:
+            rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_judged)
+            yield Forced(
+                rows=rows[is_judged],
+                ids=following[is_judged],
+                logits=logits[is_judged],
+                seen=None if seen_steps is None else seen_steps[is_judged],
+            )
