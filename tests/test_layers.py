@@ -16,6 +16,7 @@ ORDER = """
     __main__
     cli.app
     cli.compare
+    cli.distill
     cli.evaluate
     cli.generate
     cli.latency
@@ -27,6 +28,10 @@ ORDER = """
     bench.report
     bench.run
     bench.prompts
+    distill.train
+    distill.data
+    distill.student
+    distill.losses
     lab.alpha
     lab.forced
     evals.multiplication

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from outrider.cli import compare, evaluate, generate, latency, models, plan
+from outrider.cli import compare, distill, evaluate, generate, latency, models, plan
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("compare")(compare.compare)
 app.command("latency")(latency.latency)
 app.add_typer(evaluate.app, name="eval")
 app.command("plan")(plan.plan)
+app.command("distill")(distill.distill)
 app.command("models")(models.models)
 
 

@@ -32,6 +32,20 @@ JsonOption = Annotated[
 ]
 
 
+def set_threads(threads: int | None) -> None:
+    """CPU threads; None leaves torch's own choice.
+
+    Raises:
+        OptionError
+    """
+    if threads is not None:
+        if threads < 1:
+            raise OptionError("--threads", threads, "a whole number >= 1")
+        import torch
+
+        torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class PairOptions:
     """Target, drafts and machine."""
@@ -93,14 +107,9 @@ class PairOptions:
         Args:
             num_tokens: about how many are to be generated, by which it is decided whether compiling pays.
         """
-        import torch
-
         from outrider.api import load
 
-        if self.threads is not None:
-            if self.threads < 1:
-                raise OptionError("--threads", self.threads, "a whole number >= 1")
-            torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         decoder = load(
             self.target, device=self.device, dtype=self.dtype, acceptance=self.acceptance, models_file=self.models
         )

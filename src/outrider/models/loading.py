@@ -115,18 +115,24 @@ def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto
     return Checkpoint(spec.name, model, tokenizer)
 
 
+def stored_dtype(spec: ModelSpec) -> torch.dtype:
+    """The type of a checkpoint's weights as they are on disk, by its configuration; float32 where it does not tell."""
+    import transformers
+
+    with _loading(spec, "model"):
+        dtype: torch.dtype | None = transformers.AutoConfig.from_pretrained(spec.location).dtype
+    return dtype or torch.float32
+
+
 @contextlib.contextmanager
 def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     """Turn what goes wrong while loading into errors of ours; keep the progress bars of small models quiet."""
     from safetensors import SafetensorError
-    from transformers.utils import logging
 
     is_quiet = spec.path is not None and sum(f.stat().st_size for f in spec.path.glob("*.safetensors")) < 2**30
-    had_bars = logging.is_progress_bar_enabled()
-    if is_quiet:
-        logging.disable_progress_bar()
     try:
-        yield
+        with without_bars() if is_quiet else contextlib.nullcontext():
+            yield
     except OutriderError:
         raise
     except SafetensorError as error:
@@ -140,8 +146,19 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
             ) from None
         kind = type(error).__name__
         raise ModelCorrupt(f"the {what} of {spec.location} cannot be loaded ({kind}: {reason})") from None
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Transformers shows no progress bars."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
-        if is_quiet and had_bars:
+        if had_bars:
             logging.enable_progress_bar()
 
 

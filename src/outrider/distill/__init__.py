@@ -1,0 +1,1 @@
+"""Train a draft for a target."""

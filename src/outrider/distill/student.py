@@ -1,0 +1,117 @@
+"""A draft before it is trained: its shape, and the weights it begins with.
+
+A draft is of the target's own architecture, with fewer layers and a smaller width, so that whatever runs the target
+runs the draft too.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import OptionError
+
+_LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # of a weight's name, in most of Transformers
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Layers and widths of a draft.
+
+    Attributes:
+        intermediate_size: of the feed-forward block; None: in proportion to the width, as in the target.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_layers", self.num_layers), ("hidden_size", self.hidden_size)):
+            if value < 1:
+                raise OptionError(name, value, "a whole number >= 1")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise OptionError("intermediate_size", self.intermediate_size, "a whole number >= 1")
+
+
+def default_shape(target_config: Any) -> Shape:
+    """Shallow and wide: a sixteenth of the layers, at least one, at the target's width (see docs/design-space.md)."""
+    text = target_config.get_text_config(decoder=True)
+    return Shape(max(1, round(text.num_hidden_layers / 16)), text.hidden_size)
+
+
+def draft_config(target_config: Any, shape: Shape) -> Any:
+    """The configuration of a draft: the target's, with other numbers of layers and heads, and other widths.
+
+    Raises:
+        OptionError: the width is no multiple of the target's head size.
+    """
+    source = target_config.get_text_config(decoder=True)
+    config = copy.deepcopy(source)
+    num_heads, num_kv = source.num_attention_heads, getattr(source, "num_key_value_heads", None)
+    head_dim = getattr(source, "head_dim", None) or source.hidden_size // num_heads
+    if shape.hidden_size % head_dim:
+        raise OptionError("hidden_size", shape.hidden_size, f"a multiple of {head_dim}, the target's head size")
+    config.num_hidden_layers = shape.num_layers
+    config.hidden_size = shape.hidden_size
+    config.num_attention_heads = shape.hidden_size // head_dim
+    if num_kv is not None:
+        # As many queries to a key as in the target, where that divides; else a key for each.
+        per_key = num_heads // num_kv
+        is_whole = config.num_attention_heads % per_key == 0
+        config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
+    if getattr(source, "intermediate_size", None) is not None:
+        in_proportion = max(16, round(source.intermediate_size * shape.hidden_size / source.hidden_size / 16) * 16)
+        config.intermediate_size = shape.intermediate_size or in_proportion
+    if getattr(source, "layer_types", None):
+        config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, shape.num_layers)]
+    return config
+
+
+def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """Which layers of the target a draft begins with: evenly spread, the first and the last among them."""
+    if num_layers == 1:
+        return [0]
+    return [round(i * (num_target_layers - 1) / (num_layers - 1)) for i in range(num_layers)]
+
+
+def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
+    """A draft with random weights, in float32."""
+    import transformers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(draft_config(target_config, shape), dtype=torch.float32)
+    return model
+
+
+@torch.no_grad()
+def copy_slices(target: Any, draft: Any) -> None:
+    """Begin with what the target knows: of some of its layers, the leading part of every weight.
+
+    The leading features and heads of the one become the features and heads of the other. That is not a good model, but
+    a better beginning than random numbers (its embeddings are related to each other as the target's are).
+    """
+    source = target.state_dict()
+    num_target = target.config.get_text_config(decoder=True).num_hidden_layers
+    layers = kept_layers(num_target, draft.config.num_hidden_layers)
+    for name, weight in draft.state_dict().items():
+        from_target = source.get(_source_name(name, layers))
+        if from_target is not None and _fits(from_target.shape, weight.shape):
+            part: Tensor = from_target[tuple(slice(size) for size in weight.shape)]
+            weight.copy_(part)
+
+
+def _source_name(name: str, layers: Sequence[int]) -> str:
+    match = _LAYER.match(name)
+    return name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}"
+
+
+def _fits(source: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(source) == len(wanted) and all(a >= b for a, b in zip(source, wanted, strict=True))

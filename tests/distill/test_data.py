@@ -1,0 +1,88 @@
+"""Training sequences: a function of the seed and the index, from two sources."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.api import Decoder
+from outrider.distill.data import Mixture, split, text_tokens, write_sequences
+from outrider.errors import FileError, OptionError
+from pairs import embedded, embedded_tokenizer
+
+TEXT = torch.arange(1000)
+WRITTEN = 5000 + torch.arange(60).reshape(6, 10)
+
+
+def test_a_sequence_depends_on_seed_and_index_alone() -> None:
+    one, same, other = (Mixture(TEXT, WRITTEN, 10, 0.5, seed) for seed in (1, 1, 2))
+    firsts = [[mixture[i]["input_ids"].tolist() for i in range(50)] for mixture in (one, same, other)]
+    assert firsts[0] == firsts[1] != firsts[2]
+    assert one[7]["input_ids"].tolist() == firsts[0][7]
+    assert torch.equal(one[3]["labels"], one[3]["input_ids"])
+
+
+def test_the_mixture_is_mixed() -> None:
+    """2,000 sequences, a quarter written: 500 +- 5 standard deviations of 19 (p = 6e-7)."""
+    mixture = Mixture(TEXT, WRITTEN, 10, 0.25, 0)
+    rows = torch.stack([mixture[i]["input_ids"] for i in range(2000)])
+    is_written = rows[:, 0] >= 5000
+    assert abs(int(is_written.sum()) - 500) <= 97
+    assert bool((rows.diff(dim=1) == 1).all())  # pieces of either source, not of both
+    assert {int(row[0]) for row in rows[is_written]} == {int(row[0]) for row in WRITTEN}
+    assert int(rows[~is_written].max()) > 900 and int(rows[~is_written].min()) < 100
+
+
+def test_one_source_alone() -> None:
+    assert int(Mixture(None, WRITTEN, 10, 0.0, 0)[0]["input_ids"][0]) >= 5000
+    assert int(Mixture(TEXT, None, 10, 1.0, 0)[0]["input_ids"][-1]) < 1000
+    with pytest.raises(OptionError, match="only 5 tokens"):
+        Mixture(TEXT[:5], None, 10, 0.0, 0)
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    text, written, held = split(TEXT, WRITTEN, 10)
+    assert text is TEXT and written is not None and len(written) == 5 and torch.equal(held, WRITTEN[5:])
+    text, written, held = split(TEXT, None, 10)
+    assert text is not None and torch.equal(torch.cat((text, held.flatten())), TEXT) and held.shape == (5, 10)
+    with pytest.raises(OptionError, match="only 15 tokens"):
+        split(TEXT[:15], None, 10)
+
+
+def test_text_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("The king\nand the fox\n" * 1500)
+    tokenizer = embedded_tokenizer()
+    assert tokenizer.decode(text_tokens(tokenizer, path).tolist()) == path.read_text()
+    path.write_text(" \n")
+    with pytest.raises(FileError, match="no text"):
+        text_tokens(tokenizer, path)
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return embedded().plain()
+
+
+def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = torch.tensor(decoder.tokenizer("Once upon a time there was a king who had a horse. " * 4).input_ids)
+
+    def write(num: int) -> torch.Tensor:
+        return write_sequences(decoder, text, tmp_path, num_sequences=num, length=24, seed=3)
+
+    monkeypatch.setattr("outrider.distill.data._WRITTEN_AT_ONCE", 2)
+    rows = write(4)
+    assert rows.shape == (4, 24)
+    beginnings = {tuple(part.tolist()) for part in text.unfold(0, 12, 1)}
+    assert all(tuple(row[:12].tolist()) in beginnings for row in rows)
+    first, second = sorted(tmp_path.iterdir())
+    before = first.stat().st_mtime_ns
+    second.write_bytes(second.read_bytes()[:-9])  # as if it had been cut off
+    assert torch.equal(write(4), rows)
+    assert first.stat().st_mtime_ns == before
+    assert torch.equal(write(3)[:2], rows[:2])
+
+
+def test_without_a_text_the_sentences_are_gone_on_from(decoder: Decoder, tmp_path: Path) -> None:
+    rows = write_sequences(decoder, None, tmp_path, num_sequences=2, length=30, seed=0)
+    assert decoder.tokenizer.decode(rows[0].tolist()).startswith("Once upon a time there lived")

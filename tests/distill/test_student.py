@@ -1,0 +1,96 @@
+"""The shape of a draft, and the weights it begins with."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+
+from outrider.distill.student import Shape, copy_slices, default_shape, draft_config, kept_layers, new_draft
+from outrider.errors import OptionError
+from toys import random_model, tiny_llama
+
+
+def test_layers_are_spread() -> None:
+    assert [kept_layers(6, n) for n in (1, 2, 3, 6)] == [[0], [0, 5], [0, 2, 5], [0, 1, 2, 3, 4, 5]]
+    assert kept_layers(2, 4) == [0, 0, 1, 1]  # more than there are: some twice
+
+
+def test_config_follows_the_target() -> None:
+    target = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=99,
+    )
+    config = draft_config(target, Shape(2, 256))
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 256, 512)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 1, 99)
+    assert draft_config(target, Shape(2, 192)).num_key_value_heads == 3  # four queries to a key do not divide three
+    assert draft_config(target, Shape(1, 256, 80)).intermediate_size == 80
+    assert target.num_hidden_layers == 24
+    assert default_shape(target) == Shape(2, 512)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((0, 64), "num_layers = 0"), ((1, 0), "hidden_size = 0"), ((1, 64, 0), "intermediate_size = 0")],
+)
+def test_impossible_shapes(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Shape(*shape)
+
+
+def test_width_is_a_multiple_of_the_heads() -> None:
+    with pytest.raises(OptionError, match="a multiple of 8"):
+        draft_config(tiny_llama().config, Shape(1, 20))
+
+
+def test_a_draft_of_the_targets_shape_begins_as_the_target() -> None:
+    target = tiny_llama(num_layers=3)
+    draft = new_draft(target.config, Shape(3, 32), seed=0).double()
+    copy_slices(target, draft)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(draft(ids).logits, target(ids).logits, check_dtype=False)
+
+
+def test_slices() -> None:
+    target = tiny_llama(num_layers=4)
+    draft = new_draft(target.config, Shape(2, 16), seed=0)
+    copy_slices(target, draft)
+    ours, theirs = draft.state_dict(), target.state_dict()
+    for name, other in (("0", "0"), ("1", "3")):
+        weight, from_target = (f"model.layers.{i}.self_attn.q_proj.weight" for i in (name, other))
+        torch.testing.assert_close(ours[weight], theirs[from_target][:16, :16].float())
+    assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"][:, :16].float())
+
+
+def test_random_weights_follow_the_seed() -> None:
+    state = torch.random.get_rng_state()
+    a, b, c = (new_draft(tiny_llama().config, Shape(1, 16), seed=seed).lm_head.weight for seed in (0, 0, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_other_architectures() -> None:
+    """Layers of several kinds, and a configuration with other names for the same things."""
+    qwen = Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        sliding_window=8,
+        use_sliding_window=True,
+    )
+    target = random_model(Qwen3ForCausalLM, qwen, 0)
+    draft = new_draft(qwen, Shape(2, 32), seed=0)
+    copy_slices(target, draft)
+    assert draft.config.layer_types == ["full_attention", "sliding_attention"]
+    gpt2 = random_model(GPT2LMHeadModel, GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64), 0)
+    draft = new_draft(gpt2.config, Shape(1, 16), seed=0)
+    copy_slices(gpt2, draft)
+    assert draft(torch.arange(9)[None]).logits.shape == (1, 9, 50)

@@ -1,0 +1,133 @@
+"""Training: the draft comes nearer, a killed run goes on as if nothing had been, and the best is what is kept."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.distill import train
+from outrider.distill.data import Mixture
+from outrider.distill.student import Shape, new_draft
+from outrider.distill.train import Budget, Check, Recipe, check_same_run, distil
+from outrider.errors import FileError, OptionError
+from outrider.flow import Sampling
+from outrider.lab.alpha import measure_alpha
+from outrider.lab.forced import Text
+from outrider.models.loading import Checkpoint, build_lm
+from pairs import random_llama, word_tokenizer
+
+WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
+HELD_OUT = torch.randint(97, (6, 24), generator=torch.Generator().manual_seed(1))
+TARGET = random_llama().float()
+
+
+def run(output: Path, *, budget: Budget, on_step: Callable[[float], None] | None = None, **more: Any) -> list[Check]:
+    draft = new_draft(TARGET.config, Shape(1, 16), seed=0)
+    return distil(
+        build_lm(Checkpoint("target", TARGET, None), 97),
+        draft,
+        word_tokenizer(),
+        output,
+        Mixture(None, WRITTEN, 24, 1.0, 0),
+        HELD_OUT,
+        Recipe(**{"batch_size": 4, "learning_rate": 1e-2, "save_s": 0.0} | more),
+        budget,
+        save_dtype=torch.float32,
+        on_step=on_step,
+    )
+
+
+def alpha_of(folder: Path) -> float:
+    lms = [build_lm(Checkpoint("m", m, None), 97) for m in (TARGET, AutoModelForCausalLM.from_pretrained(folder))]
+    return measure_alpha(*lms, [Text(ids) for ids in HELD_OUT.tolist()], [Sampling()])[0].alpha.value
+
+
+@pytest.mark.parametrize("loss", ["kl", "reverse-kl", "jsd", "tv"])
+def test_the_draft_comes_nearer(tmp_path: Path, loss: str) -> None:
+    checks = run(tmp_path, budget=Budget(num_steps=60), loss=loss)
+    assert len(checks) == 21 and [check.step for check in checks[:3]] == [0, 3, 6]
+    best = max(check.alpha.value for check in checks)
+    assert best > checks[0].alpha.value + 0.05
+    assert checks[0].loss is None and checks[1].loss is not None and checks[-1].tokens_per_s > 0
+    assert alpha_of(tmp_path) == pytest.approx(best, abs=1e-5)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """Bit for bit as if it had not been killed, twice; a checkpoint that was being written is passed over."""
+    whole = run(tmp_path / "whole", budget=Budget(num_steps=20))
+
+    def killer(at: float) -> Callable[[float], None]:
+        def on_step(spent: float) -> None:
+            if spent >= at:
+                raise Killed
+
+        return on_step
+
+    for at in (0.4, 0.75):
+        with pytest.raises(Killed):
+            run(tmp_path / "cut", budget=Budget(num_steps=20), on_step=killer(at))
+    newest = max((tmp_path / "cut" / "training").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    assert newest.name == "checkpoint-14"
+    (newest / "outrider.json").unlink()
+    resumed = run(tmp_path / "cut", budget=Budget(num_steps=20))
+    assert [(c.step, c.loss, c.alpha) for c in resumed][:8] == [(c.step, c.loss, c.alpha) for c in whole][:8]
+    assert [(c.step, c.alpha) for c in resumed] == [(c.step, c.alpha) for c in whole]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut")]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert run(tmp_path / "cut", budget=Budget(num_steps=20)) == resumed  # there is nothing left to do
+
+
+def test_it_ends_by_the_clock(tmp_path: Path) -> None:
+    spent: list[float] = []
+    checks = run(tmp_path, budget=Budget(seconds=2.0), on_step=spent.append, patience=20)
+    assert spent == sorted(spent) and spent[-1] == 1.0 and spent[-2] < 1.0
+    assert 2.0 <= checks[-1].seconds < 4.0
+
+
+def test_it_ends_early_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that throws the weights about: alpha gets worse, and the weights of the beginning stay."""
+    monkeypatch.setattr(train, "_rate", lambda spent: 1.0)
+    checks = run(tmp_path, budget=Budget(num_steps=100), learning_rate=30.0, patience=3)
+    best = max(range(len(checks)), key=lambda i: checks[i].alpha.value)
+    assert len(checks) == best + 4 < 21
+    assert alpha_of(tmp_path) == pytest.approx(checks[best].alpha.value, abs=1e-5)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [train._rate(spent) for spent in (0.0, 0.01, 0.02, 0.3, 0.4, 0.7, 1.0)]
+    assert rates == pytest.approx([0.05, 0.55, 1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_another_run_is_left_alone(tmp_path: Path) -> None:
+    check_same_run(tmp_path, {"loss": "kl", "seed": 1})
+    check_same_run(tmp_path, {"loss": "kl", "seed": 1})
+    with pytest.raises(FileError, match=r"its loss, seed differ"):
+        check_same_run(tmp_path, {"loss": "tv", "seed": 2})
+    random_llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(FileError, match="holds a model already"):
+        check_same_run(tmp_path / "model", {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Budget(),
+        lambda: Budget(3, 3.0),
+        lambda: Budget(num_steps=0),
+        lambda: Budget(seconds=-1.0),
+        lambda: Recipe(loss="mse"),
+        lambda: Recipe(batch_size=0),
+        lambda: Recipe(learning_rate=0.0),
+        lambda: Recipe(patience=0),
+    ],
+)
+def test_bad_options(make: Callable[[], object]) -> None:
+    with pytest.raises(OptionError):
+        make()
