@@ -15,6 +15,7 @@ SRC = Path(__file__).parent.parent / "src" / "outrider"
 ORDER = """
     __main__
     cli.app
+    cli.alpha
     cli.compare
     cli.distill
     cli.evaluate
@@ -22,16 +23,20 @@ ORDER = """
     cli.latency
     cli.models
     cli.plan
+    cli.whatif
+    cli.shapes
     cli.jsonl
     cli.output
     cli.options
     bench.report
     bench.run
-    bench.prompts
+    distill.shapes
     distill.train
     distill.data
     distill.student
     distill.losses
+    bench.prompts
+    lab.plan
     lab.alpha
     lab.forced
     evals.multiplication

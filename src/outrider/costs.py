@@ -1,7 +1,7 @@
-"""What a round costs on this machine, for each number of drafted tokens: measured once, and kept.
+"""What a round costs on this machine, for each number of drafted tokens.
 
-They are kept on disk so that an adaptive K rests on the same numbers in the next run, and the same seed gives the same
-text again. This module does not know what is done with them.
+``round_costs`` measures once, and keeps what it finds on disk, so that an adaptive K rests on the same numbers in the
+next run. This module does not know what is done with them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ from outrider.batch import Batch
 from outrider.decode import decode
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.files import cache_folder, keep_in_cache
-from outrider.flow import Draft, Request, Sampling
+from outrider.flow import Draft, Request, Sampling, Timing
 from outrider.lm import LM
 from outrider.verify import Rule
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # in each pass
+_SHORT = 16  # tokens to begin with, where nothing else is asked for
 
 
 def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
@@ -54,28 +57,73 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
 
 
 def _measure(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
-    if not isinstance(drafter, ModelDrafter):
-        drafter = _Repeater()  # on random text a look-up finds nothing, and would seem to cost nothing
+    arms = [CostArm(target, drafter, k) for k in target.execution.favoured_k]
+    length = min(_SHORT, target.context_len // 2)
+    rounds = time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=num_tokens)
+    return {
+        arm.k: statistics.median(timing.decode_s for timing in timings)
+        for arm, timings in zip(arms, rounds, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CostArm:
+    """What rounds are timed of: a drafter, and so many tokens drafted with it. K = 0 is plain decoding."""
+
+    target: LM
+    drafter: Drafter
+    k: int
+
+
+def time_rounds(
+    arms: Sequence[CostArm],
+    rule: Rule,
+    *,
+    num_rows: int,
+    length: int,
+    num_tokens: int = 0,
+    num_passes: int = 0,
+    sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+    on_pass: Callable[[], None] = lambda: None,
+) -> list[list[Timing]]:
+    """The times of rounds of each arm, on random text, arms in turn.
+
+    Args:
+        length: tokens of each row to begin with.
+        num_tokens: of the longest row in the end, at least. A cache of that size is taken, so that what is compiled for
+            measuring serves the run as well.
+        num_passes: over all arms; 0: as many as take about a second, but no more than five.
+        sampling: options that the rounds run under.
+        on_pass: called after each pass, and after the one that warms up.
+
+    Returns:
+        For each arm its rounds; a first round holds the prefill too.
+    """
     generator = torch.Generator().manual_seed(0)
-    length = min(16, target.context_len // 2)
-    most_new = max(num_tokens - length, _NUM_ROUNDS * (max(target.execution.favoured_k) + 1))
-    prompts = torch.randint(target.vocab_size, (num_rows, length), generator=generator).tolist()
-    requests = [Request(prompt, Sampling(seed=i, max_new_tokens=most_new)) for i, prompt in enumerate(prompts)]
-    seconds: dict[int, list[float]] = {k: [] for k in target.execution.favoured_k}
+    taken: list[list[Timing]] = [[] for _ in arms]
 
-    def rounds_s(k: int) -> list[float]:
-        rounds = islice(decode(target, drafter, requests, rule, num_draft_tokens=k), _NUM_ROUNDS)
-        return [round_.timing.decode_s for round_ in rounds]
+    def rounds(arm: CostArm) -> list[Timing]:
+        most_new = max(num_tokens - length, _NUM_ROUNDS * (max(arm.k for arm in arms) + 1))
+        prompts = torch.randint(arm.target.vocab_size, (num_rows, length), generator=generator).tolist()
+        rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
+        requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
+        # On random text a look-up finds nothing, and would seem to cost nothing.
+        is_lookup = isinstance(arm.drafter, NgramDrafter)
+        drafter = _Repeater() if is_lookup else arm.drafter
+        loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
+        return [round_.timing for round_ in islice(loop, _NUM_ROUNDS)]
 
-    for k in seconds:
-        rounds_s(k)  # whatever happens only once
+    for arm in arms:
+        rounds(arm)  # whatever happens only once
+    on_pass()
     begin = time.perf_counter()
-    for _ in range(_MOST_PASSES):
-        for k, taken in seconds.items():
-            taken += rounds_s(k)
-        if time.perf_counter() - begin > _PASSES_S:
+    for _ in range(num_passes or _MOST_PASSES):
+        for arm, timings in zip(arms, taken, strict=True):
+            timings += rounds(arm)
+        on_pass()
+        if not num_passes and time.perf_counter() - begin > _PASSES_S:
             break
-    return {k: statistics.median(taken) for k, taken in seconds.items()}
+    return taken
 
 
 class _Repeater:

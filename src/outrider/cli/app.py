@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from outrider.cli import compare, distill, evaluate, generate, latency, models, plan
+from outrider.cli import alpha, compare, distill, evaluate, generate, latency, models, plan, shapes
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -20,8 +20,10 @@ app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.command("latency")(latency.latency)
 app.add_typer(evaluate.app, name="eval")
+app.command("alpha")(alpha.alpha)
 app.command("plan")(plan.plan)
 app.command("distill")(distill.distill)
+app.command("shapes")(shapes.shapes)
 app.command("models")(models.models)
 
 

@@ -122,7 +122,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The options of a command, as they are written into its document and read back from it."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
-    if sampling["logit_bias"] is not None:
+    if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={bias:g}" for token_id, bias in sampling["logit_bias"].items()]
     back: dict[str, Any] = json.loads(json_text(options))
     return back

@@ -1,106 +1,367 @@
-"""``outrider plan``: is a draft worth it, and with which K?"""
+"""``outrider plan``: which draft, which K, or none?"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import asdict
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import JsonOption, NumDraftTokensListOption, parse_k
-from outrider.cli.output import check_json_target, console_for, write_json
+from outrider.cli.jsonl import read_prompts
+from outrider.cli.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
+from outrider.cli.output import check_json_target, console_for, gather, options_json, progress_bar, write_json
+from outrider.cli.whatif import what_if as predict_from
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
-    from outrider.speedup import Prediction
+    from rich.console import Console
 
-_KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_ops >= 0"}
+    from outrider.api import Decoder
+    from outrider.bench.report import ArmSummary
+    from outrider.drafters.base import Drafter
+    from outrider.lab.counts import RoundCounts
+    from outrider.lab.log import Header, Record
+    from outrider.lab.plan import Choice, Costs
+
+_EAGER_K, _WHAT_IF_K = "1-16", "1-12"
+_MEASURED_K = (1, 2, 4, 8)
+_NUM_ROWS_SHOWN = 10
+_MOST_PROBS = 4096  # of p that is kept where a rule needs all of it
 
 
+@flat
 def plan(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: Annotated[
+        str | None,
+        typer.Option("-k", "--num-draft-tokens", help="K to choose among, like 1-8. Default: 1-16; compiled, a few."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts that the target goes on from. Default: 15 sentences.")
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="What the target has said already (outrider record --probs N), and its sampling options."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
+    batch_size: Annotated[str, typer.Option(help="Rows at once, one or several: 1,4.")] = "1",
+    context: Annotated[str, typer.Option(help="Tokens in a row when rounds are timed, one or several: 64,512.")] = "64",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Then run the pairs at K = 1, 2, 4, 8, to hold the prediction against.")
+    ] = False,
+    seed: SeedOption = 0,
     what_if: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="What is known, like alpha=0.8,c=0.05: alpha, the probability that a drafted token stands; c, the "
-            "time of a draft step over that of a plain step; v, the same of a verify (default: 1); c_ops, the "
-            "operations of a draft step over those of a plain step (default: c)."
+            help="Measure nothing; take these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
+            "token stands; c, the time of a draft step over that of a plain step; v, the same of a verify (default: "
+            "1); c_ops, the operations of a draft step over those of a plain step (default: c)."
         ),
-    ],
-    num_draft_tokens: NumDraftTokensListOption = "1-12",
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Predict the speed-up of each K from numbers alone. The answer may be: no draft."""
-    known = _parse(what_if)
-    ks = [k for k in parse_k(num_draft_tokens) if isinstance(k, int)]
+    """Predict the speed-up of every draft and K from measured costs and acceptance. The answer may be: no draft."""
+    default_k = _EAGER_K if what_if is None else _WHAT_IF_K
+    ks = [k for k in parse_k(num_draft_tokens or default_k) if isinstance(k, int)]
     if not ks:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "numbers, like 1-8 or 1,2,4")
+    sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
+    options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     check_json_target(json_target)
 
-    from outrider.bench.report import check_plot_file, new_table, plot_prediction
-    from outrider.speedup import predict
+    from outrider.bench.report import check_plot_file
 
     if plot is not None:
         check_plot_file(plot)
-    predictions = predict(ks, **known)
-    best = _best(predictions)
-    limits = {
-        "free": _best(predict(ks, **(known | {"c": 0.0}))),
-        "agreeing": _best(predict(ks, **(known | {"alpha": 1.0}))),
-    }
+    if what_if is not None:
+        predict_from(what_if, ks, plot, json_target)
+        return
+    names = [name for name in pair.draft_names if name != "none"]
+    if not names:
+        raise OptionError("--draft", "none", "name the drafts to choose among; 'none' is always one of the answers")
+    if log is not None and prompts is not None:
+        raise OptionError("--log", str(log), "it goes without --prompts, since it holds what was said")
+
+    from outrider.lab.plan import NUM_STEPS, Setting, choices, measure_costs
+    from outrider.verify import RULES
+
+    texts = _texts(prompts)
+    decoder = pair.load()
+    if num_draft_tokens is None and decoder.target.execution.name != "eager":
+        ks = [k for k in decoder.target.execution.favoured_k if k > 0]
+    for tokens in contexts:
+        if tokens + 4 * (max(ks) + 1) >= decoder.target.context_len:
+            raise OptionError("--context", tokens, f"{decoder.target.name} can take {decoder.target.context_len}")
+    drafters = {name: pair.load_draft(decoder, name) for name in names}
+    records, header = _said(decoder, pair, texts, options) if log is None else _read(log, decoder)
+    if log is not None:
+        options |= {field: getattr(header.sampling, field) for field in ("temperature", "top_k", "top_p", "min_p")}
+        options |= {field: getattr(header.sampling, field) for field in ("repetition_penalty", "logit_bias")}
+    counts = _counts(drafters, records, header, pair.acceptance, ks)
+    settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
+    results: list[tuple[Costs, list[Choice]]] = []
+    rule = RULES[pair.acceptance]
+    with progress_bar("timing rounds", len(settings) * NUM_STEPS) as advance:
+        for setting in settings:
+            costs = measure_costs(decoder.target, drafters, ks, rule, header.sampling, setting, lambda: advance(1))
+            results.append((costs, choices(costs, counts)))
+
     console = console_for(json_target)
-    title = f"alpha = {known['alpha']:g}, c = {known['c']:g}, v = {known['v']:g}"
-    table = new_table(title, "K", "tau", "speed-up", "operations")
-    for one in predictions:
-        table.add_row(str(one.k), f"{one.tau:.2f}", f"{one.speed_up:.2f}", f"{one.operations:.2f}")
-    console.print(table)
-    if best is None:
-        console.print("Best: none. No K is faster than plain decoding: outrider generate --draft none")
-    else:
-        gain = f"{best.speed_up:.2f} times as fast as plain decoding"
-        console.print(f"Best: K = {best.k}, {gain}: outrider generate -k {best.k}")
-    free, agreeing = (f"{limit.speed_up:.2f} (K = {limit.k})" if limit else "none either" for limit in limits.values())
-    console.print(f"If the draft took no time: {free}; if it agreed always: {agreeing}.")
-    console.print("tau: tokens per round; the ratios are to plain decoding; v is the same for every K", style="dim")
+    for costs, found in results:
+        _show(console, decoder, pair, options, costs, found)
+    measured: list[ArmSummary] = []
+    is_interrupted = False
+    if measure:
+        measured, is_interrupted = _measure(decoder, drafters, ks, texts, options, seed)
+        _compare(console, results[0][1], measured)
     if plot is not None:
-        plot_prediction([(one.k, one.speed_up) for one in predictions], plot, title)
+        _plot(plot, decoder.target.name, results, measured)
         console.print(f"Plot: {plot}")
     body: dict[str, Any] = {
-        "predictions": [asdict(one) for one in predictions],
-        "best": best and asdict(best),
-        "limits": {name: limit and asdict(limit) for name, limit in limits.items()},
+        "settings": [_setting_json(costs, found) for costs, found in results],
+        "measured": [summary.to_json() for summary in measured],
+        "is_interrupted": is_interrupted,
     }
-    write_json(json_target, "plan", {"what_if": known, "num_draft_tokens": ks}, body)
+    more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
+    write_json(json_target, "plan", options_json(pair, options, **more), body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
 
 
-def _best(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest, among equals that of the least K; None where plain decoding is as fast."""
-    best = max(predictions, key=lambda one: (one.speed_up, -one.k))
-    return best if best.speed_up > 1 else None
-
-
-def _parse(text: str) -> dict[str, float]:
-    """``alpha=0.8,c=0.05``
+def _wholes(name: str, text: str) -> list[int]:
+    """ "1,4": whole numbers, each once.
 
     Raises:
         OptionError
     """
-    known: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if name not in _KNOWN or name in known or not math.isfinite(number):
-            raise OptionError("--what-if", text, f"numbers for {', '.join(_KNOWN)}, each once, like alpha=0.8,c=0.05")
-        is_right = number > 0 if name == "v" else 0 <= number <= (1 if name == "alpha" else math.inf)
-        if not is_right:
-            raise OptionError("--what-if", text, _KNOWN[name])
-        known[name] = number
-    if missing := {"alpha", "c"} - known.keys():
-        raise OptionError("--what-if", text, f"{' and '.join(sorted(missing))} must be known")
-    return {"v": 1.0, "c_ops": known["c"], **known}
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise OptionError(name, text, "whole numbers >= 1 with commas between them, like 1,4")
+    return numbers
+
+
+def _texts(prompts: Path | None) -> list[str]:
+    from outrider.bench.prompts import PROMPTS
+
+    return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
+
+
+def _said(
+    decoder: Decoder, pair: PairOptions, texts: Sequence[str], options: dict[str, Any]
+) -> tuple[list[Record], Header]:
+    """What the target says to the prompts, as a log has it."""
+    from outrider.flow import Sampling
+    from outrider.lab.log import Header
+    from outrider.lab.record import record_batch
+    from outrider.tokens import fingerprint
+
+    # One number for each token is enough where a rule looks at p and q of that token alone.
+    num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if pair.acceptance == "gumbel" else 1
+    seed = options["seed"]
+    without_seed = {name: value for name, value in options.items() if name != "seed"}
+    records: list[Record] = []
+    with progress_bar("what the target says", len(texts)) as advance:
+        numbered = enumerate(texts)
+        while batch := list(islice(numbered, 8)):
+            labels = [(index, text, None, seed + index) for index, text in batch]
+            prompts = [text for _, text in batch]
+            made, is_interrupted = record_batch(
+                decoder, prompts, labels, without_seed, num_probs=num_probs, on_done=advance
+            )
+            if is_interrupted:
+                raise typer.Exit(130)
+            records += made
+    header = Header(
+        target=decoder.target.name,
+        sampling=Sampling(**without_seed),
+        num_probs=num_probs,
+        vocab_size=decoder.target.vocab_size,
+        context_len=decoder.target.context_len,
+        eos_ids=tuple(sorted(decoder.eos_ids)),
+        tokenizer=fingerprint(decoder.tokenizer),
+    )
+    return records, header
+
+
+def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
+    from outrider.lab.log import Log
+
+    log = Log.open(path)
+    if log.header.target != decoder.target.name:
+        raise OptionError("--log", str(path), f"it is of {log.header.target}, not of {decoder.target.name}")
+    return list(log), log.header
+
+
+def _counts(
+    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
+) -> dict[tuple[str, int], Sequence[RoundCounts]]:
+    """The rounds to expect of each draft and K. (Where a log does not know all of p: the most there can be.)"""
+    from outrider.lab.replay import replay, summarise
+
+    counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
+    with progress_bar("what the drafts say", len(drafters) * len(records)) as advance:
+        for name, drafter in drafters.items():
+            expected = summarise(_each(replay(records, header, drafter, acceptance, ks), advance), ks).expected
+            counts |= {(name, k): expected[k].prompts for k in ks}
+    return counts
+
+
+def _each(items: Any, advance: Any) -> Any:
+    for item in items:
+        advance(1)
+        yield item
+
+
+def _show(
+    console: Console,
+    decoder: Decoder,
+    pair: PairOptions,
+    options: Mapping[str, Any],
+    costs: Costs,
+    found: Sequence[Choice],
+) -> None:
+    from outrider.bench.report import interval_text, new_table
+
+    setting, plain_ms = costs.setting, 1e3 * costs.plain.round_s
+    where = f"{setting.num_rows} row{'s' * (setting.num_rows > 1)} of {setting.context} tokens"
+    table = new_table(
+        f"{decoder.target.name}, {where}: a plain round takes {plain_ms:.2f} ms",
+        *("draft", "K", "tau", "round ms", "draft", "verify", "speed-up, 95%", "tok/s"),
+    )
+    for one in found[:_NUM_ROWS_SHOWN]:
+        milliseconds = (1e3 * value for value in (one.cost.round_s, one.cost.draft_s, one.cost.verify_s))
+        times = (f"{value:.2f}" for value in milliseconds)
+        table.add_row(
+            one.draft,
+            str(one.k),
+            f"{one.tau.value:.2f}",
+            *times,
+            interval_text(one.speed_up),
+            f"{one.tokens_per_s:.0f}",
+        )
+    console.print(table)
+    if len(found) > _NUM_ROWS_SHOWN:
+        console.print(f"The best {_NUM_ROWS_SHOWN} of {len(found)}; --json has all.", style="dim")
+    steps = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in costs.target_s().items())
+    console.print(f"Target, ms for T tokens in a row: {steps}; prefill {1e3 * costs.prefill_s:.1f}.", style="dim")
+    drafts = ", ".join(
+        f"{name} {1e3 * costs.draft_step_s(name):.2f}" for name in dict.fromkeys(d for d, _ in costs.rounds)
+    )
+    console.print(f"Draft, ms for a token: {drafts}. The interval is that of tau, over the prompts.", style="dim")
+    best = found[0]
+    if best.speed_up.value > 1:
+        console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
+        command = _command(pair, options, best.draft, best.k)
+    else:
+        console.print(f"Best: none. {best.draft} at K = {best.k} comes nearest, with {best.speed_up.value:.2f}.")
+        command = _command(pair, options, "none", None)
+    free, agreeing = max(one.if_free for one in found), max(one.if_agreeing for one in found)
+    console.print(f"If a draft took no time: {free:.2f} at best; if it agreed always: {agreeing:.2f}.")
+    console.print(f"  {command}", style="bold", soft_wrap=True)
+
+
+def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int | None) -> str:
+    """The options of ``outrider generate`` that the prediction is for; those that are at their default are left out."""
+    words = ["outrider", "generate", "--target", pair.target, "--draft", draft]
+    if k is not None:
+        words += ["-k", str(k), "--acceptance", pair.acceptance]
+    for field in fields(SamplingOptions):
+        value = options[field.name]
+        if value != field.default and field.name != "logit_bias":
+            words += [f"--{field.name.replace('_', '-')}", f"{value:g}"]
+    for token_id, bias in (options["logit_bias"] or {}).items():
+        words += ["--logit-bias", f"{token_id}={bias:g}"]
+    for name in ("models", "device", "dtype", "threads"):
+        value = getattr(pair, name)
+        if value not in (None, "auto"):
+            words += [f"--{name}", str(value)]
+    if pair.compile is not None:
+        words.append("--compile" if pair.compile else "--no-compile")
+    return shlex.join(words)
+
+
+def _measure(
+    decoder: Decoder,
+    drafters: Mapping[str, Drafter],
+    ks: Sequence[int],
+    texts: Sequence[str],
+    options: dict[str, Any],
+    seed: int,
+) -> tuple[list[ArmSummary], bool]:
+    """Run the pairs, arms in turn, on the same prompts with other seeds than those that the prediction rests on."""
+    from outrider.bench.prompts import WARM_UP
+    from outrider.bench.report import summarise
+    from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
+
+    arms = [Arm("plain", decoder)]
+    for name, drafter in drafters.items():
+        arms += arms_by_k(replace(decoder, drafter=drafter), name, [k for k in _MEASURED_K if k in ks])
+    cases = [Case(index, text, seed + len(texts) + index) for index, text in enumerate(texts)]
+    warm_up(arms, WARM_UP, options)
+    done, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
+    return summarise(done, arms), is_interrupted
+
+
+def _compare(console: Console, found: Sequence[Choice], measured: Sequence[ArmSummary]) -> None:
+    from outrider.bench.report import interval_text, new_table
+
+    table = new_table("Predicted and measured speed-up", "draft", "K", "predicted", "measured, 95%", "difference")
+    predicted = {(one.draft, one.k): one.speed_up.value for one in found}
+    for summary in measured[1:]:
+        arm, speed_up = summary.arm, summary.speed_up
+        assert isinstance(arm.num_draft_tokens, int) and arm.draft is not None and speed_up is not None
+        expected = predicted[arm.draft, arm.num_draft_tokens]
+        difference = f"{expected / speed_up.value - 1:+.1%}"
+        table.add_row(arm.draft, str(arm.num_draft_tokens), f"{expected:.2f}", interval_text(speed_up), difference)
+    console.print(table)
+
+
+def _plot(path: Path, name: str, results: Sequence[tuple[Costs, list[Choice]]], measured: Sequence[ArmSummary]) -> None:
+    from outrider.bench.report import plot_plan
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for costs, found in results:
+        setting = costs.setting
+        where = f", {setting.num_rows} x {setting.context}" if len(results) > 1 else ""
+        for one in sorted(found, key=lambda one: one.k):
+            lines.setdefault(f"{one.draft}{where}", []).append((one.k, one.speed_up.value))
+    plot_plan(lines, measured, path, f"{name}: predicted speed-up")
+
+
+def _setting_json(costs: Costs, found: Sequence[Choice]) -> dict[str, Any]:
+    best = found[0] if found[0].speed_up.value > 1 else None
+    return {
+        "num_rows": costs.setting.num_rows,
+        "context": costs.setting.context,
+        "prefill_ms": 1e3 * costs.prefill_s,
+        "plain_ms": 1e3 * costs.plain.round_s,
+        "target_ms": [{"num_tokens": width, "ms": 1e3 * s} for width, s in costs.target_s().items()],
+        "draft_ms": [
+            {"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in dict.fromkeys(d for d, _ in costs.rounds)
+        ],
+        "choices": [_choice_json(one) for one in found],
+        "best": None if best is None else _choice_json(best),
+    }
+
+
+def _choice_json(one: Choice) -> dict[str, Any]:
+    cost = {f"{name.removesuffix('_s')}_ms": 1e3 * seconds for name, seconds in asdict(one.cost).items()}
+    return {
+        "draft": one.draft,
+        "k": one.k,
+        "tau": one.tau.to_json(),
+        "speed_up": one.speed_up.to_json(),
+        "tokens_per_s": one.tokens_per_s,
+        "if_free": one.if_free,
+        "if_agreeing": one.if_agreeing,
+        **cost,
+    }

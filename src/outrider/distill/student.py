@@ -55,7 +55,7 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     source = target_config.get_text_config(decoder=True)
     config = copy.deepcopy(source)
     num_heads, num_kv = source.num_attention_heads, getattr(source, "num_key_value_heads", None)
-    head_dim = getattr(source, "head_dim", None) or source.hidden_size // num_heads
+    head_dim = head_size(source)
     if shape.hidden_size % head_dim:
         raise OptionError("hidden_size", shape.hidden_size, f"a multiple of {head_dim}, the target's head size")
     config.num_hidden_layers = shape.num_layers
@@ -72,6 +72,12 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     if getattr(source, "layer_types", None):
         config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, shape.num_layers)]
     return config
+
+
+def head_size(config: Any) -> int:
+    """Numbers in a key."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ class Alpha:
     sampling: Sampling
     alpha: Interval
     num_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "alpha": self.alpha.to_json(),
+            "num_tokens": self.num_tokens,
+        }
 
 
 def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

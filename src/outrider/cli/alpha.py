@@ -1,0 +1,89 @@
+"""``outrider alpha``: how far target and draft agree, from their logits alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.jsonl import read_prompts
+from outrider.cli.options import JsonOption, PairOptions, flat
+from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.errors import OptionError
+
+if TYPE_CHECKING:
+    from outrider.lab.alpha import Alpha
+
+
+@flat
+def alpha(
+    pair: PairOptions,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File of texts to judge: JSON lines with a 'prompt', or plain lines. Default: 15 sentences."),
+    ] = None,
+    temperatures: Annotated[str, typer.Option("-t", "--temperature", help="One or several: 0,0.5,1.")] = "0,0.5,1,1.5",
+    top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
+    batch_size: Annotated[int, typer.Option(help="Texts judged at once.")] = 8,
+    plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """The probability that a drafted token stands, at every place of given texts. Nothing is generated."""
+    grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
+    if batch_size < 1:
+        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+    check_json_target(json_target)
+
+    from outrider.bench.prompts import PROMPTS
+    from outrider.bench.report import check_plot_file, interval_text, new_table, plot_alpha
+    from outrider.drafters.model import ModelDrafter
+    from outrider.lab.alpha import measure_alpha, sampling_grid
+    from outrider.lab.forced import Text
+    from outrider.tokens import encode
+
+    if plot is not None:
+        check_plot_file(plot)
+    samplings = list(sampling_grid(*grid))
+    sentences = PROMPTS if prompts is None else [text for _, text in read_prompts(prompts)]
+    decoder = pair.load()
+    texts = [Text(encode(decoder.tokenizer, sentence)) for sentence in sentences]
+    results: dict[str, list[Alpha]] = {}
+    for name in pair.draft_names:
+        drafter = pair.load_draft(decoder, name)
+        if not isinstance(drafter, ModelDrafter):
+            raise OptionError("--draft", name, "alpha is of two models; for a look-up use outrider replay")
+        with progress_bar(name, len(texts)) as advance:
+            results[name] = measure_alpha(
+                decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance
+            )
+    console = console_for(json_target)
+    num_tokens = results[pair.draft_names[0]][0].num_tokens
+    table = new_table(
+        f"{decoder.target.name}, {num_tokens} tokens", "draft", "temperature", "top-p", "alpha, 95%", "TV"
+    )
+    for name, alphas in results.items():
+        for one in alphas:
+            value, sampling = one.alpha.value, one.sampling
+            row = f"{sampling.temperature:g}", f"{sampling.top_p:g}", interval_text(one.alpha), f"{1 - value:.3f}"
+            table.add_row(name, *row)
+    console.print(table)
+    console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")
+    if plot is not None:
+        plot_alpha(results, plot, f"{decoder.target.name}: agreement with its draft")
+        console.print(f"Plot: {plot}")
+    body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
+    options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
+    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder.target)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    """Numbers with commas between them, each once and in order; the options themselves check their range.
+
+    Raises:
+        OptionError
+    """
+    try:
+        return sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise OptionError(name, text, "numbers with commas between them, like 0,0.5,1") from None

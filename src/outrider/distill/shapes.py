@@ -1,0 +1,125 @@
+"""What drafts of different shapes would cost, before any of them is trained.
+
+The latency of a draft does not depend on what its weights are, so random ones do. Yan et al. 2402.01528 find that it
+follows the depth far more than the width, since the layers come one after the other and each is too small to fill the
+machine; whether that holds here is what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from outrider.costs import CostArm, time_rounds
+from outrider.distill.student import Shape, head_size, new_draft
+from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.lm import LM
+from outrider.models.loading import Checkpoint, build_lm
+from outrider.speedup import expected_tokens
+from outrider.verify import REJECTION
+
+NUM_PASSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeCost:
+    """A shape and what it costs here.
+
+    Attributes:
+        draft_s: seconds for a drafted token.
+        break_even: the least alpha at which its best K would be as fast as plain decoding; None where none is enough.
+    """
+
+    shape: Shape
+    num_params: int
+    draft_s: float
+    break_even: float | None
+
+
+def default_shapes(target: LM) -> list[Shape]:
+    """1, 2, 4, ... layers up to the target's number, each at a quarter, half, three quarters and all of its width."""
+    whole: Any = target.model.config
+    config = whole.get_text_config(decoder=True)
+    most, head_dim = config.num_hidden_layers, head_size(config)
+    layers = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
+    widths = sorted({max(1, round(config.hidden_size * part / 4 / head_dim)) * head_dim for part in (1, 2, 3, 4)})
+    return [Shape(*pair) for pair in product(layers, widths)]
+
+
+def measure_shapes(
+    target: LM,
+    shapes: Sequence[Shape],
+    *,
+    num_rows: int = 1,
+    length: int = 64,
+    k: int = DEFAULT_NUM_DRAFT_TOKENS,
+    on_pass: Callable[[], None] = lambda: None,
+) -> list[ShapeCost]:
+    """Time drafts of these shapes with random weights beside the target, in turn; compiled if the target is.
+
+    Args:
+        k: tokens drafted in a timed round.
+        on_pass: called NUM_PASSES + 1 times, for a progress bar.
+    """
+    drafts = []
+    for shape in shapes:
+        model = new_draft(target.model.config, shape, seed=0).to(target.device, target.dtype)
+        lm = build_lm(Checkpoint(f"{shape.num_layers} x {shape.hidden_size}", model, None), target.vocab_size)
+        drafts.append(lm if target.execution.name == "eager" else lm.compiled())
+    ks = [other for other in target.execution.favoured_k if other > 0]
+    # The verify is the target's affair, so it is timed with one draft only.
+    arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, ModelDrafter(drafts[0]), other) for other in ks)]
+    arms += [CostArm(target, ModelDrafter(draft), k) for draft in drafts]
+    timed = time_rounds(arms, REJECTION, num_rows=num_rows, length=length, num_passes=NUM_PASSES, on_pass=on_pass)
+    rounds = timed[1 : 1 + len(ks)]
+    plain_s = statistics.median(one.decode_s for one in timed[0])
+    others_s = {
+        other: statistics.median(one.decode_s - one.draft_s for one in timings)
+        for other, timings in zip(ks, rounds, strict=True)
+    }
+    found = []
+    for shape, draft, timings in zip(shapes, drafts, timed[1 + len(ks) :], strict=True):
+        draft_s = statistics.median(one.draft_s for one in timings) / k
+        num_params = sum(parameter.numel() for parameter in draft.model.parameters())
+        found.append(ShapeCost(shape, num_params, draft_s, break_even(draft_s, others_s, plain_s)))
+    return found
+
+
+def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) -> float | None:
+    """The least alpha at which speculation with the best K is as fast as plain decoding; None where there is none.
+
+    Args:
+        draft_s: seconds for a drafted token.
+        others_s: K -> seconds of the rest of a round, the verify above all.
+        plain_s: seconds of a plain round.
+    """
+
+    def gain(alpha: float) -> float:
+        tau = expected_tokens([alpha] * max(others_s))
+        return max(tau[k] * plain_s / (k * draft_s + rest_s) for k, rest_s in others_s.items())
+
+    if gain(1.0) < 1.0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):  # the gain rises with alpha
+        middle = (low + high) / 2
+        low, high = (low, middle) if gain(middle) >= 1.0 else (middle, high)
+    return high
+
+
+def worth_training(costs: Sequence[ShapeCost], budget_s: float = math.inf) -> list[ShapeCost]:
+    """The shapes within the budget that no other beats: none has as many parameters for less time."""
+    within = [one for one in costs if one.draft_s <= budget_s]
+    return [
+        one
+        for one in within
+        if not any(
+            other.num_params >= one.num_params and other.draft_s < one.draft_s for other in within if other is not one
+        )
+    ]

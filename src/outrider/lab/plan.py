@@ -1,0 +1,167 @@
+"""Which draft, which K, or none: what to expect on this machine, from what was measured on it.
+
+How many rounds a text takes is known from replay (outrider.lab.replay), how long a round takes from timing rounds of
+the real loop on random text. Both together give tokens per second for every draft and K, though no pair has been run on
+a text. What is left out: the prefill, and that a batch gets slower per token as its rows end.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.costs import CostArm, time_rounds
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.flow import Sampling, Timing
+from outrider.intervals import Interval, ratio_of_sums
+from outrider.lab.counts import RoundCounts
+from outrider.lm import LM
+from outrider.verify import Rule
+
+_NUM_PASSES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where rounds are timed: so many rows, each with so many tokens already."""
+
+    num_rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """Medians over the timed rounds of a draft and K, in seconds. Their sum is not quite the median of the sum, which
+    ``round_s`` is."""
+
+    round_s: float
+    draft_s: float
+    verify_s: float
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing]) -> RoundCost:
+        return cls(
+            statistics.median(one.decode_s for one in timings),
+            statistics.median(one.draft_s for one in timings),
+            statistics.median(one.verify_s for one in timings),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What rounds cost in one setting.
+
+    Attributes:
+        prefill_s: of the target, for all rows.
+        plain: a round without drafts.
+        rounds: by draft and K.
+    """
+
+    setting: Setting
+    prefill_s: float
+    plain: RoundCost
+    rounds: Mapping[tuple[str, int], RoundCost]
+
+    def draft_step_s(self, draft: str) -> float:
+        """t_draft(1): of a draft that drafts token by token, from its longest round."""
+        k = max(k for name, k in self.rounds if name == draft)
+        return self.rounds[draft, k].draft_s / k
+
+    def target_s(self) -> dict[int, float]:
+        """t_target(T): T -> seconds of a step of the target on T tokens a row, with the verdict. T = 1 is plain."""
+        by_width: dict[int, list[float]] = {1: [self.plain.verify_s]}
+        for (_, k), cost in self.rounds.items():
+            by_width.setdefault(k + 1, []).append(cost.verify_s)
+        return {width: statistics.median(seconds) for width, seconds in sorted(by_width.items())}
+
+
+def measure_costs(
+    target: LM,
+    drafters: Mapping[str, Drafter],
+    ks: Sequence[int],
+    rule: Rule,
+    sampling: Sampling,
+    setting: Setting,
+    on_pass: Callable[[], None] = lambda: None,
+) -> Costs:
+    """Time rounds of every draft and K, and plain ones, in turn.
+
+    Args:
+        on_pass: called NUM_STEPS times, for a progress bar.
+    """
+    keys = [(name, k) for name in drafters for k in ks]
+    arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
+    plain, *rounds = time_rounds(
+        arms,
+        rule,
+        num_rows=setting.num_rows,
+        length=setting.context,
+        num_passes=_NUM_PASSES,
+        sampling=sampling,
+        on_pass=on_pass,
+    )
+    return Costs(
+        setting=setting,
+        prefill_s=statistics.median(one.prefill_s for one in plain if one.prefill_s > 0),
+        plain=RoundCost.of(plain),
+        rounds={key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)},
+    )
+
+
+NUM_STEPS = _NUM_PASSES + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A draft and a K, and what to expect of them.
+
+    Attributes:
+        tau: tokens per round, rounds that the end of a text cuts short included; with an interval over the texts.
+        speed_up: over plain decoding; the interval is that of tau alone.
+        if_free: the speed-up if the draft took no time.
+        if_agreeing: the speed-up if every drafted token stood.
+    """
+
+    draft: str
+    k: int
+    tau: Interval
+    speed_up: Interval
+    tokens_per_s: float
+    if_free: float
+    if_agreeing: float
+    cost: RoundCost
+
+
+def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]]) -> list[Choice]:
+    """All drafts and K, the fastest first.
+
+    Args:
+        counts: the rounds to expect of each draft and K, text by text.
+    """
+    found = []
+    plain_s = costs.plain.round_s
+    for (draft, k), prompts in counts.items():
+        cost = costs.rounds[draft, k]
+        tokens = [one.num_generated_tokens for one in prompts]
+        tau = ratio_of_sums(tokens, [one.num_rounds + one.num_truncated for one in prompts])
+        # A text that agrees always takes one round for every K + 1 tokens.
+        agreeing = sum(tokens) / sum(-(-num // (k + 1)) for num in tokens)
+        found.append(
+            Choice(
+                draft=draft,
+                k=k,
+                tau=tau,
+                speed_up=_scaled(tau, plain_s / cost.round_s),
+                tokens_per_s=costs.setting.num_rows * tau.value / cost.round_s,
+                if_free=tau.value * plain_s / (cost.round_s - cost.draft_s),
+                if_agreeing=agreeing * plain_s / cost.round_s,
+                cost=cost,
+            )
+        )
+    return sorted(found, key=lambda one: (-one.speed_up.value, one.k))
+
+
+def _scaled(interval: Interval, factor: float) -> Interval:
+    low, high = (None if end is None else end * factor for end in (interval.low, interval.high))
+    return Interval(interval.value * factor, low, high, interval.level)
