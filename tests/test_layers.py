@@ -21,14 +21,25 @@ ORDER = """
     cli.latency
     cli.models
     cli.plan
+    cli.analyze
+    cli.record
+    cli.replay
     cli.jsonl
     cli.output
     cli.options
     bench.report
     bench.run
     bench.prompts
+    lab.rounds
+    lab.replay
+    lab.record
+    lab.foreign
     lab.alpha
     lab.forced
+    lab.log
+    lab.renewal
+    lab.bounds
+    lab.counts
     evals.multiplication
     __init__
     api
