@@ -24,6 +24,9 @@ ORDER = """
     cli.models
     cli.plan
     cli.whatif
+    cli.analyze
+    cli.record
+    cli.replay
     cli.shapes
     cli.jsonl
     cli.output
@@ -37,8 +40,16 @@ ORDER = """
     distill.losses
     bench.prompts
     lab.plan
+    lab.rounds
+    lab.replay
+    lab.record
+    lab.foreign
     lab.alpha
     lab.forced
+    lab.log
+    lab.renewal
+    lab.bounds
+    lab.counts
     evals.multiplication
     __init__
     api

@@ -5,6 +5,8 @@ This module knows tokenizers of Hugging Face and nothing of models, rounds or st
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,6 +114,12 @@ def vocab_size(tokenizer: Any) -> int:
     """One more than the largest token id."""
     largest: int = max(tokenizer.get_vocab().values())
     return largest + 1
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A checksum of what the ids mean: the same for two tokenizers if and only if ``check_same_tokens`` is content."""
+    tokens = sorted((i, token) for token, i in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str) -> None:

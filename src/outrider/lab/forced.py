@@ -59,12 +59,12 @@ def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterat
     tokens in the same chunks.
 
     Args:
-        texts: each of at most the model's context.
+        texts: each at most one token longer than the model's context: the last token is judged, and not fed.
         has_penalty: whether ``seen`` will be needed.
     """
     device = lm.device
     length = max(len(text.ids) for text in texts)
-    assert length <= lm.context_len
+    assert length <= lm.context_len + 1
     ids = torch.zeros(len(texts), length + 1, dtype=torch.long)
     for row, text in enumerate(texts):
         ids[row, : len(text.ids)] = torch.as_tensor(text.ids)
