@@ -194,8 +194,8 @@ def plot_plan(
     for label, points in lines.items():
         (line,) = axes.plot([k for k, _ in points], [value for _, value in points], label=f"{label}, predicted")
         colours[label] = line.get_color()
-    for draft, points in _measured_points(measured).items():
-        at, values = [k for k, _ in points], [interval for _, interval in points]
+    for draft, found in _measured_points(measured).items():
+        at, values = [k for k, _ in found], [interval for _, interval in found]
         _bars(axes, at, values, f"{draft}, measured (95%)", fmt="o", color=colours.get(draft))
     _save(figure, axes, path)
 

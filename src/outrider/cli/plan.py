@@ -152,7 +152,7 @@ def _wholes(name: str, text: str) -> list[int]:
 def _texts(prompts: Path | None) -> list[str]:
     from outrider.bench.prompts import PROMPTS
 
-    return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
+    return list(PROMPTS) if prompts is None else [text for _, text in read_prompts(prompts)]
 
 
 def _said(
@@ -210,15 +210,13 @@ def _counts(
     counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
     with progress_bar("what the drafts say", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
-            expected = summarise(_each(replay(records, header, drafter, acceptance, ks), advance), ks).expected
+            replayed = []
+            for one in replay(records, header, drafter, acceptance, ks):
+                replayed.append(one)
+                advance(1)
+            expected = summarise(replayed, ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
     return counts
-
-
-def _each(items: Any, advance: Any) -> Any:
-    for item in items:
-        advance(1)
-        yield item
 
 
 def _show(

@@ -19,7 +19,8 @@ from outrider.lab.counts import RoundCounts
 from outrider.lm import LM
 from outrider.verify import Rule
 
-_NUM_PASSES = 5
+_NUM_PASSES = 8  # over all drafts and K
+NUM_STEPS = _NUM_PASSES + 1  # of a progress bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,6 @@ def measure_costs(
         plain=RoundCost.of(plain),
         rounds={key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)},
     )
-
-
-NUM_STEPS = _NUM_PASSES + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,71 @@
+"""What is made of costs and counts: worked out by hand."""
+
+import pytest
+
+from outrider.drafters.base import NoDrafter
+from outrider.flow import Sampling, Timing
+from outrider.lab.counts import RoundCounts
+from outrider.lab.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
+from outrider.verify import RULES
+from toys import table_pair
+
+COSTS = Costs(
+    setting=Setting(2, 64),
+    prefill_s=0.1,
+    plain=RoundCost(0.010, 0.0, 0.009),
+    rounds={
+        ("cheap", 1): RoundCost(0.012, 0.001, 0.010),
+        ("cheap", 3): RoundCost(0.020, 0.004, 0.015),
+        ("dear", 1): RoundCost(0.040, 0.028, 0.010),
+    },
+)
+
+
+def test_medians() -> None:
+    timings = [Timing(0.5, d, v, 0.5 + d + v + 0.001) for d, v in ((0.001, 0.009), (0.003, 0.007), (0.002, 0.020))]
+    cost = RoundCost.of(timings)
+    assert (cost.round_s, cost.draft_s, cost.verify_s) == pytest.approx((0.011, 0.002, 0.009))
+
+
+def test_steps() -> None:
+    assert COSTS.draft_step_s("cheap") == pytest.approx(0.004 / 3)
+    assert COSTS.target_s() == pytest.approx({1: 0.009, 2: 0.010, 4: 0.015})
+
+
+def test_choices() -> None:
+    """20 tokens in 10 whole rounds and one that was cut short, and so on."""
+    counts = {
+        ("cheap", 1): [RoundCounts(accepted=(2.0, 3.0), num_generated_tokens=9, num_truncated=1.0)] * 2,
+        ("cheap", 3): [RoundCounts(accepted=(1.0, 0.0, 0.0, 2.0), num_generated_tokens=9)] * 2,
+        ("dear", 1): [RoundCounts(accepted=(0.0, 4.5), num_generated_tokens=9)] * 2,
+    }
+    first, second, third = choices(COSTS, counts)
+    assert [(one.draft, one.k) for one in (first, second, third)] == [("cheap", 3), ("cheap", 1), ("dear", 1)]
+    assert first.tau.value == pytest.approx(3.0) and first.speed_up.value == pytest.approx(3.0 * 0.010 / 0.020)
+    assert first.tokens_per_s == pytest.approx(2 * 3.0 / 0.020)
+    assert first.if_free == pytest.approx(3.0 * 0.010 / 0.016)
+    assert first.if_agreeing == pytest.approx(18 / 6 * 0.010 / 0.020)  # 9 tokens at 4 a round: 3 rounds
+    assert second.tau.value == pytest.approx(9 / 6) and second.speed_up.value == pytest.approx(1.5 / 1.2)
+    assert third.speed_up.value == pytest.approx(0.5)
+    assert first.speed_up.low == pytest.approx(first.speed_up.value)  # the texts are alike
+
+
+def test_measured_costs() -> None:
+    target, drafter = table_pair(7)
+    steps: list[int] = []
+    setting = Setting(3, 20)
+    costs = measure_costs(
+        target,
+        {"draft": drafter, "none": NoDrafter()},
+        [1, 2],
+        RULES["block"],
+        Sampling(temperature=0.5),
+        setting,
+        lambda: steps.append(1),
+    )
+    assert len(steps) == NUM_STEPS and costs.setting == setting
+    assert set(costs.rounds) == {("draft", 1), ("draft", 2), ("none", 1), ("none", 2)}
+    cost = costs.rounds["draft", 2]
+    assert 0 < cost.draft_s < cost.round_s and 0 < cost.verify_s < cost.round_s and costs.prefill_s > 0
+    assert costs.rounds["none", 1].draft_s < cost.draft_s
+    assert set(costs.target_s()) == {1, 2, 3}
