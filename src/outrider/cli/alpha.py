@@ -65,7 +65,8 @@ def alpha(
     for name, alphas in results.items():
         for one in alphas:
             value, sampling = one.alpha.value, one.sampling
-            row = f"{sampling.temperature:g}", f"{sampling.top_p:g}", interval_text(one.alpha), f"{1 - value:.3f}"
+            top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # where it changes nothing
+            row = f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"
             table.add_row(name, *row)
     console.print(table)
     console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")

@@ -1,0 +1,59 @@
+"""``outrider distill``: from a text to a draft that the other commands take."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from commands import Outrider, only_document
+
+QUICK = "--length", 32, "--written", 8, "--batch-size", 2, "--learning-rate", 1e-2
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text("Once upon a time there was a king who had three sons and a horse.\n" * 40)
+    return path
+
+
+def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "draft"
+    shape = "--layers", 1, "--hidden-size", 64, "--intermediate-size", 80
+    ended = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 20, *QUICK, *shape)
+    assert (ended.code, ended.err) == (0, "")
+    assert "0.29 M parameters, for fable" in ended.out and "step 20" in ended.out and "Best: step" in ended.out
+    document = only_document((out / "distill.json").read_text(), "distill")
+    assert len(document["checks"]) == 21
+    assert document["best"]["alpha"]["value"] > document["checks"][0]["alpha"]["value"] + 0.02
+    config = AutoConfig.from_pretrained(out)
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (1, 64, 80)
+    assert str(AutoModelForCausalLM.from_pretrained(out).dtype) == "torch.bfloat16"  # as the target is on disk
+    used = outrider("generate", "The king", "-n", 8, "--draft", out, "-k", 2, "--json", tmp_path / "json")
+    assert used.code == 0
+    assert json.loads((tmp_path / "json").read_text())["completions"][0]["stats"]["num_draft_tokens"] > 0
+
+    # Again: nothing is left to do; with other options it is another run; as the beginning of another draft.
+    again = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 20, *QUICK, *shape)
+    assert again.code == 0 and "Best: step" in again.out
+    other = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 20, *QUICK)
+    assert "its hidden_size, intermediate_size, layers differ" in other.error
+    more = outrider(
+        "distill", "fable", "--output", tmp_path / "more", "--init", out, "--steps", 20, "--loss", "tv", *QUICK
+    )
+    assert more.code == 0 and AutoConfig.from_pretrained(tmp_path / "more").hidden_size == 64
+
+
+def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
+    to = "distill", "fable", "--output", tmp_path / "draft"
+    assert "either --steps or --minutes" in outrider(*to, "--steps", 5, "--minutes", 1).error
+    assert "a multiple of 64" in outrider(*to, "--hidden-size", 100).error
+    assert "choose one of kl, reverse-kl, jsd, tv" in outrider(*to, "--loss", "mse").error
+    assert "nothing else to train on" in outrider(*to, "--written-fraction", 0).error
+    assert "a number from 0 to 1" in outrider(*to, "--written-fraction", 2).error
+    assert "can take 1024" in outrider(*to, "--length", 2000).error
+    assert "leave out the widths" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
+    assert "cannot read" in outrider(*to, "--data", tmp_path / "missing").error
+    assert "no model" in outrider("distill", "fabel", "--output", tmp_path / "x").error
+    assert not (tmp_path / "x").exists()
