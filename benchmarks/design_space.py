@@ -1,0 +1,142 @@
+"""Depth against width: drafts of about equal size, distilled equally long, and what each is worth.
+
+    python benchmarks/design_space.py OUT --data CORPUS.txt [--target fable] [--serve GROWN] [--steps 400]
+
+Each shape is trained by ``outrider distill`` into a folder of OUT, on the same sequences; a shape that is there already
+is not trained again. Then alpha on the sequences held out, the latency of a drafted token, and the speed-up over plain
+decoding at each K, arms in turn, on the target and on others that have its logits at another cost (--serve; see
+grow.py). Drawn to OUT/design-space.svg; the last line of standard output is one JSON document.
+
+The question is that of Yan, Agarwal, Venkataraman (2402.01528, section 4): is a shallow and wide draft worth more than
+a deep and narrow one of the same number of parameters?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from outrider.api import load, load_drafter
+from outrider.bench.prompts import PROMPTS, WARM_UP
+from outrider.bench.report import ArmSummary, interval_text, new_table, summarise
+from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
+from outrider.provenance import provenance
+
+# layers, width, feed-forward: 1.82 to 1.86 million parameters each, with the tokens of fable.
+SHAPES = ((28, 64, 208), (6, 128, 400), (2, 192, 640), (1, 256, 704))
+KS = (1, 2, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--target", default="fable")
+    parser.add_argument("--serve", action="append", default=[])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--written", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--compile", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    trained = [distilled(shape, arguments) for shape in SHAPES]
+    names = [f"{layers}x{width}" for layers, width, _ in SHAPES]
+    drafts = [str(arguments.out / name) for name in names]
+    summaries = {target: measured(target, drafts, arguments) for target in (arguments.target, *arguments.serve)}
+
+    console = Console(width=110)
+    targets = [Path(target).name for target in summaries]
+    table = new_table(
+        f"Drafts for {arguments.target}, {arguments.steps} steps each",
+        *("layers x width", "parameters", "alpha"),
+        *(column for target in targets for column in (f"ms, {target}", "tau(4)", "best K", "speed-up, 95%")),
+    )
+    rows: list[dict[str, Any]] = []
+    for name, document, draft in zip(names, trained, drafts, strict=True):
+        alpha = document["best"]["alpha"]
+        cells: list[str] = []
+        row: dict[str, Any] = {"shape": name, "num_params": document["num_params"], "alpha": alpha, "targets": {}}
+        for target, found in zip(targets, summaries.values(), strict=True):
+            arms = [one for one in found if one.arm.draft == draft]
+            best = max(arms, key=lambda one: one.speed_up.value if one.speed_up else 0.0)
+            draft_ms = 1e3 * best.timing.draft_s / best.stats.num_draft_tokens
+            tau = next(one.stats.mean_acceptance_length for one in arms if one.arm.num_draft_tokens == 4)
+            cells += [f"{draft_ms:.2f}", f"{tau:.2f}", str(best.arm.num_draft_tokens), interval_text(best.speed_up)]
+            row["targets"][target] = {"draft_ms": draft_ms, "arms": [one.to_json() for one in arms]}
+        table.add_row(name, f"{document['num_params'] / 1e6:.2f} M", f"{alpha['value']:.3f}", *cells)
+        rows.append(row)
+    console.print(table)
+    draw(rows, targets, arguments.out / "design-space.svg")
+    print(json.dumps({"shapes": rows, "steps": arguments.steps, "provenance": provenance("cpu")}))
+
+
+def distilled(shape: tuple[int, int, int], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train one shape, if it is not there; the document of ``outrider distill``."""
+    layers, width, feed_forward = shape
+    out = arguments.out / f"{layers}x{width}"
+    training = out / "training"
+    training.mkdir(parents=True, exist_ok=True)
+    for path in arguments.out.glob("*/training/written-*"):  # what the target wrote serves all
+        if not (training / path.name).exists():
+            shutil.copy(path, training)
+    command = [sys.executable, "-m", "outrider", "distill", arguments.target, "--output", str(out)]
+    command += ["--layers", str(layers), "--hidden-size", str(width), "--intermediate-size", str(feed_forward)]
+    command += ["--data", str(arguments.data), "--steps", str(arguments.steps), "--written", str(arguments.written)]
+    command += ["--learning-rate", "3e-3", "--patience", "20"]
+    subprocess.run(command, stdout=sys.stderr, check=True)
+    document: dict[str, Any] = json.loads((out / "distill.json").read_text(encoding="utf-8"))
+    return document
+
+
+def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> list[ArmSummary]:
+    """Plain decoding, and each draft at each K, at temperature 1."""
+    decoder = load(target, device="cpu", dtype="float32", compile=arguments.compile)
+    arms = [Arm("plain", decoder)]
+    for draft in drafts:
+        drafter = load_drafter(decoder, draft, device="cpu", dtype="float32")
+        with_draft = replace(decoder, drafter=drafter.compiled() if arguments.compile else drafter)
+        arms += arms_by_k(with_draft, draft, KS)
+    options = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
+    warm_up(arms, WARM_UP, options)
+    cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
+    return summarise(list(interleave(arms, cases, options)), arms)
+
+
+def draw(rows: list[dict[str, Any]], targets: list[str], path: Path) -> None:
+    """alpha, and the best speed-up, against the latency of a drafted token."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    first_ms = [row["targets"][targets[0]]["draft_ms"] for row in rows]
+    left.plot(first_ms, [row["alpha"]["value"] for row in rows], marker="o")
+    left.set_ylabel("alpha, temperature 1")
+    for target in targets:
+        ms = [row["targets"][target]["draft_ms"] for row in rows]
+        best = [max(arm["speed_up"]["value"] for arm in row["targets"][target]["arms"]) for row in rows]
+        right.plot(ms, best, marker="o", label=target)
+    right.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="plain decoding")
+    right.set_ylabel("speed-up over plain decoding, best K")
+    right.set_ylim(bottom=0)
+    right.legend()
+    for row, x in zip(rows, first_ms, strict=True):
+        at = (x, row["alpha"]["value"])
+        left.annotate(row["shape"], at, textcoords="offset points", xytext=(6, -4), fontsize=8)
+    for axes in (left, right):
+        axes.set_xlabel("ms for a drafted token")
+        axes.set_xlim(left=0)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
