@@ -183,8 +183,7 @@ def distill(
 
 
 def _line(check: Check) -> str:
-    from outrider.bench.report import interval_text
-
     loss = "" if check.loss is None else f", loss {check.loss:.3f}"
     with_k = f"{check.tokens_per_s:.0f} tokens/s predicted (K = {check.k})"
-    return f"step {check.step}, {check.seconds / 60:.1f} min{loss}, alpha {interval_text(check.alpha)}, {with_k}"
+    alpha = f"alpha {check.alpha.value:.3f}"  # with three digits: its interval says nothing of the change between two
+    return f"step {check.step}, {check.seconds / 60:.1f} min{loss}, {alpha}, {with_k}"
