@@ -5,7 +5,8 @@ The JSON documents of all commands are described in docs/json.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from outrider.errors import FileError, MissingExtra
 from outrider.files import check_writable
 from outrider.flow import Stats, Timing
 from outrider.intervals import Interval, mean_std, paired_ratio
+from outrider.lab.counts import RoundCounts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,12 +168,7 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
         if summary.arm.draft and isinstance(k, int) and summary.speed_up:  # "auto" has no place on the axis
             by_draft.setdefault(summary.arm.draft, []).append((k, summary.speed_up))
     for draft, points in by_draft.items():
-        values = [interval.value for _, interval in points]
-        bars = [
-            [interval.value - (interval.low or interval.value) for _, interval in points],
-            [(interval.high or interval.value) - interval.value for _, interval in points],
-        ]
-        axes.errorbar([k for k, _ in points], values, yerr=bars, marker="o", capsize=3, label=draft)
+        _bars(axes, [k for k, _ in points], [interval for _, interval in points], draft)
     _save(figure, axes, path)
 
 
@@ -180,6 +177,52 @@ def plot_prediction(points: Sequence[tuple[int, float]], path: Path, title: str)
     figure, axes = _speed_up_axes(title, "predicted speed-up over plain decoding")
     axes.plot([k for k, _ in points], [value for _, value in points], marker="o")
     _save(figure, axes, path)
+
+
+def plot_tau(lines: Mapping[str, Sequence[tuple[int, Interval | None]]], path: Path, title: str) -> None:
+    """Tokens per round against K, a line with 95% bars for each draft."""
+    figure, axes = _speed_up_axes(title, "expected tokens per round, tau (95% interval)")
+    for draft, points in lines.items():
+        there = [(k, interval) for k, interval in points if interval is not None]
+        _bars(axes, [k for k, _ in there], [interval for _, interval in there], draft)
+    _save(figure, axes, path)
+
+
+def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None:
+    """Beside each other how many drafted tokens stand in a round, and how often each position does."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    histogram, positions = figure.subplots(1, 2)
+    for place, (label, counts) in enumerate(arms.items()):
+        colour = f"C{place % 10}"
+        shares = [count / (counts.num_rounds or 1) for count in counts.accepted]
+        width = 0.8 / len(arms)
+        lefts = [i - 0.4 + (place + 0.5) * width for i in range(len(shares))]
+        histogram.bar(lefts, shares, width=width, color=colour, label=label)
+        places = [one.position for one in counts.positions]
+        rates = [(one.conditional, one.unconditional) for one in counts.positions]
+        conditional = [math.nan if a is None else a for a, _ in rates]
+        unconditional = [math.nan if b is None else b for _, b in rates]
+        positions.plot(places, conditional, color=colour, marker="o", label=f"{label}: if those before stand")
+        positions.plot(places, unconditional, color=colour, marker="s", ls="--", label=f"{label}: of those drafted")
+    histogram.set(xlabel="accepted tokens in a round", ylabel="share of rounds", title=title)
+    positions.set(xlabel="position in the round", ylabel="share that stands", ylim=(0, 1.05))
+    for axes in (histogram, positions):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _bars(axes: Any, ks: Sequence[int], intervals: Sequence[Interval], label: str) -> None:
+    """A line with the intervals as bars."""
+    values = [interval.value for interval in intervals]
+    bars = [
+        [interval.value - (interval.low or interval.value) for interval in intervals],
+        [(interval.high or interval.value) - interval.value for interval in intervals],
+    ]
+    axes.errorbar(ks, values, yerr=bars, marker="o", capsize=3, label=label)
 
 
 def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from outrider.cli import compare, evaluate, generate, latency, models, plan
+from outrider.cli import analyze, compare, evaluate, generate, latency, models, plan, record, replay
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -20,6 +20,9 @@ app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.command("latency")(latency.latency)
 app.add_typer(evaluate.app, name="eval")
+app.command("record")(record.record)
+app.command("replay")(replay.replay)
+app.command("analyze")(analyze.analyze)
 app.command("plan")(plan.plan)
 app.command("models")(models.models)
 
