@@ -61,7 +61,9 @@ def only_document(text: str, command: str) -> dict[str, Any]:
 
     document: dict[str, Any] = json.loads(text, parse_constant=refuse)
     assert document["schema"] == f"outrider/{command}/1"
-    assert set(document["provenance"]) == PROVENANCE | ({"dtype"} if command not in ("models", "plan") else set())
+    assert set(document["provenance"]) == PROVENANCE | (
+        {"dtype"} if command not in ("models", "plan", "analyze") else set()
+    )
     description = DESCRIPTION.read_text(encoding="utf-8")
     assert [key for key in sorted(keys_of(document)) if f"`{key}`" not in description] == []
     return document

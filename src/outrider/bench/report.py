@@ -205,13 +205,14 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
         rates = [(one.conditional, one.unconditional) for one in counts.positions]
         conditional = [math.nan if a is None else a for a, _ in rates]
         unconditional = [math.nan if b is None else b for _, b in rates]
-        positions.plot(places, conditional, color=colour, marker="o", label=f"{label}: if those before stand")
-        positions.plot(places, unconditional, color=colour, marker="s", ls="--", label=f"{label}: of those drafted")
+        positions.plot(places, conditional, color=colour, marker="o")
+        positions.plot(places, unconditional, color=colour, marker="s", ls="--")
     histogram.set(xlabel="accepted tokens in a round", ylabel="share of rounds", title=title)
     positions.set(xlabel="position in the round", ylabel="share that stands", ylim=(0, 1.05))
+    positions.set_title("solid: if those before it stand; dashed: of those drafted")
     for axes in (histogram, positions):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=min(3, len(arms)), fontsize="small")
     figure.savefig(path, dpi=150)
 
 

@@ -40,7 +40,7 @@ def record(
     probs: Annotated[
         int | None,
         typer.Option(
-            help="Keep the probability of each token, and of the N most probable ones. Replay needs it where text is sampled."
+            help="Keep the probability of each token, and of the N most probable. Replay needs it for sampled text."
         ),
     ] = None,
     batch_size: BatchSizeOption = 8,

@@ -58,7 +58,8 @@ def _ids(path: Path, line: int, row: str) -> tuple[int, ...]:
     ids: list[int] = []
     for offset, piece in enumerate(row.split(",")):
         if not piece.strip().isdecimal():
-            line += ",".join(row.split(",")[:offset]).count("\n")
+            before = row.split(",")[:offset] + [piece[: len(piece) - len(piece.lstrip())]]
+            line += "".join(before).count("\n")
             raise FileError(f"{path}, line {line}: {piece.strip()!r} is not a token id")
         ids.append(int(piece))
     return tuple(ids)

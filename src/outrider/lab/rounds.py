@@ -204,7 +204,7 @@ def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
     counts = RoundCounts(
         counts.accepted, tuple(stats["drafted_histogram"]), full, counts.num_truncated, counts.num_generated_tokens
     )
-    arm = Arm("+".join(settings["draft"]), settings["num_draft_tokens"], settings["acceptance"])
+    arm = Arm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
     return arm, PromptRounds(int(row["index"]), row.get("category"), counts)
 
 
