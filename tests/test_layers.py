@@ -31,6 +31,7 @@ ORDER = """
     cli.jsonl
     cli.output
     cli.options
+    bench.plots
     bench.report
     bench.run
     distill.shapes

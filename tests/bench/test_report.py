@@ -2,27 +2,19 @@
 
 import io
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from scipy import stats
 
 from outrider.bench.report import (
     ArmSummary,
-    check_plot_file,
     interval_text,
-    plot_prediction,
-    plot_speed_up,
     pm_text,
     summarise,
     table,
 )
 from outrider.bench.run import Arm, Case, Measurement
-from outrider.errors import FileError, MissingExtra
 from outrider.flow import Stats, Timing
 from outrider.intervals import Interval
 from pairs import embedded
@@ -134,76 +126,3 @@ def test_the_table_fits_a_terminal() -> None:
         assert pm_text(summaries[1].ms_per_token, 2) in line and pm_text(summaries[1].prefill_ms, 1) in line
         assert line.split()[1] == "3" and "3.00" in line
         assert "…" not in text
-
-
-def summary(draft: str | None, k: int | None, value: float | None) -> ArmSummary:
-    speed_up = None if value is None else Interval(value, value - 0.1, value + 0.1)
-    pair, empty = (1.0, 0.1), Stats()
-    name = f"{draft} {k}"
-    return ArmSummary(arm(name, draft, k), 2, pair, pair, pair, 1.0, speed_up, speed_up, empty, Timing())
-
-
-SUMMARIES = [
-    summary(None, None, None),
-    summary("small", None, 3.0),  # the draft alone: no speed-up of a pair
-    summary("small", 1, 1.2),
-    summary("small", 2, 1.4),
-    summary("ngram", 1, 0.9),
-    summary("ngram", 2, 1.1),
-]
-
-
-@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_plots_are_written(tmp_path: Path, suffix: str, magic: bytes) -> None:
-    path = tmp_path / f"plot{suffix}"
-    check_plot_file(path)
-    plot_speed_up(SUMMARIES, path, "title")
-    assert path.read_bytes().startswith(magic)
-
-
-def test_plots_have_a_line_for_each_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a point for each K, and none for what has no K: a draft alone is not a pair."""
-    lines: dict[str, tuple[list[int], list[float]]] = {}
-    errorbar = Axes.errorbar
-
-    def record(self: Axes, x: list[int], y: list[float], **rest: Any) -> Any:
-        lines[rest["label"]] = (list(x), list(y))
-        return errorbar(self, x, y, **rest)
-
-    monkeypatch.setattr(Axes, "errorbar", record)
-    plot_speed_up(SUMMARIES, tmp_path / "plot.svg", "title")
-    assert lines == {"small": ([1, 2], [1.2, 1.4]), "ngram": ([1, 2], [0.9, 1.1])}
-
-
-@pytest.mark.parametrize("plot", ["measured", "predicted"])
-def test_all_points_are_in_the_picture(plot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
-    if plot == "measured":
-        plot_speed_up(SUMMARIES, tmp_path / "plot.svg", "title")
-    else:
-        plot_prediction([(1, 0.8), (2, 3.5)], tmp_path / "plot.svg", "title")
-    (axes,) = figures[0].axes
-    low, high = axes.get_ylim()
-    heights = [y for line in axes.lines for y in line.get_ydata()]
-    assert len(heights) > 2 and low == 0 and max(heights) < high
-
-
-def test_plots_of_single_runs_have_no_bars(tmp_path: Path) -> None:
-    plain, fast = summarise([measurement(PLAIN, 0, 0.1, 1.0), measurement(FAST, 0, 0.1, 0.5)], [PLAIN, FAST])
-    plot_speed_up([plain, fast], tmp_path / "plot.svg", "title")
-    assert (tmp_path / "plot.svg").stat().st_size > 0
-
-
-def test_plot_files_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileError, match="the name must end in .png, .svg, .pdf"):
-        check_plot_file(tmp_path / "plot.bmp")
-    with pytest.raises(FileError, match="there is no folder"):
-        check_plot_file(tmp_path / "nowhere" / "plot.png")
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(FileError, match="folder.png"):
-        check_plot_file(tmp_path / "folder.png")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=r"this needs matplotlib: pip install 'outrider\[plot\]'"):
-        check_plot_file(tmp_path / "plot.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]

@@ -35,8 +35,9 @@ def alpha(
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
     check_json_target(json_target)
 
+    from outrider.bench.plots import check_plot_file, plot_alpha
     from outrider.bench.prompts import PROMPTS
-    from outrider.bench.report import check_plot_file, interval_text, new_table, plot_alpha
+    from outrider.bench.report import interval_text, new_table
     from outrider.drafters.model import ModelDrafter
     from outrider.lab.alpha import measure_alpha, sampling_grid
     from outrider.lab.forced import Text
@@ -45,7 +46,7 @@ def alpha(
     if plot is not None:
         check_plot_file(plot)
     samplings = list(sampling_grid(*grid))
-    sentences = PROMPTS if prompts is None else [text for _, text in read_prompts(prompts)]
+    sentences = PROMPTS if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
     decoder = pair.load()
     texts = [Text(encode(decoder.tokenizer, sentence)) for sentence in sentences]
     results: dict[str, list[Alpha]] = {}

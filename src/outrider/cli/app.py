@@ -7,7 +7,20 @@ import sys
 
 import typer
 
-from outrider.cli import alpha, compare, distill, evaluate, generate, latency, models, plan, shapes
+from outrider.cli import (
+    alpha,
+    analyze,
+    compare,
+    distill,
+    evaluate,
+    generate,
+    latency,
+    models,
+    plan,
+    record,
+    replay,
+    shapes,
+)
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -20,6 +33,9 @@ app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.command("latency")(latency.latency)
 app.add_typer(evaluate.app, name="eval")
+app.command("record")(record.record)
+app.command("replay")(replay.replay)
+app.command("analyze")(analyze.analyze)
 app.command("alpha")(alpha.alpha)
 app.command("plan")(plan.plan)
 app.command("distill")(distill.distill)

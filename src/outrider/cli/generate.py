@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from outrider.cli.jsonl import read_finished, read_prompts
+from outrider.cli.jsonl import PromptLine, read_finished, read_prompts
 from outrider.cli.options import (
     EndOptions,
     JsonOption,
     NumDraftTokensOption,
     PairOptions,
     SamplingOptions,
+    check_batch_size,
     flat,
     single_k,
 )
@@ -69,8 +70,7 @@ def generate(
 ) -> None:
     """Continue a text, printing it as it comes; or continue every prompt of a file."""
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
-    if batch_size < 1:
-        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+    check_batch_size(batch_size)
     if prompts is None and (output is not None or batch_size > 1):
         raise OptionError("--prompts", None, "--output and --batch-size are for a file of prompts")
     if prompts is not None and (prompt is not None or show_origin):
@@ -78,8 +78,8 @@ def generate(
     check_json_target(json_target)
     if output is not None and json_target not in (None, "-") and output.resolve() == Path(str(json_target)).resolve():
         raise OptionError("--json", json_target, "it would write over the --output file: choose another name")
-    numbered = read_prompts(prompts) if prompts is not None else [(1, _read_prompt(prompt))]
-    texts = [text for _, text in numbered]
+    lines = read_prompts(prompts) if prompts is not None else [PromptLine(1, _read_prompt(prompt))]
+    texts = [line.text for line in lines]
     options = sampling.to_options(seed=seed, num_seeds=len(texts), logprobs=logprobs, **end.to_options())
     settings = options_json(pair, options, draft=draft, num_draft_tokens=k, chat=chat)
     num_finished = 0
@@ -90,19 +90,19 @@ def generate(
     decoder = pair.load((len(texts) - num_finished) * end.max_new_tokens)
     decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
-    for (number, _), item in zip(numbered, inputs, strict=True):
+    for line, item in zip(lines, inputs, strict=True):
         try:
             decoder.encode(item)
         except PromptError as error:
-            raise PromptError(f"{prompts}, line {number}: {error}" if prompts else str(error)) from None
+            raise PromptError(f"{prompts}, line {line.number}: {error}" if prompts else str(error)) from None
 
     first_seed = secrets.randbits(62) if seed is None else seed
-    run = _Run(decoder, inputs, texts, options, first_seed)
+    run = _Run(decoder, inputs, lines, options, first_seed)
     if prompts is None:
         run.show(console_for(json_target, has_colours=show_origin or None), show_origin)
     else:
         stream = sys.stderr if json_target == "-" else sys.stdout
-        run.write(output or stream, settings, num_finished, batch_size, [number for number, _ in numbered])
+        run.write(output or stream, settings, num_finished, batch_size)
     print(run.summary(), file=sys.stderr)
     write_json(json_target, "generate", settings, run.to_json(), decoder.target)
     if run.is_interrupted:
@@ -128,11 +128,11 @@ class _Run:
     """Generation over the prompts, which may be interrupted at any time; what was made until then is kept."""
 
     def __init__(
-        self, decoder: Decoder, inputs: Sequence[Any], texts: Sequence[str], options: dict[str, Any], seed: int
+        self, decoder: Decoder, inputs: Sequence[Any], lines: Sequence[PromptLine], options: dict[str, Any], seed: int
     ) -> None:
         from outrider.flow import Stats, Timing
 
-        self.decoder, self.inputs, self.texts, self.options, self.seed = decoder, inputs, texts, options, seed
+        self.decoder, self.inputs, self.lines, self.options, self.seed = decoder, inputs, lines, options, seed
         self.rows: list[dict[str, Any]] = []
         self.stats: Stats = Stats()
         self.timing: Timing = Timing()
@@ -144,7 +144,7 @@ class _Run:
         stream = self.decoder.stream(self.inputs[0], **self.options | {"seed": self.seed})
         try:
             if console.file.isatty():
-                console.print(self.texts[0], style="dim", end="", markup=False, soft_wrap=True)
+                console.print(self.lines[0].text, style="dim", end="", markup=False, soft_wrap=True)
             for chunk in stream:
                 chunks.append(chunk)
                 for text, origin in chunk.pieces:
@@ -168,7 +168,6 @@ class _Run:
         settings: dict[str, Any],
         begin: int,
         batch_size: int,
-        line_numbers: Sequence[int],
     ) -> None:
         """Write a line of JSON for each prompt from ``begin`` on, in order, a batch at a time."""
         num_prompts = len(self.inputs)
@@ -179,9 +178,9 @@ class _Run:
                     begin_kept = len(self.rows)
                     self._generate(start, end, advance)
                 except NumericsError as error:
-                    where = f"lines {line_numbers[start]} to {line_numbers[end - 1]}"
+                    where = f"lines {self.lines[start].number} to {self.lines[end - 1].number}"
                     if end == start + 1:
-                        where = f"line {line_numbers[start]}"
+                        where = f"line {self.lines[start].number}"
                     raise NumericsError(f"{where}: {error}") from None
                 text = "".join(json_text(row | {"settings": settings}) for row in self.rows[begin_kept:])
                 if isinstance(output, Path):
@@ -220,7 +219,7 @@ class _Run:
 
         row: dict[str, Any] = {
             "index": index,
-            "prompt": self.texts[index],
+            "prompt": self.lines[index].text,
             "text": "".join(chunk.text for chunk in chunks),
             "token_ids": [i for chunk in chunks for i in chunk.token_ids],
             "origins": [origin for chunk in chunks for origin in chunk.origins],
@@ -228,6 +227,8 @@ class _Run:
             "seed": self.seed + index,
             "stats": sum((chunk.stats for chunk in chunks), Stats()).to_json(),
         }
+        if self.lines[index].category is not None:
+            row["category"] = self.lines[index].category
         if self.options["logprobs"] is not None:
             row["logprobs"] = [asdict(item) for chunk in chunks for item in chunk.logprobs or ()]
         return row

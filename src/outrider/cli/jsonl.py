@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,26 @@ from outrider.files import read_bytes, read_text
 _ROW_BEGINS = b'{"index": '  # so does every line that ``generate --output`` writes
 
 
-def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """Prompts with their line numbers.
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A prompt of a file.
 
-    A file whose first line that is not blank begins with ``{`` is JSON lines, each an object with a ``prompt``; in any
-    other file each line that is not blank is a prompt.
+    Attributes:
+        number: of its line, from 1.
+        category: what kind of prompt it is, where the file says so.
+    """
+
+    number: int
+    text: str
+    category: str | None = None
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """The prompts of a file.
+
+    A file whose first line that is not blank begins with ``{`` is JSON lines, each an object with a ``prompt``, or with
+    ``turns`` of which the first is taken (as in Spec-Bench), and perhaps a ``category``; in any other file each line
+    that is not blank is a prompt.
 
     Raises:
         FileError: with file and line number.
@@ -28,15 +44,22 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
     if not numbered:
         raise FileError(f"{path} has no prompts in it")
     if not numbered[0][1].lstrip().startswith("{"):
-        return numbered
-    return [(number, _prompt_of(path, number, line)) for number, line in numbered]
+        return [PromptLine(number, line) for number, line in numbered]
+    return [_prompt_of(path, number, line) for number, line in numbered]
 
 
-def _prompt_of(path: Path, number: int, line: str) -> str:
-    prompt = _parse_row(path, number, line).get("prompt")
+def _prompt_of(path: Path, number: int, line: str) -> PromptLine:
+    row = _parse_row(path, number, line)
+    key, prompt = "prompt", row.get("prompt")
+    if "prompt" not in row and "turns" in row:
+        turns = row["turns"]
+        key, prompt = "turns", turns[0] if isinstance(turns, list) and turns else None
     if not isinstance(prompt, str):
-        raise FileError(f"{path}, line {number}: there is no text under the key 'prompt'")
-    return prompt
+        raise FileError(f"{path}, line {number}: there is no text under the key {key!r}")
+    category = row.get("category")
+    if category is not None and not isinstance(category, str):
+        raise FileError(f"{path}, line {number}: the category {category!r} is not a text")
+    return PromptLine(number, prompt, category)
 
 
 def _parse_row(path: Path, number: int, line: str | bytes) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def latency(
     ks = parse_k(num_draft_tokens)
     check_json_target(json_target)
 
-    from outrider.bench.report import check_plot_file, plot_speed_up, summarise, table
+    from outrider.bench.plots import check_plot_file, plot_speed_up
+    from outrider.bench.report import summarise, table
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
     if plot is not None:

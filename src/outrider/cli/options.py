@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -137,6 +137,43 @@ class PairOptions:
         return drafter if decoder.target.execution.name == "eager" else drafter.compiled()
 
 
+def _of_pair(name: str) -> Any:
+    """The declaration of an option of ``PairOptions``, for groups that have some of them."""
+    return get_type_hints(PairOptions, include_extras=True)[name].__metadata__[0]
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """A target alone, and machine; what the options mean is said in ``PairOptions``."""
+
+    target: Annotated[str, _of_pair("target")] = "fable"
+    models: Annotated[Path | None, _of_pair("models")] = None
+    device: Annotated[str, _of_pair("device")] = "auto"
+    dtype: Annotated[str, _of_pair("dtype")] = "auto"
+    threads: Annotated[int | None, _of_pair("threads")] = None
+    compile: Annotated[bool | None, _of_pair("compile")] = None
+
+    def load(self, num_tokens: int) -> Decoder:
+        """See ``PairOptions.load``."""
+        return PairOptions(**asdict(self)).load(num_tokens)
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Drafts without their target, and machine; what the options mean is said in ``PairOptions``."""
+
+    draft: Annotated[list[str] | None, _of_pair("draft")] = None
+    acceptance: Annotated[str, _of_pair("acceptance")] = DEFAULT_ACCEPTANCE
+    models: Annotated[Path | None, _of_pair("models")] = None
+    device: Annotated[str, _of_pair("device")] = "auto"
+    dtype: Annotated[str, _of_pair("dtype")] = "auto"
+    threads: Annotated[int | None, _of_pair("threads")] = None
+
+    def names(self, target: str) -> list[str]:
+        """Of the drafts, each once."""
+        return PairOptions(target=target, draft=self.draft).draft_names
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the text is sampled; the names and meanings of ``outrider.Sampling``."""
@@ -205,7 +242,14 @@ NumDraftTokensListOption = Annotated[
     str,
     typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.", rich_help_panel=_MODELS),
 ]
+BatchSizeOption = Annotated[int, typer.Option(help="Prompts at once.", rich_help_panel=_MACHINE)]
 SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=_SAMPLING)]
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raises OptionError."""
+    if batch_size < 1:
+        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -75,7 +75,7 @@ def plan(
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     check_json_target(json_target)
 
-    from outrider.bench.report import check_plot_file
+    from outrider.bench.plots import check_plot_file
 
     if plot is not None:
         check_plot_file(plot)
@@ -152,7 +152,7 @@ def _wholes(name: str, text: str) -> list[int]:
 def _texts(prompts: Path | None) -> list[str]:
     from outrider.bench.prompts import PROMPTS
 
-    return list(PROMPTS) if prompts is None else [text for _, text in read_prompts(prompts)]
+    return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
 
 
 def _said(
@@ -324,7 +324,7 @@ def _compare(console: Console, found: Sequence[Choice], measured: Sequence[ArmSu
 
 
 def _plot(path: Path, name: str, results: Sequence[tuple[Costs, list[Choice]]], measured: Sequence[ArmSummary]) -> None:
-    from outrider.bench.report import plot_plan
+    from outrider.bench.plots import plot_plan
 
     lines: dict[str, list[tuple[int, float]]] = {}
     for costs, found in results:

@@ -43,7 +43,8 @@ def shapes(
     asked = [_parse(text) for text in shape or ()]
     check_json_target(json_target)
 
-    from outrider.bench.report import check_plot_file, new_table, plot_shapes
+    from outrider.bench.plots import check_plot_file, plot_shapes
+    from outrider.bench.report import new_table
     from outrider.distill.shapes import NUM_PASSES, default_shapes, measure_shapes, worth_training
 
     if plot is not None:

@@ -25,7 +25,8 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
     """
     known = _parse(text)
 
-    from outrider.bench.report import check_plot_file, new_table, plot_prediction
+    from outrider.bench.plots import check_plot_file, plot_prediction
+    from outrider.bench.report import new_table
     from outrider.speedup import predict
 
     if plot is not None:

@@ -122,9 +122,9 @@ class RoundCounts:
     def positions(self) -> list[Position]:
         """Every position that was drafted."""
         longest = max((i for i, count in enumerate(self.drafted) if count), default=0)
-        at_least = _tail_sums(_add(self.accepted, (0.0,) * (longest + 1)))
+        at_least = _tail_sums(_add(self.accepted, (0,) * (longest + 1)))
         drafted = _tail_sums(self.drafted)
-        full = _add(self.full, (0.0,) * (longest + 1))
+        full = _add(self.full, (0,) * (longest + 1))
         # A round judges token i if i-1 stood and there was an i-th: not if i-1 were all that was drafted.
         return [Position(i, drafted[i], at_least[i - 1] - full[i - 1], at_least[i]) for i in range(1, longest + 1)]
 

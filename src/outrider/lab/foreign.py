@@ -32,11 +32,12 @@ def read_tensors(path: Path) -> list[tuple[int, ...]]:
     """
     text = read_text(path)
     texts: list[tuple[int, ...]] = []
+    end = len(text.rstrip())
     at = 0
-    while text[at:].strip():
+    while at < end:
         match = _TENSOR.match(text, at)
-        line = text.count("\n", 0, at + len(text[at:]) - len(text[at:].lstrip())) + 1
         if match is None or _SHAPE.fullmatch(match[1].strip()) is None:
+            line = text.count("\n", 0, text.index(text[at:].lstrip()[0], at)) + 1
             raise FileError(f"{path}, line {line}: expected tensor([[1, 2, ...]]) as print writes it")
         for row in _ROW.finditer(match[1]):
             row_line = text.count("\n", 0, match.start(1) + row.start(1)) + 1
@@ -57,7 +58,8 @@ def _ids(path: Path, line: int, row: str) -> tuple[int, ...]:
     ids: list[int] = []
     for offset, piece in enumerate(row.split(",")):
         if not piece.strip().isdecimal():
-            line += ",".join(row.split(",")[:offset]).count("\n")
+            before = row.split(",")[:offset] + [piece[: len(piece) - len(piece.lstrip())]]
+            line += "".join(before).count("\n")
             raise FileError(f"{path}, line {line}: {piece.strip()!r} is not a token id")
         ids.append(int(piece))
     return tuple(ids)

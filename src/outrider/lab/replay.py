@@ -44,13 +44,14 @@ class Replayed:
     Attributes:
         laws: for each K how the rounds go. Two of them where p is not known well enough: one in which drafted tokens
             stand as seldom as they can, and one in which they stand as often.
-        overlap: for each judged token the least and the most that sum_v min(p, q) can be; None where there is no q.
+        overlap: for each judged token the least and the most that sum_v min(p, q) can be, and min(1, q/p) of the token
+            itself, which is the same on average over what may stand there; None where there is no q.
     """
 
     index: int
     category: str | None
     laws: Mapping[int, tuple[RoundLaw, RoundLaw]]
-    overlap: tuple[Floats, Floats] | None
+    overlap: tuple[Floats, Floats, Floats] | None
 
     def is_exact(self, k: int) -> bool:
         least, most = self.laws[k]
@@ -78,16 +79,34 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
+class AlphaRange:
+    """alpha over the records' texts, each number with an interval over the records.
+
+    Attributes:
+        low, high: between these, by what the log knows of p.
+        estimate: the mean of min(1, q/p) over the tokens that stand in the texts. Given what is before a token this is
+            sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)) on average, so it needs no more of p than that token.
+    """
+
+    low: Interval
+    high: Interval
+    estimate: Interval
+
+    def to_json(self) -> dict[str, dict[str, float | None]]:
+        return {"low": self.low.to_json(), "high": self.high.to_json(), "estimate": self.estimate.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """A draft over all records.
 
     Attributes:
         expected: by K.
-        alpha: the least and the most that it can be, each with an interval over the records; None where there is no q.
+        alpha: None where there is no q.
     """
 
     expected: Mapping[int, Expected]
-    alpha: tuple[Interval, Interval] | None
+    alpha: AlphaRange | None
 
 
 def load_draft(
@@ -151,7 +170,8 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
     low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     is_exact = dict.fromkeys(ks, True)
-    sums: list[tuple[float, float, int]] = []
+    sums: list[list[float]] = []
+    counts: list[int] = []
     for one in replayed:
         for k in ks:
             least, most = one.laws[k]
@@ -159,15 +179,15 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
             high[k].append(low[k][-1] if most is least else most.expected())
             is_exact[k] &= one.is_exact(k)
         if one.overlap is not None and len(one.overlap[0]):
-            sums.append((float(one.overlap[0].sum()), float(one.overlap[1].sum()), len(one.overlap[0])))
+            sums.append([float(values.sum()) for values in one.overlap])
+            counts.append(len(one.overlap[0]))
     expected = {}
     for k in ks:
         upper = None if is_exact[k] else Expected(k, tuple(high[k]), tau_interval(high[k]))
         expected[k] = Expected(k, tuple(low[k]), tau_interval(low[k]), upper)
     alpha = None
     if sums:
-        least_sums, most_sums, counts = zip(*sums, strict=True)
-        alpha = ratio_of_sums(least_sums, counts), ratio_of_sums(most_sums, counts)
+        alpha = AlphaRange(*(ratio_of_sums(values, counts) for values in zip(*sums, strict=True)))
     return Summary(expected, alpha)
 
 
@@ -198,12 +218,12 @@ def _room(record: Record, header: Header) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Of each token of a text log(q/p), both ends of log g, both ends of the overlap. Where the draft's context has
-    ended the logarithms are -inf, and there is no overlap."""
+    """Of each token of a text log(q/p), both ends of log g, and what ``Replayed`` says of overlap. Where the draft's
+    context has ended the logarithms are -inf, and there is no overlap."""
 
     log_ratios: Floats  # [n]
     agreement: tuple[Floats, Floats]  # [n], [n]
-    overlap: tuple[Floats, Floats]  # [at most n], ...
+    overlap: tuple[Floats, Floats, Floats]  # [at most n], ...
 
 
 def _judge(records: Sequence[Record], header: Header, lm: LM) -> list[_Places]:
@@ -232,8 +252,8 @@ def _judge(records: Sequence[Record], header: Header, lm: LM) -> list[_Places]:
             logs[row][part] = log_ratios(_numpy(q_x), _numpy(known.probs))
             _keep(found, agreements[row], overlaps[row], part)
     return [
-        _Places(log, agreement, (_joined(low), _joined(high)))
-        for log, agreement, (low, high) in zip(logs, agreements, overlaps, strict=True)
+        _Places(log, agreement, (_joined(low), _joined(high), np.exp(np.minimum(log[:num], 0.0))))
+        for log, agreement, (low, high), num in zip(logs, agreements, overlaps, num_done, strict=True)
     ]
 
 

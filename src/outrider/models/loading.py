@@ -108,8 +108,7 @@ def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto
         mismatched = sorted(key for key, *_ in info["mismatched_keys"])
         if mismatched:
             raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
-    with _loading(spec, "tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(spec.location)
+    tokenizer = load_tokenizer(spec)
     with _loading(spec, f"model on {place}"):
         model = model.to(place)
     return Checkpoint(spec.name, model, tokenizer)
@@ -122,6 +121,14 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     with _loading(spec, "model"):
         dtype: torch.dtype | None = transformers.AutoConfig.from_pretrained(spec.location).dtype
     return dtype or torch.float32
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """The tokenizer alone. Raises ModelNotFound, ModelCorrupt."""
+    import transformers
+
+    with _loading(spec, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(spec.location)
 
 
 @contextlib.contextmanager

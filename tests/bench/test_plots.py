@@ -1,0 +1,133 @@
+"""Pictures of results: that every point is in them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from outrider.bench.plots import (
+    check_plot_file,
+    plot_alpha,
+    plot_plan,
+    plot_prediction,
+    plot_shapes,
+    plot_speed_up,
+)
+from outrider.bench.report import ArmSummary
+from outrider.bench.run import Arm
+from outrider.distill.shapes import ShapeCost
+from outrider.distill.student import Shape
+from outrider.errors import FileError, MissingExtra
+from outrider.flow import Sampling, Stats, Timing
+from outrider.intervals import Interval
+from outrider.lab.alpha import Alpha
+from pairs import embedded
+
+
+def summary(draft: str | None, k: int | None, value: float | None) -> ArmSummary:
+    speed_up = None if value is None else Interval(value, value - 0.1, value + 0.1)
+    pair, empty = (1.0, 0.1), Stats()
+    name = f"{draft} {k}"
+    return ArmSummary(Arm(name, embedded(), draft, k), 2, pair, pair, pair, 1.0, speed_up, speed_up, empty, Timing())
+
+
+SUMMARIES = [
+    summary(None, None, None),
+    summary("small", None, 3.0),  # the draft alone: no speed-up of a pair
+    summary("small", 1, 1.2),
+    summary("small", 2, 1.4),
+    summary("ngram", 1, 0.9),
+    summary("ngram", 2, 1.1),
+]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_plots_are_written(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    path = tmp_path / f"plot{suffix}"
+    check_plot_file(path)
+    plot_speed_up(SUMMARIES, path, "title")
+    assert path.read_bytes().startswith(magic)
+
+
+def test_plots_have_a_line_for_each_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a point for each K, and none for what has no K: a draft alone is not a pair."""
+    lines: dict[str, tuple[list[int], list[float]]] = {}
+    errorbar = Axes.errorbar
+
+    def record(self: Axes, x: list[int], y: list[float], **rest: Any) -> Any:
+        lines[rest["label"]] = (list(x), list(y))
+        return errorbar(self, x, y, **rest)
+
+    monkeypatch.setattr(Axes, "errorbar", record)
+    plot_speed_up(SUMMARIES, tmp_path / "plot.svg", "title")
+    assert lines == {"small": ([1, 2], [1.2, 1.4]), "ngram": ([1, 2], [0.9, 1.1])}
+
+
+def alpha(temperature: float, top_p: float, value: float) -> Alpha:
+    return Alpha(Sampling(temperature=temperature, top_p=top_p), Interval(value, value - 0.1, value + 0.1), 9)
+
+
+PLOTS = {
+    "measured": (lambda path: plot_speed_up(SUMMARIES, path, "title"), 1.4),
+    "predicted": (lambda path: plot_prediction([(1, 0.8), (2, 3.5)], path, "title"), 3.5),
+    "plan": (lambda path: plot_plan({"small": [(1, 1.3), (2, 1.5)]}, SUMMARIES, path, "title"), 1.5),
+    "alpha": (lambda path: plot_alpha({"small": [alpha(0, 1, 0.4), alpha(1, 0.9, 0.6)]}, path, "title"), 0.6),
+    "shapes": (lambda path: plot_shapes([ShapeCost(Shape(1, 8), 9, 2e-3, 0.5)] * 3, path, "title"), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_all_points_are_in_the_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    draw, largest = PLOTS[name]
+    draw(tmp_path / "plot.svg")
+    (axes,) = figures[0].axes
+    low, high = axes.get_ylim()
+    heights = [y for line in axes.lines for y in line.get_ydata()]
+    assert len(heights) > 2 and low == 0 and largest in heights and max(heights) < high
+
+
+def test_a_plan_has_predictions_and_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same colour for the same draft."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    plot_plan({"small": [(1, 1.3)], "ngram": [(1, 0.8)]}, SUMMARIES, tmp_path / "plot.svg", "title")
+    handles, labels = figures[0].axes[0].get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    assert {f"{name}, {what}" for name in ("small", "ngram") for what in ("predicted", "measured (95%)")} < set(labels)
+    for name in ("small", "ngram"):
+        assert by_label[f"{name}, predicted"].get_color() == by_label[f"{name}, measured (95%)"][0].get_color()
+
+
+def test_alpha_has_a_line_for_each_top_p(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 0 they begin together."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    alphas = [alpha(0, 0.9, 0.4), alpha(1, 0.9, 0.5), alpha(1, 1.0, 0.6)]
+    plot_alpha({"small": alphas}, tmp_path / "plot.svg", "title")
+    handles, labels = figures[0].axes[0].get_legend_handles_labels()
+    points = {label: handle[0].get_ydata().tolist() for label, handle in zip(labels, handles, strict=True)}
+    assert points == {"small, top-p 0.9": [0.4, 0.5], "small, top-p 1": [0.4, 0.6]}
+
+
+def test_plots_of_single_runs_have_no_bars(tmp_path: Path) -> None:
+    alone = Alpha(Sampling(), Interval(0.5, None, None), 9)
+    plot_alpha({"small": [alone]}, tmp_path / "plot.svg", "title")
+    assert (tmp_path / "plot.svg").stat().st_size > 0
+
+
+def test_plot_files_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileError, match="the name must end in .png, .svg, .pdf"):
+        check_plot_file(tmp_path / "plot.bmp")
+    with pytest.raises(FileError, match="there is no folder"):
+        check_plot_file(tmp_path / "nowhere" / "plot.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(FileError, match="folder.png"):
+        check_plot_file(tmp_path / "folder.png")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(MissingExtra, match=r"this needs matplotlib: pip install 'outrider\[plot\]'"):
+        check_plot_file(tmp_path / "plot.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]

@@ -1,0 +1,233 @@
+"""``outrider record``, ``replay`` and ``analyze``, with the embedded pair."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import Outrider, only_document
+from outrider.api import Decoder
+from outrider.lab.log import Log
+from pairs import embedded, random_llama, save
+
+PROMPTS = [
+    {"prompt": "Once upon a time", "category": "tale"},
+    {"turns": ["8 * 12 = ", "and then?"], "category": "sum"},
+    {"prompt": "the cat and the dog and the cat and the"},
+]
+TEXTS = ["Once upon a time", "8 * 12 = ", "the cat and the dog and the cat and the"]
+GREEDY = ("-t", 0, "-n", 12, "--dtype", "float64")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return path
+
+
+def record(outrider: Outrider, prompts: Path, *more: object) -> Path:
+    log = prompts.parent / "log"
+    ended = outrider("record", "--prompts", prompts, "--output", log, *more)
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    return log
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "gumbel"])
+def test_replayed_greedy_rounds_are_those_of_generate(
+    outrider: Outrider, prompts: Path, tmp_path: Path, acceptance: str
+) -> None:
+    """By both ways to the same analysis: generate's own lines, and replay of what the target alone has said."""
+    log = record(outrider, prompts, *GREEDY)
+    assert [one.token_ids for one in Log.open(log)] == [
+        one.token_ids for one in embedded("float64").plain().generate(TEXTS, temperature=0.0, max_new_tokens=12)
+    ]
+    output = tmp_path / "rounds.jsonl"
+    names = ("--draft", "fable-draft", "--draft", "ngram")
+    ended = outrider(
+        "replay", log, *names, "-k", "1,3", "--acceptance", acceptance, "--dtype", "float64", "--output", output,
+        "--json", tmp_path / "replay.json", "--plot", tmp_path / "tau.png",
+    )  # fmt: skip
+    assert ended.code == 0 and (tmp_path / "tau.png").stat().st_size > 5000
+    document = only_document((tmp_path / "replay.json").read_text(), "replay")
+    rows = rows_of(output)
+    assert len(rows) == 12 and len(document["arms"]) == 4
+    for arm in document["arms"]:
+        generated = tmp_path / f"{arm['draft']}-{arm['k']}.jsonl"
+        options = ("--draft", arm["draft"], "-k", arm["k"], "--acceptance", acceptance, "--batch-size", 3, *GREEDY)
+        assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
+        document = only_document(outrider("analyze", generated, "--json", "-").out, "analyze")
+        (got,) = document["arms"]
+        assert (got["draft"], got["k"]) == (arm["draft"], arm["k"])
+        assert got["tau"] == pytest.approx(arm["tau"])
+        assert arm["stats"]["num_rounds"] == pytest.approx(got["stats"]["num_rounds"])
+        assert [one["category"] for one in got["categories"]] == ["sum", "tale"]
+        assert arm["upper"] is None
+    document = only_document(outrider("analyze", output, "--json", "-").out, "analyze")
+    assert [(arm["draft"], arm["k"]) for arm in document["arms"]] == [
+        (name, k) for name in ("fable-draft", "ngram") for k in (1, 3)
+    ]
+    assert "fable-draft" in ended.out and "tau, 95%" in ended.out
+
+
+def test_sampled_text(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Needs probabilities; with some of them, gumbel and alpha have bounds."""
+    log = record(outrider, prompts, "-n", 8, "--seed", 5)
+    assert "record it again with --probs 1" in outrider("replay", log).error
+    log.rename(tmp_path / "old")
+    log = record(outrider, prompts, "-n", 8, "--seed", 5, "--probs", 10)
+    ended = outrider("replay", log, "-k", 2, "--acceptance", "gumbel", "--json", "-")
+    document = only_document(ended.out, "replay")
+    (arm,) = document["arms"]
+    assert arm["upper"]["tau"]["value"] > arm["tau"]["value"] > 1
+    (draft,) = document["drafts"]
+    assert draft["alpha"]["low"]["value"] < draft["alpha"]["high"]["value"]
+    assert " to " in ended.err
+    assert "bounds only" in outrider(
+        "replay", log, "-k", 2, "--acceptance", "gumbel", "--output", tmp_path / "r"
+    ).error  # fmt: skip
+    taus = [
+        only_document(outrider("replay", log, "-k", 3, "--acceptance", rule, "--json", "-").out, "replay")["arms"][0]
+        for rule in ("rejection", "block")
+    ]
+    assert taus[0]["tau"]["value"] <= taus[1]["tau"]["value"] and taus[0]["upper"] is None
+    # Drawn rounds: the same with the same seed, and in any batch.
+    for name, more in (("a", ()), ("b", ("--batch-size", 1)), ("c", ("--seed", 1))):
+        assert outrider("replay", log, "-k", 3, "--output", tmp_path / name, *more).code == 0
+    a, b, c = ((tmp_path / name).read_text() for name in "abc")
+    assert a == b != c
+
+
+def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Written by record, read by replay: the same as from the log."""
+    tensors, counts = tmp_path / "target.txt", tmp_path / "rounds.txt"
+    log = record(outrider, prompts, *GREEDY, "--ignore-eos", "--tensors", tensors)
+    foreign = (
+        tensors,
+        "--format",
+        "tensors",
+        "--prompts",
+        prompts,
+        "--tokenizer-of",
+        "fable",
+        "--draft",
+        "fable-draft",
+    )
+    arms = [
+        only_document(outrider("replay", *where, "--dtype", "float64", "-k", "1-2", "--json", "-").out, "replay")[
+            "arms"
+        ]
+        for where in ((log,), foreign)
+    ]
+    assert arms[0] == arms[1]
+    options = ("-k", 2, "--output", counts, "--output-format", "cumulative", "--batch-size", 2, "--dtype", "float64")
+    assert outrider("replay", log, *options).code == 0
+    assert counts.read_text().startswith("[")
+    ended = outrider("analyze", counts, "--tokens-per-prompt", 12, "-k", 2, "--json", "-")
+    (arm,) = only_document(ended.out, "analyze")["arms"]
+    assert arm["tau"]["value"] == pytest.approx(arms[0][1]["tau"]["value"])
+    assert "Note: where a prompt ends is guessed" in outrider("analyze", counts).out
+
+
+def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) -> None:
+    rounds, plot = tmp_path / "rounds.txt", tmp_path / "rounds.svg"
+    rounds.write_text("[3]\n[4]\n[2]\n[4]\n")
+    ended = outrider("analyze", rounds, "--plot", plot)
+    assert ended.code == 0 and plot.stat().st_size > 5000
+    assert "if those before" in ended.out and "Plot:" in ended.out
+
+
+def test_an_interrupted_recording_is_continued(
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 130, and in the end what an uninterrupted run writes, without generating anything again."""
+    options = ("-n", 4, "--seed", 1, "--probs", 2, "--batch-size", 1, "--dtype", "float64")
+    whole = [(one.prompt, one.category, one.token_ids) for one in Log.open(record(outrider, prompts, *options))]
+    assert [one[:2] for one in whole] == [(TEXTS[0], "tale"), (TEXTS[1], "sum"), (TEXTS[2], None)]
+    stream_many = Decoder.stream_many
+    asked: list[Any] = []
+
+    def interrupted(self: Decoder, items: Any, **more: Any) -> Any:
+        asked.append(items)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return stream_many(self, items, **more)
+
+    monkeypatch.setattr(Decoder, "stream_many", interrupted)
+    arguments = ("record", "--prompts", prompts, "--output", tmp_path / "cut", *options)
+    ended = outrider(*arguments)
+    assert ended.code == 130 and ended.err.startswith("2 of 3 prompts, ") and ended.err.endswith(", interrupted\n")
+    assert len(Log.open(tmp_path / "cut")) == 2
+    assert outrider(*arguments).code == 0
+    assert asked[3:] == [[TEXTS[2]]]
+    assert [(one.prompt, one.category, one.token_ids) for one in Log.open(tmp_path / "cut")] == whole
+    assert outrider(*arguments).code == 0 and len(asked) == 4
+    for change in (("-n", 5), ("--probs", 3), ("--seed", 2), ("-t", 0.5), ("--dtype", "float32")):
+        assert "comes from another run" in outrider(*arguments, *change).error
+
+
+def test_a_draft_with_other_tokens(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    log = record(outrider, prompts, "-t", 0, "-n", 2)
+    folder = save(tmp_path / "model", random_llama())
+    assert "have different tokenizers; choose a draft of the same family" in outrider(
+        "replay", log, "--draft", folder
+    ).error  # fmt: skip
+
+
+def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """One line, exit code 2."""
+    log = record(outrider, prompts, "-t", 0, "-n", 2)
+    cases = [
+        (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "--probs = 0"),
+        (("record", "--prompts", prompts, "--output", tmp_path / "x", "--batch-size", 0), "--batch-size = 0"),
+        (("record", "--prompts", prompts, "--output", prompts), "it is not a folder"),
+        (("record", "--prompts", prompts, "--output", tmp_path), "is no log"),
+        (("record", "--prompts", tmp_path / "no", "--output", tmp_path / "x"), "cannot read"),
+        (("replay", tmp_path / "nowhere"), "make one with outrider record"),
+        (("replay", log, "--draft", "none"), "name a draft to replay"),
+        (("replay", log, "-k", "auto"), "numbers, like 1-8"),
+        (("replay", log, "--acceptance", "hope"), "choose one of rejection"),
+        (("replay", log, "--format", "xml"), "choose outrider or tensors"),
+        (("replay", log, "--format", "tensors"), "tensors go with --prompts and --tokenizer-of"),
+        (("replay", log, "--prompts", prompts), "tensors go with --prompts and --tokenizer-of"),
+        (("replay", log, "--output", tmp_path / "r", "--output-format", "cumulative"), "give one of each"),
+        (("replay", log, "--plot", tmp_path / "p.xyz"), "the name must end in"),
+        (("analyze", log / "log.json"), "neither a line of replay"),
+        (("analyze", tmp_path / "nowhere"), "cannot read"),
+        (("analyze", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
+    ]
+    for arguments, message in cases:
+        assert message in outrider(*arguments).error
+    (log / "shard-00000.safetensors").unlink()
+    assert "record 0 is damaged" in outrider("replay", log).error
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"turns": []}, "there is no text under the key 'turns'"),
+        ({"turns": "text"}, "there is no text under the key 'turns'"),
+        ({"text": "x"}, "there is no text under the key 'prompt'"),
+        ({"prompt": "x", "category": 3}, "the category 3 is not a text"),
+    ],
+)
+def test_rows_that_are_no_prompts(outrider: Outrider, tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row))
+    assert message in outrider("record", "--prompts", path, "--output", tmp_path / "log").error
+    assert not (tmp_path / "log").exists()
+
+
+def test_texts_of_another_number_than_prompts(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    tensors = tmp_path / "t.txt"
+    options = ("--format", "tensors", "--prompts", prompts, "--tokenizer-of", "fable")
+    tensors.write_text(f"{torch.tensor([[1, 2]])}\n")
+    assert "has 1 texts, but" in outrider("replay", tensors, *options).error
+    tensors.write_text(f"{torch.tensor([[1, 2], [1, 2], [1, 999999]])}\n")
+    assert "text 2: it is empty, or has ids that fable does not know" in outrider("replay", tensors, *options).error
