@@ -74,3 +74,19 @@ def test_bad_options(outrider: Outrider, prompts: Path) -> None:
     assert "name the drafts" in outrider("plan", "--draft", "none").error
     assert "can take 1024" in outrider("plan", "--context", "1000", "-k", 8).error
     assert "without --prompts" in outrider("plan", "--log", prompts, "--prompts", prompts).error
+
+
+def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """The texts are those of the log, and so is the temperature, whatever else is said."""
+    log = tmp_path / "log"
+    recorded = outrider("record", "--prompts", prompts, "--output", log, "--probs", 1, "-n", 12, "-t", 0.5)
+    assert recorded.code == 0
+    ended = outrider("plan", "--log", log, "-k", 2, "--context", 8, "--json", "-")
+    document = only_document(ended.out, "plan")
+    assert document["options"]["temperature"] == 0.5
+    assert "--temperature 0.5" in ended.err
+    again = only_document(outrider("plan", "--log", log, "-k", 2, "--context", 8, "--json", "-").out, "plan")
+    tau = [one["settings"][0]["choices"][0]["tau"]["value"] for one in (document, again)]
+    assert tau[0] == tau[1] > 1
+    other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
+    assert "it is of fable, not of fable-draft" in other.error
