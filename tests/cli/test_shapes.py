@@ -28,6 +28,5 @@ def test_nothing_within_the_budget(outrider: Outrider) -> None:
 def test_bad_options(outrider: Outrider) -> None:
     assert "like 2x192" in outrider("shapes", "--shape", "wide").error
     assert "a multiple of 64" in outrider("shapes", "--shape", "1x100").error
-    assert "--shape" in outrider("shapes", "--draft", "ngram").error
     assert "above 0" in outrider("shapes", "--budget-ms", "-1").error
     assert "can take 1024" in outrider("shapes", "--context", 1020).error

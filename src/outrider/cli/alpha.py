@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.jsonl import read_prompts
-from outrider.cli.options import JsonOption, PairOptions, flat
+from outrider.cli.options import BatchSizeOption, JsonOption, PairOptions, check_batch_size, flat
 from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
 from outrider.errors import OptionError
 
@@ -25,14 +25,13 @@ def alpha(
     ] = None,
     temperatures: Annotated[str, typer.Option("-t", "--temperature", help="One or several: 0,0.5,1.")] = "0,0.5,1,1.5",
     top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
-    batch_size: Annotated[int, typer.Option(help="Texts judged at once.")] = 8,
+    batch_size: BatchSizeOption = 8,
     plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
     """The probability that a drafted token stands, at every place of given texts. Nothing is generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
-    if batch_size < 1:
-        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+    check_batch_size(batch_size)
     check_json_target(json_target)
 
     from outrider.bench.plots import check_plot_file, plot_alpha

@@ -153,7 +153,7 @@ class TargetOptions:
     threads: Annotated[int | None, _of_pair("threads")] = None
     compile: Annotated[bool | None, _of_pair("compile")] = None
 
-    def load(self, num_tokens: int) -> Decoder:
+    def load(self, num_tokens: int = 0) -> Decoder:
         """See ``PairOptions.load``."""
         return PairOptions(**asdict(self)).load(num_tokens)
 

@@ -159,10 +159,7 @@ def _said(
     decoder: Decoder, pair: PairOptions, texts: Sequence[str], options: dict[str, Any]
 ) -> tuple[list[Record], Header]:
     """What the target says to the prompts, as a log has it."""
-    from outrider.flow import Sampling
-    from outrider.lab.log import Header
-    from outrider.lab.record import record_batch
-    from outrider.tokens import fingerprint
+    from outrider.lab.record import header_of, record_batch
 
     # One number for each token is enough where a rule looks at p and q of that token alone.
     num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if pair.acceptance == "gumbel" else 1
@@ -180,16 +177,7 @@ def _said(
             if is_interrupted:
                 raise typer.Exit(130)
             records += made
-    header = Header(
-        target=decoder.target.name,
-        sampling=Sampling(**without_seed),
-        num_probs=num_probs,
-        vocab_size=decoder.target.vocab_size,
-        context_len=decoder.target.context_len,
-        eos_ids=tuple(sorted(decoder.eos_ids)),
-        tokenizer=fingerprint(decoder.tokenizer),
-    )
-    return records, header
+    return records, header_of(decoder, without_seed, num_probs)
 
 
 def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:

@@ -94,23 +94,12 @@ def record(
 
 
 def _header(decoder: Decoder, options: dict[str, Any], num_probs: int | None, chat: bool) -> Header:
-    from outrider.flow import Sampling
-    from outrider.lab.log import Header
+    from outrider.lab.record import header_of
     from outrider.provenance import provenance
-    from outrider.tokens import fingerprint
 
     origin = provenance(str(decoder.target.device)) | {"dtype": str(decoder.target.dtype).removeprefix("torch.")}
-    return Header(
-        target=decoder.target.name,
-        sampling=Sampling(**options),
-        num_probs=num_probs,
-        vocab_size=decoder.target.vocab_size,
-        context_len=decoder.target.context_len,
-        eos_ids=tuple(sorted(decoder.eos_ids)),
-        tokenizer=None if decoder.tokenizer is None else fingerprint(decoder.tokenizer),
-        settings={"chat": chat, "dtype": origin["dtype"]},
-        provenance=json.loads(json_text(origin)),
-    )
+    settings = {"chat": chat, "dtype": origin["dtype"]}
+    return header_of(decoder, options, num_probs, settings=settings, provenance=json.loads(json_text(origin)))
 
 
 def _write(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import JsonOption, PairOptions, flat
-from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.options import JsonOption, TargetOptions, flat
+from outrider.cli.output import check_json_target, console_for, progress_bar, write_json
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @flat
 def shapes(
-    pair: PairOptions,
+    machine: TargetOptions,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -33,8 +34,6 @@ def shapes(
     json_target: JsonOption = None,
 ) -> None:
     """Time drafts with random weights beside the target, and name the shapes that are worth training."""
-    if pair.draft is not None:
-        raise OptionError("--draft", ", ".join(pair.draft), "the drafts are made here: name their shapes with --shape")
     if budget_ms is not None and not 0 < budget_ms < math.inf:
         raise OptionError("--budget-ms", budget_ms, "a number above 0")
     for name, value in (("--batch-size", batch_size), ("--context", context)):
@@ -49,7 +48,7 @@ def shapes(
 
     if plot is not None:
         check_plot_file(plot)
-    target = pair.load().target
+    target = machine.load().target
     if context + 64 > target.context_len:
         raise OptionError("--context", context, f"{target.name} can take {target.context_len} tokens")
     wanted = asked or default_shapes(target)
@@ -77,7 +76,7 @@ def shapes(
         size = f"--layers {cost.shape.num_layers} --hidden-size {cost.shape.hidden_size}"
         if cost.shape.intermediate_size is not None:
             size += f" --intermediate-size {cost.shape.intermediate_size}"
-        console.print(f"outrider distill {pair.target} {size} --output DIR", soft_wrap=True)
+        console.print(f"outrider distill {machine.target} {size} --output DIR", soft_wrap=True)
     if not best:
         console.print(f"No shape drafts a token within {budget_ms:g} ms.")
     if plot is not None:
@@ -85,7 +84,7 @@ def shapes(
         console.print(f"Plot: {plot}")
     body: dict[str, Any] = {"shapes": [_to_json(cost) | {"is_worth_training": cost in best} for cost in costs]}
     options = {"shape": shape, "budget_ms": budget_ms, "batch_size": batch_size, "context": context}
-    write_json(json_target, "shapes", options_json(pair, {}, **options), body, target)
+    write_json(json_target, "shapes", asdict(machine) | options, body, target)
 
 
 def _parse(text: str) -> Shape:

@@ -14,10 +14,29 @@ import torch
 from outrider.api import Decoder
 from outrider.flow import Chunk, Sampling
 from outrider.lab.forced import Text, force
-from outrider.lab.log import Record, TopProbs
+from outrider.lab.log import Header, Record, TopProbs
 from outrider.lm import LM
 from outrider.probs import Settings, normalised, wide
-from outrider.tokens import Prompt
+from outrider.tokens import Prompt, fingerprint
+
+
+def header_of(decoder: Decoder, options: dict[str, Any], num_probs: int | None, **more: Any) -> Header:
+    """The header of what a decoder will say.
+
+    Args:
+        options: for ``Decoder.stream_many``, without a seed.
+        more: the header's ``settings`` and ``provenance``.
+    """
+    return Header(
+        target=decoder.target.name,
+        sampling=Sampling(**options),
+        num_probs=num_probs,
+        vocab_size=decoder.target.vocab_size,
+        context_len=decoder.target.context_len,
+        eos_ids=tuple(sorted(decoder.eos_ids)),
+        tokenizer=None if decoder.tokenizer is None else fingerprint(decoder.tokenizer),
+        **more,
+    )
 
 
 def record_batch(
