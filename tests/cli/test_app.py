@@ -32,11 +32,11 @@ def test_help_answers_at_once() -> None:
         end = os.times()
         times_s.append(end.children_user - begin.children_user + end.children_system - begin.children_system)
     assert min(times_s) < 0.5
-    for command in ("generate", "compare", "latency", "eval", "models"):
+    for command in ("generate", "compare", "latency", "eval", "record", "replay", "analyze", "plan", "models"):
         assert f" {command} " in result.stdout
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "eval --help"])
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "replay --help"])
 def test_no_torch_before_there_is_work(arguments: str) -> None:
     code = (
         f"import sys; sys.argv = ['outrider', *{arguments.split()!r}]\n"

@@ -55,6 +55,15 @@ def test_json_lines_and_plain_lines_say_the_same(outrider: Outrider, prompts: Pa
     assert rows_of(outrider("generate", "--prompts", other, *OPTIONS).out) == rows_of(plain.out)
 
 
+def test_categories_and_turns(outrider: Outrider, tmp_path: Path) -> None:
+    """As in Spec-Bench: the first turn is the prompt; a category is written beside what was said, if there is one."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question_id": 81, "category": "writing", "turns": ["Once", "More"]}\n{"prompt": "There"}\n')
+    first, second = rows_of(outrider("generate", "--prompts", path, "-n", 2, "--seed", 1).out)
+    assert (first["prompt"], first["category"], second["prompt"]) == ("Once", "writing", "There")
+    assert set(second) == ROW_KEYS
+
+
 def test_lines_end_where_other_programs_end_them(outrider: Outrider, tmp_path: Path) -> None:
     """At LF or CRLF: not at the other characters that Python takes for line ends, which JSON may hold as they are."""
     prompt = "Once\u2028upon\u0085a\u2029time\x0c"

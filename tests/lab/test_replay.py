@@ -34,6 +34,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, ModelDrafter]]] = {
     "llama": llama_pair,
     "short context": lambda: llama_pair(context_len=40),
     "short draft context": lambda: llama_pair(draft_context_len=27),
+    "draft context shorter than a prompt": lambda: llama_pair(draft_context_len=12),
 }
 
 
