@@ -137,7 +137,7 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     first = round_costs(target, drafter, RULES["rejection"], 2, 60)
     assert list(first) == list(target.execution.favoured_k) and min(first.values()) > 0
     assert first[8] > first[0]
-    monkeypatch.setattr(costs_module, "_measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(costs_module, "measure_round_costs", lambda *_: pytest.fail("measured again"))
     assert round_costs(target, drafter, RULES["rejection"], 2, 60) == first
     (file,) = (tmp_path / "outrider" / "costs").iterdir()
     monkeypatch.undo()

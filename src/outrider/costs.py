@@ -51,12 +51,13 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
     except (OSError, ValueError, AttributeError, TypeError):
         pass  # not there, or not what was written
     _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
-    costs = _measure(target, drafter, rule, num_rows, num_tokens)
+    costs = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
     keep_in_cache(path, json.dumps(costs).encode())
     return costs
 
 
-def _measure(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
+def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
+    """The same, measured now and not kept."""
     arms = [CostArm(target, drafter, k) for k in target.execution.favoured_k]
     length = min(_SHORT, target.context_len // 2)
     rounds = time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=num_tokens)
@@ -73,6 +74,11 @@ class CostArm:
     target: LM
     drafter: Drafter
     k: int
+
+
+def tokens_needed(most_k: int) -> int:
+    """How many tokens the timed rounds may add to a row."""
+    return _NUM_ROUNDS * (most_k + 1)
 
 
 def time_rounds(
@@ -103,7 +109,7 @@ def time_rounds(
     taken: list[list[Timing]] = [[] for _ in arms]
 
     def rounds(arm: CostArm) -> list[Timing]:
-        most_new = max(num_tokens - length, _NUM_ROUNDS * (max(arm.k for arm in arms) + 1))
+        most_new = max(num_tokens - length, tokens_needed(max(arm.k for arm in arms)))
         prompts = torch.randint(arm.target.vocab_size, (num_rows, length), generator=generator).tolist()
         rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
         requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]

@@ -55,6 +55,17 @@ def write_whole(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # a file system that does not know this
+    finally:
+        os.close(descriptor)
+
+
 def cache_folder(name: str) -> Path:
     """Where files are kept that can be made again: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from commands import Outrider, only_document
+from pairs import random_llama, save
 
 QUICK = "--length", 32, "--written", 8, "--batch-size", 2, "--learning-rate", 1e-2
 
@@ -48,12 +49,17 @@ def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     to = "distill", "fable", "--output", tmp_path / "draft"
     assert "either --steps or --minutes" in outrider(*to, "--steps", 5, "--minutes", 1).error
-    assert "a multiple of 64" in outrider(*to, "--hidden-size", 100).error
     assert "choose one of kl, reverse-kl, jsd, tv" in outrider(*to, "--loss", "mse").error
     assert "nothing else to train on" in outrider(*to, "--written-fraction", 0).error
     assert "a number from 0 to 1" in outrider(*to, "--written-fraction", 2).error
     assert "can take 1024" in outrider(*to, "--length", 2000).error
+    assert "num_layers = 0" in outrider(*to, "--layers", 0).error
+    assert "0 <= seed < 2**32" in outrider(*to, "--seed", 2**32).error
     assert "leave out the widths" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
     assert "cannot read" in outrider(*to, "--data", tmp_path / "missing").error
+    assert "tokens, to train on" in outrider(*to, "--data", text, "--length", 900).error
     assert "no model" in outrider("distill", "fabel", "--output", tmp_path / "x").error
-    assert not (tmp_path / "x").exists()
+    other = save(tmp_path / "other", random_llama())
+    assert "tokens" in outrider(*to, "--init", other).error
+    # None of these has begun a run, so the folder is free for one.
+    assert not (tmp_path / "draft").exists() and not (tmp_path / "x").exists()

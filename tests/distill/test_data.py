@@ -4,11 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from outrider.api import Decoder
-from outrider.distill.data import Mixture, split, text_tokens, write_sequences
+from outrider.distill.data import (
+    Mixture,
+    beginning,
+    hold_out_text,
+    hold_out_written,
+    read_sequences,
+    text_tokens,
+    write_sequences,
+)
 from outrider.errors import FileError, OptionError
-from pairs import embedded, embedded_tokenizer
+from pairs import embedded, embedded_tokenizer, word_tokenizer
 
 TEXT = torch.arange(1000)
 WRITTEN = 5000 + torch.arange(60).reshape(6, 10)
@@ -41,12 +50,27 @@ def test_one_source_alone() -> None:
 
 
 def test_what_is_held_out_is_not_trained_on() -> None:
-    text, written, held = split(TEXT, WRITTEN, 10)
-    assert text is TEXT and written is not None and len(written) == 5 and torch.equal(held, WRITTEN[5:])
-    text, written, held = split(TEXT, None, 10)
-    assert text is not None and torch.equal(torch.cat((text, held.flatten())), TEXT) and held.shape == (5, 10)
+    rest, held = hold_out_written(WRITTEN, torch.arange(1, 7))
+    assert torch.equal(rest, WRITTEN[:5])
+    assert [(list(text.ids), text.num_given) for text in held] == [(WRITTEN[5].tolist(), 6)]
+    text, held = hold_out_text(TEXT, 10)
+    assert len(held) == 5 and torch.equal(torch.cat((text, torch.tensor([t.ids for t in held]).flatten())), TEXT)
     with pytest.raises(OptionError, match="only 15 tokens"):
-        split(TEXT[:15], None, 10)
+        hold_out_text(TEXT[:15], 10)
+
+
+def test_texts_begin_as_the_tokenizer_has_it() -> None:
+    """With the token that it puts before every text, if it does."""
+    assert beginning(embedded_tokenizer()) == []
+    tokenizer = word_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="w5 $A w6", special_tokens=[("w5", 5), ("w6", 6)]
+    )
+    tokenizer.backend_tokenizer.add_tokens(["a"])
+    assert beginning(tokenizer) == [5]
+    mixture = Mixture(TEXT, None, 10, 0.0, 0, beginning=(5000,))
+    ids = mixture[0]["input_ids"]
+    assert ids.shape == (10,) and ids[0] == 5000 and bool((ids[1:].diff() == 1).all())
 
 
 def test_text_tokens(tmp_path: Path) -> None:
@@ -68,7 +92,10 @@ def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatc
     text = torch.tensor(decoder.tokenizer("Once upon a time there was a king who had a horse. " * 4).input_ids)
 
     def write(num: int) -> torch.Tensor:
-        return write_sequences(decoder, text, tmp_path, num_sequences=num, length=24, seed=3)
+        write_sequences(decoder, text, tmp_path, num_sequences=num, length=24, seed=3)
+        ids, num_given = read_sequences(tmp_path, num_sequences=num, length=24)
+        assert num_given.tolist() == [12] * num
+        return ids
 
     monkeypatch.setattr("outrider.distill.data._WRITTEN_AT_ONCE", 2)
     rows = write(4)
@@ -78,11 +105,18 @@ def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatc
     first, second = sorted(tmp_path.iterdir())
     before = first.stat().st_mtime_ns
     second.write_bytes(second.read_bytes()[:-9])  # as if it had been cut off
+    with pytest.raises(FileError, match="written-0000002"):
+        read_sequences(tmp_path, num_sequences=4, length=24)
     assert torch.equal(write(4), rows)
     assert first.stat().st_mtime_ns == before
-    assert torch.equal(write(3)[:2], rows[:2])
+    # Two processes write the same as one.
+    for i in (1, 0):
+        write_sequences(decoder, text, tmp_path / "two", num_sequences=4, length=24, seed=3, share=(i, 2))
+        assert len(list((tmp_path / "two").iterdir())) == 2 - i
+    assert torch.equal(read_sequences(tmp_path / "two", num_sequences=4, length=24)[0], rows)
 
 
 def test_without_a_text_the_sentences_are_gone_on_from(decoder: Decoder, tmp_path: Path) -> None:
-    rows = write_sequences(decoder, None, tmp_path, num_sequences=2, length=30, seed=0)
+    write_sequences(decoder, None, tmp_path, num_sequences=2, length=30, seed=0)
+    rows, _ = read_sequences(tmp_path, num_sequences=2, length=30)
     assert decoder.tokenizer.decode(rows[0].tolist()).startswith("Once upon a time there lived")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.distill.student import Shape, copy_slices, default_shape, draft_config, kept_layers, new_draft
 from outrider.errors import OptionError
@@ -42,8 +42,33 @@ def test_impossible_shapes(shape: tuple[int, ...], message: str) -> None:
 
 
 def test_width_is_a_multiple_of_the_heads() -> None:
+    """Where heads share the width; Llama's have a size of their own."""
     with pytest.raises(OptionError, match="a multiple of 8"):
-        draft_config(tiny_llama().config, Shape(1, 20))
+        draft_config(GPT2Config(n_embd=32, n_head=4), Shape(1, 20))
+    config = draft_config(tiny_llama().config, Shape(1, 20))
+    assert (config.num_attention_heads, config.head_dim) == (2, 8)
+
+
+@pytest.mark.parametrize(("hidden_size", "num_heads", "num_kv", "head_dim"), [(1152, 4, 1, 256), (1024, 16, 8, 128)])
+def test_heads_that_are_not_the_width_by_their_size(
+    hidden_size: int, num_heads: int, num_kv: int, head_dim: int
+) -> None:
+    """As in Gemma-3-1B and Qwen3-0.6B."""
+    target = Qwen3Config(
+        hidden_size=hidden_size, num_attention_heads=num_heads, num_key_value_heads=num_kv, head_dim=head_dim
+    )
+    config = draft_config(target, Shape(1, hidden_size))
+    assert (config.num_attention_heads, config.num_key_value_heads) == (num_heads, num_kv)
+    half = draft_config(target, Shape(1, hidden_size // 2))
+    assert (half.num_attention_heads, half.head_dim) == (num_heads // 2, head_dim)
+
+
+def test_options_that_the_architecture_has_not() -> None:
+    with pytest.raises(OptionError, match="leave it out"):
+        draft_config(OPTConfig(), Shape(1, 768, 100))
+    config = tiny_llama().config
+    config.quantization_config = {"quant_method": "awq"}
+    assert not hasattr(draft_config(config, Shape(1, 16)), "quantization_config")
 
 
 def test_a_draft_of_the_targets_shape_begins_as_the_target() -> None:
@@ -90,7 +115,25 @@ def test_other_architectures() -> None:
     draft = new_draft(qwen, Shape(2, 32), seed=0)
     copy_slices(target, draft)
     assert draft.config.layer_types == ["full_attention", "sliding_attention"]
-    gpt2 = random_model(GPT2LMHeadModel, GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64), 0)
-    draft = new_draft(gpt2.config, Shape(1, 16), seed=0)
-    copy_slices(gpt2, draft)
-    assert draft(torch.arange(9)[None]).logits.shape == (1, 9, 50)
+
+
+def test_weights_that_are_several_in_one() -> None:
+    """Their leading part would mix queries with keys, so nothing is copied of them but whole."""
+    config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    target = random_model(GPT2LMHeadModel, config, 0)
+    with pytest.raises(OptionError, match="take scratch"):
+        copy_slices(target, new_draft(config, Shape(1, 16), seed=0))
+    same = new_draft(config, Shape(2, 32), seed=0).double().eval()
+    copy_slices(target, same)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(same(ids).logits, target(ids).logits)
+
+
+def test_weights_that_have_no_counterpart() -> None:
+    target = tiny_llama()
+    draft = new_draft(target.config, Shape(1, 16), seed=0)
+    before = {name: weight.clone() for name, weight in draft.state_dict().items()}
+    target.model.layers[0].self_attn.q_proj.weight.data = target.model.layers[0].self_attn.q_proj.weight.data[:8]
+    with pytest.raises(OptionError, match="nothing of LlamaForCausalLM corresponds to the draft's .*q_proj"):
+        copy_slices(target, draft)
+    assert all(torch.equal(weight, before[name]) for name, weight in draft.state_dict().items())

@@ -20,7 +20,7 @@ from outrider.models.loading import Checkpoint, build_lm
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
-HELD_OUT = torch.randint(97, (6, 24), generator=torch.Generator().manual_seed(1))
+HELD_OUT = [Text(ids, 4) for ids in torch.randint(97, (6, 24), generator=torch.Generator().manual_seed(1)).tolist()]
 TARGET = random_llama().float()
 
 
@@ -42,7 +42,7 @@ def run(output: Path, *, budget: Budget, on_step: Callable[[float], None] | None
 
 def alpha_of(folder: Path) -> float:
     lms = [build_lm(Checkpoint("m", m, None), 97) for m in (TARGET, AutoModelForCausalLM.from_pretrained(folder))]
-    return measure_alpha(*lms, [Text(ids) for ids in HELD_OUT.tolist()], [Sampling()])[0].alpha.value
+    return measure_alpha(*lms, HELD_OUT, [Sampling()])[0].alpha.value
 
 
 @pytest.mark.parametrize("loss", ["kl", "reverse-kl", "jsd", "tv"])
@@ -73,22 +73,67 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     for at in (0.4, 0.75):
         with pytest.raises(Killed):
             run(tmp_path / "cut", budget=Budget(num_steps=20), on_step=killer(at))
-    newest = max((tmp_path / "cut" / "training").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    assert newest.name == "checkpoint-14"
-    (newest / "outrider.json").unlink()
+    marks = sorted((tmp_path / "cut" / "training").glob("checkpoint-*/outrider.json"))
+    assert [mark.parent.name for mark in marks] == ["checkpoint-13", "checkpoint-14"]
+    marks[1].write_bytes(b"")  # the disk has lost it
     resumed = run(tmp_path / "cut", budget=Budget(num_steps=20))
-    assert [(c.step, c.loss, c.alpha) for c in resumed][:8] == [(c.step, c.loss, c.alpha) for c in whole][:8]
-    assert [(c.step, c.alpha) for c in resumed] == [(c.step, c.alpha) for c in whole]
+    assert [(c.step, c.loss, c.alpha) for c in resumed] == [(c.step, c.loss, c.alpha) for c in whole]
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-    assert run(tmp_path / "cut", budget=Budget(num_steps=20)) == resumed  # there is nothing left to do
 
 
-def test_it_ends_by_the_clock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["steps", "clock", "patience"])
+def test_a_finished_run_is_finished(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given again, the command does nothing, however the run came to its end."""
+    if ending == "patience":
+        monkeypatch.setattr(train, "_rate", lambda spent: 1.0)
+    budget = Budget(seconds=0.5) if ending == "clock" else Budget(num_steps=12)
+    recipe = {"patience": 2, "learning_rate": 30.0} if ending == "patience" else {}
+    checks = run(tmp_path, budget=budget, **recipe)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def no_step(spent: float) -> None:
+        raise AssertionError("it trained on")
+
+    assert run(tmp_path, budget=budget, on_step=no_step, **recipe) == checks
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_half_a_checkpoint_is_removed_and_whole_ones_are_kept(tmp_path: Path) -> None:
+    run(tmp_path, budget=Budget(num_steps=3))
+    half = tmp_path / "training" / "checkpoint-90"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    run(tmp_path, budget=Budget(num_steps=6))
+    assert sorted(path.name for path in (tmp_path / "training").iterdir()) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_it_ends_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that advances by a second at every look."""
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(train, "measure_round_costs", lambda *_: {0: 1.0, 1: 1.0})
     spent: list[float] = []
-    checks = run(tmp_path, budget=Budget(seconds=2.0), on_step=spent.append, patience=20)
-    assert spent == sorted(spent) and spent[-1] == 1.0 and spent[-2] < 1.0
-    assert 2.0 <= checks[-1].seconds < 4.0
+    checks = run(tmp_path, budget=Budget(seconds=10.0), on_step=spent.append, patience=20)
+    assert spent == pytest.approx([i / 10 for i in range(1, 11)])
+    assert checks[-1].seconds == 10.0 and checks[-1].step == 10
+
+
+def test_a_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradient, whatever the size of the parts."""
+    generator = torch.Generator().manual_seed(0)
+    target_logits, start = torch.randn(2, 3, 7, 11, dtype=torch.float64, generator=generator)
+    found = []
+    for numbers in (2**26, 3 * 11 * 2, 1):
+        monkeypatch.setattr(train, "_LOSS_NUMBERS", numbers)
+        logits = start.clone().requires_grad_()
+        value = train._mean(train.LOSSES["kl"], target_logits, logits)
+        value.backward()
+        assert logits.grad is not None
+        found.append((value.detach(), logits.grad))
+    for value, grad in found[1:]:
+        torch.testing.assert_close(value, found[0][0])
+        torch.testing.assert_close(grad, found[0][1])
 
 
 def test_it_ends_early_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +167,8 @@ def test_another_run_is_left_alone(tmp_path: Path) -> None:
         lambda: Budget(3, 3.0),
         lambda: Budget(num_steps=0),
         lambda: Budget(seconds=-1.0),
+        lambda: Budget(seconds=float("inf")),
+        lambda: Recipe(seed=2**32),
         lambda: Recipe(loss="mse"),
         lambda: Recipe(batch_size=0),
         lambda: Recipe(learning_rate=0.0),

@@ -12,7 +12,12 @@ from outrider.cli.output import check_json_target, console_for, progress_bar, wr
 from outrider.errors import MissingExtra, OptionError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.api import Decoder
+    from outrider.distill.data import Mixture
     from outrider.distill.train import Check
+    from outrider.lab.forced import Text
 
 _DEFAULT_MINUTES = 10.0
 
@@ -86,10 +91,8 @@ def distill(
     from accelerate import PartialState
 
     from outrider.api import load
-    from outrider.distill.data import Mixture, split, text_tokens, write_sequences
-    from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
     from outrider.distill.train import Budget, Recipe, check_same_run, distil
-    from outrider.models.loading import load_checkpoint, stored_dtype
+    from outrider.models.loading import stored_dtype
     from outrider.models.registry import resolve
 
     if steps is None and minutes is None:
@@ -98,19 +101,13 @@ def distill(
     recipe = Recipe(loss, batch_size, learning_rate, patience, seed)
     processes = PartialState()  # before the target is loaded: under `accelerate launch` it chooses this process's GPU
     decoder = load(target, device=device, models_file=models)
-    lm, spec = decoder.target, resolve(target, models)
-    if not length <= lm.context_len:
+    lm = decoder.target
+    if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index):
+        raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, which the trainer follows, too")
+    if length > lm.context_len:
         raise OptionError("--length", length, f"{lm.name} can take {lm.context_len} tokens")
-    default = default_shape(lm.model.config)
-    if init in ("target", "scratch"):
-        shape = Shape(layers or default.num_layers, hidden_size or default.hidden_size, intermediate_size)
-        draft = new_draft(lm.model.config, shape, seed)
-        if init == "target":
-            copy_slices(lm.model, draft)
-    else:
-        if layers or hidden_size or intermediate_size:
-            raise OptionError("--init", init, "a draft that is there has its shape already: leave out the widths")
-        draft = load_checkpoint(resolve(init, models), device=str(lm.device), dtype="float32").model
+    draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
+    text = None if data is None else _text(decoder, data, length, written_fraction)
     options: dict[str, Any] = {
         "target": target,
         "init": init,
@@ -129,25 +126,14 @@ def distill(
         "patience": patience,
         "seed": seed,
     }
-    with processes.main_process_first():
+    if processes.is_main_process:
         check_same_run(output, options)
-        text = None if data is None else text_tokens(decoder.tokenizer, data)
-        sequences = None
-        if data is None or written_fraction > 0:
-            with progress_bar("sequences that the target writes", written) as advance:
-                folder = output / "training"
-                sequences = write_sequences(
-                    decoder, text, folder, num_sequences=written, length=length, seed=seed, on_done=advance
-                )
-    text, sequences, held_out = split(text, sequences, length)
-    mixture = Mixture(text, sequences, length, written_fraction, seed)
+    mixture, held_out = _data(decoder, text, output, written, written_fraction, length, seed)
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
     num_params = sum(parameter.numel() for parameter in draft.parameters())
-    console.print(
-        f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; {len(held_out)} sequences held out"
-    )
+    console.print(f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; {len(held_out)} texts held out")
     with progress_bar("training, per mille", 1000) as advance:
         done = 0
 
@@ -165,7 +151,7 @@ def distill(
             held_out,
             recipe,
             budget,
-            save_dtype=stored_dtype(spec),
+            save_dtype=stored_dtype(resolve(target, models)),
             on_step=on_step,
             on_check=lambda check: console.print(_line(check)),
         )
@@ -180,6 +166,87 @@ def distill(
         }
         write_json(json_target, "distill", options | {"device": device, "threads": threads}, body, lm)
         write_json(str(output / "distill.json"), "distill", options | {"device": device, "threads": threads}, body, lm)
+
+
+def _new_draft(
+    decoder: Decoder,
+    init: str,
+    layers: int | None,
+    hidden_size: int | None,
+    intermediate_size: int | None,
+    seed: int,
+    length: int,
+    models: Path | None,
+) -> Any:
+    """The draft to train, in float32.
+
+    Raises:
+        OptionError, ModelError, TokenizerMismatch
+    """
+    from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
+    from outrider.models.loading import context_len, load_checkpoint
+    from outrider.models.registry import resolve
+    from outrider.tokens import check_same_tokens
+
+    target: Any = decoder.target.model
+    if init in ("target", "scratch"):
+        default = default_shape(target.config)
+        num_layers = default.num_layers if layers is None else layers
+        shape = Shape(num_layers, default.hidden_size if hidden_size is None else hidden_size, intermediate_size)
+        draft = new_draft(target.config, shape, seed)
+        if init == "target":
+            copy_slices(target, draft)
+        return draft
+    if (layers, hidden_size, intermediate_size) != (None, None, None):
+        raise OptionError("--init", init, "a draft that is there has its shape already: leave out the widths")
+    checkpoint = load_checkpoint(resolve(init, models), device=str(decoder.target.device), dtype="float32")
+    if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
+        check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
+    if length > context_len(checkpoint.model.config):
+        raise OptionError("--length", length, f"{init} can take {context_len(checkpoint.model.config)} tokens")
+    return checkpoint.model
+
+
+def _text(decoder: Decoder, data: Path, length: int, written_fraction: float) -> Tensor:
+    """The user's text. Raises FileError, OptionError: it is too short."""
+    from outrider.distill.data import text_tokens
+
+    text = text_tokens(decoder.tokenizer, data)
+    if written_fraction < 1 and len(text) < 2 * length:
+        raise OptionError("--length", length, f"{data} has only {len(text)} tokens, to train on and to check with")
+    return text
+
+
+def _data(
+    decoder: Decoder, text: Tensor | None, output: Path, written: int, written_fraction: float, length: int, seed: int
+) -> tuple[Mixture, list[Text]]:
+    """What to train on, and what is held out: of what the target wrote, if it wrote anything, since a draft will meet
+    such text."""
+    from accelerate import PartialState
+
+    from outrider.distill.data import (
+        Mixture,
+        beginning,
+        hold_out_text,
+        hold_out_written,
+        read_sequences,
+        write_sequences,
+    )
+
+    start = beginning(decoder.tokenizer)
+    if text is not None and written_fraction == 0:
+        rest, held_out = hold_out_text(text, length)
+        return Mixture(rest, None, length, 0.0, seed, start), held_out
+    processes, folder = PartialState(), output / "training"
+    share = processes.process_index, processes.num_processes
+    with progress_bar("sequences that the target writes", written // share[1]) as advance:
+        write_sequences(
+            decoder, text, folder, num_sequences=written, length=length, seed=seed, share=share, on_done=advance
+        )
+    processes.wait_for_everyone()
+    sequences, held_out = hold_out_written(*read_sequences(folder, num_sequences=written, length=length))
+    trained_on = None if written_fraction == 1 else text
+    return Mixture(trained_on, sequences, length, written_fraction, seed, start), held_out
 
 
 def _line(check: Check) -> str:

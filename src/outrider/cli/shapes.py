@@ -44,15 +44,16 @@ def shapes(
 
     from outrider.bench.plots import check_plot_file, plot_shapes
     from outrider.bench.report import new_table
-    from outrider.distill.shapes import NUM_PASSES, default_shapes, measure_shapes, worth_training
+    from outrider.costs import tokens_needed
+    from outrider.distill.shapes import default_shapes, measure_shapes, num_passes, worth_training
 
     if plot is not None:
         check_plot_file(plot)
     target = machine.load().target
-    if context + 64 > target.context_len:
+    if context + tokens_needed(max(target.execution.favoured_k)) > target.context_len:
         raise OptionError("--context", context, f"{target.name} can take {target.context_len} tokens")
     wanted = asked or default_shapes(target)
-    with progress_bar("timing rounds", NUM_PASSES + 1) as advance:
+    with progress_bar("timing rounds", num_passes(len(wanted))) as advance:
         costs = measure_shapes(target, wanted, num_rows=batch_size, length=context, on_pass=lambda: advance(1))
     within = math.inf if budget_ms is None else budget_ms / 1e3
     best = worth_training(costs, within)

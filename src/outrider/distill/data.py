@@ -23,6 +23,7 @@ from outrider.api import Decoder
 from outrider.bench.prompts import PROMPTS
 from outrider.errors import FileError, OptionError
 from outrider.files import read_text, write_whole
+from outrider.lab.forced import Text
 from outrider.tokens import encode
 
 _PROMPT_LEN = 16  # tokens of the user's text that the target goes on from
@@ -55,8 +56,9 @@ def write_sequences(
     num_sequences: int,
     length: int,
     seed: int,
+    share: tuple[int, int] = (0, 1),
     on_done: Callable[[int], None] | None = None,
-) -> Tensor:
+) -> None:
     """Let the target write, at temperature 1, and keep it; what is there from an earlier run is not written again.
 
     Args:
@@ -64,18 +66,12 @@ def write_sequences(
         text: what it goes on from: places in it chosen at random; None: the sentences of bench/prompts.py. [N]
         folder: for the files.
         length: tokens in a sequence, the prompt among them.
+        share: (i, n): every n-th file only, from the i-th on, since n processes are at work.
         on_done: told the number of sequences just done, for a progress bar.
-
-    Returns:
-        [num_sequences, length]
     """
     folder.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for begin in range(0, num_sequences, _WRITTEN_AT_ONCE):
-        indices = range(begin, min(begin + _WRITTEN_AT_ONCE, num_sequences))
-        path = folder / f"written-{begin:07d}.safetensors"
-        part = _kept_part(path, len(indices), length)
-        if part is None:
+    for indices in _files(num_sequences)[share[0] :: share[1]]:
+        if _kept_part(folder, indices, length) is None:
             prompts = [_prompt(decoder, text, index, length, seed) for index in indices]
             completions = decoder.generate(
                 prompts,
@@ -84,29 +80,64 @@ def write_sequences(
                 ignore_eos=True,
             )
             rows = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
-            part = torch.tensor(rows)
-            write_whole(path, save({"ids": part}))
-        parts.append(part)
+            tensors = {"ids": torch.tensor(rows), "num_given": torch.tensor([len(prompt) for prompt in prompts])}
+            write_whole(_path(folder, indices), save(tensors))
         if on_done is not None:
             on_done(len(indices))
-    return torch.cat(parts)
 
 
-def _kept_part(path: Path, num_rows: int, length: int) -> Tensor | None:
+def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Tensor, Tensor]:
+    """What ``write_sequences`` has written, by all processes.
+
+    Returns:
+        ids [num_sequences, length], and how many of them are the prompt's [num_sequences].
+
+    Raises:
+        FileError: a file is missing or damaged.
+    """
+    parts = [(indices, _kept_part(folder, indices, length)) for indices in _files(num_sequences)]
+    for indices, part in parts:
+        if part is None:
+            raise FileError(f"{_path(folder, indices)} cannot be read: remove it, and start again")
+    ids, num_given = zip(*(part for _, part in parts if part is not None), strict=True)
+    return torch.cat(ids), torch.cat(num_given)
+
+
+def _files(num_sequences: int) -> list[range]:
+    """The sequences that each file holds."""
+    begins = range(0, num_sequences, _WRITTEN_AT_ONCE)
+    return [range(begin, min(begin + _WRITTEN_AT_ONCE, num_sequences)) for begin in begins]
+
+
+def _path(folder: Path, indices: range) -> Path:
+    return folder / f"written-{indices.start:07d}.safetensors"
+
+
+def _kept_part(folder: Path, indices: range, length: int) -> tuple[Tensor, Tensor] | None:
     """What an earlier run has written, if it is whole and of the same form."""
     try:
-        part = load_file(path)["ids"]
+        tensors = load_file(_path(folder, indices))
+        part = tensors["ids"], tensors["num_given"]
     except (OSError, SafetensorError, KeyError):
         return None
-    return part if part.shape == (num_rows, length) else None
+    return part if part[0].shape == (len(indices), length) else None
 
 
 def _prompt(decoder: Decoder, text: Tensor | None, index: int, length: int, seed: int) -> list[int]:
+    most = min(_PROMPT_LEN, length // 2)
     if text is None:
         return encode(decoder.tokenizer, PROMPTS[index % len(PROMPTS)])[: length // 2]
-    at = int(_random(seed, "prompt", index).integers(max(1, len(text) - _PROMPT_LEN)))
-    prompt: list[int] = text[at : at + min(_PROMPT_LEN, length // 2)].tolist()
-    return prompt
+    at = int(_random(seed, "prompt", index).integers(max(1, len(text) - most)))
+    prompt: list[int] = [*beginning(decoder.tokenizer), *text[at : at + most].tolist()]
+    return prompt[: length // 2]
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts before every text; models that were trained with them write poorly without."""
+    with_them = [int(i) for i in tokenizer("a", verbose=False).input_ids]
+    alone = [int(i) for i in tokenizer("a", add_special_tokens=False, verbose=False).input_ids]
+    num_before = next((i for i in range(len(with_them)) if with_them[i : i + len(alone)] == alone), 0)
+    return with_them[:num_before]
 
 
 def _random(seed: int, what: str, index: int) -> np.random.Generator:
@@ -123,6 +154,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         text: [N], or None.
         written: [M, length], or None.
         written_fraction: the probability that a sequence is one that the target wrote.
+        beginning: tokens that every piece of the text is given to begin with.
     """
 
     text: Tensor | None
@@ -130,6 +162,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
     length: int
     written_fraction: float
     seed: int
+    beginning: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         assert self.text is not None or self.written is not None
@@ -146,30 +179,40 @@ class Mixture(Dataset[dict[str, Tensor]]):
             ids = self.written[random.integers(len(self.written))]
         else:
             assert self.text is not None
-            at = random.integers(len(self.text) - self.length + 1)
-            ids = self.text[at : at + self.length]
+            size = self.length - len(self.beginning)
+            at = random.integers(len(self.text) - size + 1)
+            ids = torch.cat((torch.tensor(self.beginning, dtype=torch.long), self.text[at : at + size]))
         # Under "labels" the loss is given them.
         return {"input_ids": ids, "labels": ids}
 
 
-def split(text: Tensor | None, written: Tensor | None, length: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The end of each is held out. What the target wrote is preferred for that, since a draft will meet such text.
+def hold_out_written(written: Tensor, num_given: Tensor) -> tuple[Tensor, list[Text]]:
+    """The last sequences are not trained on, but judged after their prompts.
+
+    Args:
+        written: [M, length]
+        num_given: [M]
 
     Returns:
-        text and written sequences to train on, and sequences that are not trained on [H, length].
+        [M', length], and the texts held out.
     """
-    if written is not None and len(written) > 1:
-        num_held = min(max(1, round(_HELD_OUT * len(written))), _MOST_HELD_OUT)
-        return text, written[:-num_held], written[-num_held:]
-    assert text is not None
-    num_held = min(max(1, round(_HELD_OUT * len(text) / length)), _MOST_HELD_OUT)
+    num_held = _num_held_out(len(written))
+    pairs = zip(written[-num_held:].tolist(), num_given[-num_held:].tolist(), strict=True)
+    return written[:-num_held], [Text(ids, given) for ids, given in pairs]
+
+
+def hold_out_text(text: Tensor, length: int) -> tuple[Tensor, list[Text]]:
+    """The end of the text is not trained on, but judged in pieces. [N] -> [N'], texts
+
+    Raises:
+        OptionError: the text is too short.
+    """
+    num_held = _num_held_out(len(text) // length)
     cut = len(text) - num_held * length
     if cut < length:
         raise OptionError("length", length, f"the text has only {len(text)} tokens, to train on and to check with")
-    return text[:cut], written, text[cut:].reshape(num_held, length)
+    return text[:cut], [Text(ids) for ids in text[cut:].reshape(num_held, length).tolist()]
 
 
-def sequences(rows: Tensor) -> Sequence[list[int]]:
-    """[H, length] as lists of ids."""
-    ids: list[list[int]] = rows.tolist()
-    return ids
+def _num_held_out(num_sequences: int) -> int:
+    return min(max(1, round(_HELD_OUT * num_sequences)), _MOST_HELD_OUT)

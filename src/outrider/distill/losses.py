@@ -8,6 +8,7 @@ This module does not know models or texts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,4 +52,5 @@ def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return (target_logits.softmax(-1) - draft_logits.softmax(-1)).abs().sum(-1) / 2
 
 
-LOSSES = {"kl": kl, "reverse-kl": reverse_kl, "jsd": jsd, "tv": tv}
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, Loss] = {"kl": kl, "reverse-kl": reverse_kl, "jsd": jsd, "tv": tv}

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from outrider.costs import CostArm, time_rounds
-from outrider.distill.student import Shape, head_size, new_draft
+from outrider.distill.student import Shape, new_draft
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS
@@ -24,7 +24,8 @@ from outrider.models.loading import Checkpoint, build_lm
 from outrider.speedup import expected_tokens
 from outrider.verify import REJECTION
 
-NUM_PASSES = 4
+_NUM_PASSES = 4
+_AT_ONCE = 6  # drafts in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,18 @@ class ShapeCost:
 
 
 def default_shapes(target: LM) -> list[Shape]:
-    """1, 2, 4, ... layers up to the target's number, each at a quarter, half, three quarters and all of its width."""
+    """1, 2, 4, ... layers up to half of the target's, each at a quarter, half, three quarters and all of its width."""
     whole: Any = target.model.config
     config = whole.get_text_config(decoder=True)
-    most, head_dim = config.num_hidden_layers, head_size(config)
-    layers = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
-    widths = sorted({max(1, round(config.hidden_size * part / 4 / head_dim)) * head_dim for part in (1, 2, 3, 4)})
+    most, unit = max(1, config.num_hidden_layers // 2), config.hidden_size // config.num_attention_heads
+    layers = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    widths = sorted({max(1, round(config.hidden_size * part / 4 / unit)) * unit for part in (1, 2, 3, 4)})
     return [Shape(*pair) for pair in product(layers, widths)]
+
+
+def num_passes(num_shapes: int) -> int:
+    """How often ``measure_shapes`` will call ``on_pass``."""
+    return -(-num_shapes // _AT_ONCE) * (_NUM_PASSES + 1)
 
 
 def measure_shapes(
@@ -61,34 +67,40 @@ def measure_shapes(
     k: int = DEFAULT_NUM_DRAFT_TOKENS,
     on_pass: Callable[[], None] = lambda: None,
 ) -> list[ShapeCost]:
-    """Time drafts of these shapes with random weights beside the target, in turn; compiled if the target is.
+    """Time drafts of these shapes with random weights beside the target, in turn, some at once to bound the memory;
+    compiled if the target is.
 
     Args:
         k: tokens drafted in a timed round.
-        on_pass: called NUM_PASSES + 1 times, for a progress bar.
+        on_pass: called now and then, for a progress bar.
     """
-    drafts = []
-    for shape in shapes:
-        model = new_draft(target.model.config, shape, seed=0).to(target.device, target.dtype)
-        lm = build_lm(Checkpoint(f"{shape.num_layers} x {shape.hidden_size}", model, None), target.vocab_size)
-        drafts.append(lm if target.execution.name == "eager" else lm.compiled())
     ks = [other for other in target.execution.favoured_k if other > 0]
-    # The verify is the target's affair, so it is timed with one draft only.
-    arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, ModelDrafter(drafts[0]), other) for other in ks)]
-    arms += [CostArm(target, ModelDrafter(draft), k) for draft in drafts]
-    timed = time_rounds(arms, REJECTION, num_rows=num_rows, length=length, num_passes=NUM_PASSES, on_pass=on_pass)
-    rounds = timed[1 : 1 + len(ks)]
-    plain_s = statistics.median(one.decode_s for one in timed[0])
-    others_s = {
-        other: statistics.median(one.decode_s - one.draft_s for one in timings)
-        for other, timings in zip(ks, rounds, strict=True)
-    }
+    plain_s, others_s = 0.0, dict.fromkeys(ks, 0.0)
     found = []
-    for shape, draft, timings in zip(shapes, drafts, timed[1 + len(ks) :], strict=True):
-        draft_s = statistics.median(one.draft_s for one in timings) / k
-        num_params = sum(parameter.numel() for parameter in draft.model.parameters())
-        found.append(ShapeCost(shape, num_params, draft_s, break_even(draft_s, others_s, plain_s)))
+    for begin in range(0, len(shapes), _AT_ONCE):
+        part = shapes[begin : begin + _AT_ONCE]
+        drafts = [_random_draft(target, shape) for shape in part]
+        arms = [CostArm(target, ModelDrafter(draft), k) for draft in drafts]
+        if begin == 0:
+            # The rest of a round is the target's affair, so it is timed with one draft only.
+            arms += [CostArm(target, ModelDrafter(drafts[0]), other) for other in ks]
+            arms.append(CostArm(target, NoDrafter(), 0))
+        timed = time_rounds(arms, REJECTION, num_rows=num_rows, length=length, num_passes=_NUM_PASSES, on_pass=on_pass)
+        if begin == 0:
+            plain_s = statistics.median(one.decode_s for one in timed.pop())
+            for other, timings in zip(ks, timed[len(part) :], strict=True):
+                others_s[other] = statistics.median(one.decode_s - one.draft_s for one in timings)
+        for shape, draft, timings in zip(part, drafts, timed, strict=False):
+            draft_s = statistics.median(one.draft_s for one in timings) / k
+            num_params = sum(parameter.numel() for parameter in draft.model.parameters())
+            found.append(ShapeCost(shape, num_params, draft_s, break_even(draft_s, others_s, plain_s)))
     return found
+
+
+def _random_draft(target: LM, shape: Shape) -> LM:
+    model = new_draft(target.model.config, shape, seed=0).to(target.device, target.dtype)
+    lm = build_lm(Checkpoint(f"{shape.num_layers} x {shape.hidden_size}", model, None), target.vocab_size)
+    return lm if target.execution.name == "eager" else lm.compiled()
 
 
 def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) -> float | None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from outrider.errors import OptionError
 
+# Weights that are several matrices in one: their leading part is not made of leading parts.
+_FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # of a weight's name, in most of Transformers
 
 
@@ -50,17 +52,21 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     """The configuration of a draft: the target's, with other numbers of layers and heads, and other widths.
 
     Raises:
-        OptionError: the width is no multiple of the target's head size.
+        OptionError: the width does not divide into heads, or there is no feed-forward width to be chosen.
     """
     source = target_config.get_text_config(decoder=True)
     config = copy.deepcopy(source)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # a draft is trained in full precision
     num_heads, num_kv = source.num_attention_heads, getattr(source, "num_key_value_heads", None)
-    head_dim = head_size(source)
-    if shape.hidden_size % head_dim:
-        raise OptionError("hidden_size", shape.hidden_size, f"a multiple of {head_dim}, the target's head size")
     config.num_hidden_layers = shape.num_layers
     config.hidden_size = shape.hidden_size
-    config.num_attention_heads = shape.hidden_size // head_dim
+    config.num_attention_heads = max(1, round(num_heads * shape.hidden_size / source.hidden_size))
+    if getattr(source, "head_dim", None) is None and shape.hidden_size * num_heads % source.hidden_size:
+        # Heads share the width among them, and keep their size, so that they can be the target's.
+        raise OptionError(
+            "hidden_size", shape.hidden_size, f"a multiple of {head_size(source)}, the target's head size"
+        )
     if num_kv is not None:
         # As many queries to a key as in the target, where that divides; else a key for each.
         per_key = num_heads // num_kv
@@ -69,6 +75,10 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     if getattr(source, "intermediate_size", None) is not None:
         in_proportion = max(16, round(source.intermediate_size * shape.hidden_size / source.hidden_size / 16) * 16)
         config.intermediate_size = shape.intermediate_size or in_proportion
+    elif shape.intermediate_size is not None:
+        raise OptionError(
+            "intermediate_size", shape.intermediate_size, f"{source.model_type} has no such number: leave it out"
+        )
     if getattr(source, "layer_types", None):
         config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, shape.num_layers)]
     return config
@@ -91,7 +101,7 @@ def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
     """A draft with random weights, in float32."""
     import transformers
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # they are made on the CPU
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(draft_config(target_config, shape), dtype=torch.float32)
     return model
@@ -103,15 +113,23 @@ def copy_slices(target: Any, draft: Any) -> None:
 
     The leading features and heads of the one become the features and heads of the other. That is not a good model, but
     a better beginning than random numbers (its embeddings are related to each other as the target's are).
+
+    Raises:
+        OptionError: the target's weights are not of a form whose parts mean something.
     """
     source = target.state_dict()
     num_target = target.config.get_text_config(decoder=True).num_hidden_layers
     layers = kept_layers(num_target, draft.config.num_hidden_layers)
+    parts: dict[str, Tensor] = {}
     for name, weight in draft.state_dict().items():
-        from_target = source.get(_source_name(name, layers))
-        if from_target is not None and _fits(from_target.shape, weight.shape):
-            part: Tensor = from_target[tuple(slice(size) for size in weight.shape)]
-            weight.copy_(part)
+        whole = source.get(_source_name(name, layers))
+        is_fused = any(part in name for part in _FUSED) and whole is not None and whole.shape != weight.shape
+        if whole is None or is_fused or not whole.is_floating_point() or not _fits(whole.shape, weight.shape):
+            raise OptionError(
+                "init", "target", f"nothing of {type(target).__name__} corresponds to the draft's {name}: take scratch"
+            )
+        parts[name] = whole[tuple(slice(size) for size in weight.shape)]
+    draft.load_state_dict(parts)
 
 
 def _source_name(name: str, layers: Sequence[int]) -> str:

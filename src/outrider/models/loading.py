@@ -212,15 +212,15 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     width = config.get_text_config(decoder=True).vocab_size
     if width < num_tokens:
         raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
-    context_len = _context_len(config.get_text_config(decoder=True))
     model.eval()
-    lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len)
+    lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len(config))
     _probe(lm, kind)
     return lm
 
 
-def _context_len(config: Any) -> int:
+def context_len(config: Any) -> int:
     """Most tokens in a sequence."""
+    config = config.get_text_config(decoder=True)
     stated = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
