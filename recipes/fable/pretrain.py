@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-from outrider.distill.data import Mixture, split, text_tokens
+from outrider.distill.data import Mixture, hold_out_text, text_tokens
 from outrider.provenance import provenance
 
 
@@ -55,7 +54,7 @@ def main() -> None:
     )
     torch.manual_seed(arguments.seed)
     model = LlamaForCausalLM(config)
-    text, _, held_out = split(text_tokens(tokenizer, arguments.corpus), None, arguments.length)
+    text, held_out = hold_out_text(text_tokens(tokenizer, arguments.corpus), arguments.length)
     data = Mixture(text, None, arguments.length, 0.0, arguments.seed)
     is_gpu = torch.cuda.is_available() and not arguments.cpu
     training = TrainingArguments(
@@ -84,10 +83,12 @@ def main() -> None:
         model=model,
         args=training,
         train_dataset=data,
-        eval_dataset=[{"input_ids": row, "labels": row} for row in held_out],
+        eval_dataset=[{"input_ids": row, "labels": row} for row in (torch.tensor(text.ids) for text in held_out)],
     )
-    last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
+    # The trainer writes its state last, so a checkpoint that has one is whole.
+    whole = [path.parent for path in Path(training.output_dir).glob("checkpoint-*/trainer_state.json")]
+    last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+    trainer.train(resume_from_checkpoint=None if last is None else str(last))
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
         model.to(torch.bfloat16).save_pretrained(arguments.folder)

@@ -1,10 +1,13 @@
 """``outrider plan``: predictions from measured costs and replayed acceptance."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from commands import Outrider, only_document
+from outrider.costs import CostArm
+from outrider.flow import Timing
 
 QUICK = "-n", 12, "--context", 8
 
@@ -22,7 +25,7 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] in (["fable-draft"], ["ngram"])]
     assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "12"]
     assert "Best: " in ended.out and "outrider generate --target fable --draft " in ended.out
-    assert "If a draft took no time: " in ended.out and "Target, ms for T tokens in a row: 1: " in ended.out
+    assert "took no time: " in ended.out and "Target, ms for T tokens in a row: 1: " in ended.out
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -39,21 +42,23 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     assert [entry["num_tokens"] for entry in one["target_ms"]] == [1, 2, 4]
     for choice in one["choices"]:
         assert choice["tau"]["value"] >= 1 and choice["if_free"] > choice["speed_up"]["value"]
-        assert choice["speed_up"]["value"] == pytest.approx(
-            choice["tau"]["value"] * one["plain_ms"] / choice["round_ms"]
-        )
-    assert [arm["k"] for arm in document["measured"]] == [None, 1]
+    assert [arm["k"] for arm in document["measured"]][:2] == [None, 1]  # and 3, if it is the best
     # Greedy, so that the rounds of the measured arm are those that were foreseen. (Seeds differ, texts do not.)
     tau = {choice["k"]: choice["tau"]["value"] for choice in one["choices"]}
     stats = document["measured"][1]["stats"]
     assert tau[1] == pytest.approx(
         stats["num_generated_tokens"] / (stats["num_rounds"] + stats["num_truncated_rounds"])
     )
-    assert "measured" in plot.read_text() or plot.stat().st_size > 5000
+    assert plot.read_bytes().startswith(b"<?xml")
 
 
-def test_the_answer_may_be_none(outrider: Outrider, prompts: Path) -> None:
-    """The target as its own draft can gain nothing."""
+def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that costs as much as the target gains nothing, though it always agrees. (The times are made up.)"""
+
+    def time_rounds(arms: Sequence[CostArm], *_: object, **__: object) -> list[list[Timing]]:
+        return [[Timing(1.0, 0.01 * arm.k, 0.01, 1.01 + 0.01 * arm.k)] for arm in arms]
+
+    monkeypatch.setattr("outrider.lab.plan.time_rounds", time_rounds)
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "2", "--draft", "fable")
     assert "Best: none. fable at K = 2 comes nearest" in ended.out
     assert "outrider generate --target fable --draft none" in ended.out
@@ -68,6 +73,7 @@ def test_every_option_that_matters_is_in_the_command(outrider: Outrider, prompts
 
 
 def test_bad_options(outrider: Outrider, prompts: Path) -> None:
+    assert "let 1 be among" in outrider("plan", "--measure", "--batch-size", 4).error
     assert "like 1-8" in outrider("plan", "-k", "auto").error
     assert "like 1,4" in outrider("plan", "--batch-size", "0").error
     assert "like 1,4" in outrider("plan", "--context", "x").error
@@ -89,4 +95,4 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     tau = [one["settings"][0]["choices"][0]["tau"]["value"] for one in (document, again)]
     assert tau[0] == tau[1] > 1
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
-    assert "it is of fable, not of fable-draft" in other.error
+    assert "it is of fable, not of this fable-draft" in other.error

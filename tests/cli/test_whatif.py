@@ -32,7 +32,7 @@ def test_the_answer_may_be_none(outrider: Outrider) -> None:
 def test_the_plot(outrider: Outrider, tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     assert str(path) in outrider("plan", "--what-if", "alpha=0.7,c=0.1", "--plot", path).out
-    assert "predicted" in path.read_text() or path.stat().st_size > 5000
+    assert path.read_bytes().startswith(b"<?xml")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def alpha(
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
         if not isinstance(drafter, ModelDrafter):
-            raise OptionError("--draft", name, "alpha is of two models; for a look-up use outrider replay")
+            raise OptionError("--draft", name, "alpha is of two models (outrider replay judges look-ups)")
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(
                 decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance

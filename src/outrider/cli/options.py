@@ -143,19 +143,18 @@ def _of_pair(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class TargetOptions:
-    """A target alone, and machine; what the options mean is said in ``PairOptions``."""
+class MachineOptions:
+    """Where a target runs, for commands that take no draft; what the options mean is said in ``PairOptions``."""
 
-    target: Annotated[str, _of_pair("target")] = "fable"
     models: Annotated[Path | None, _of_pair("models")] = None
     device: Annotated[str, _of_pair("device")] = "auto"
     dtype: Annotated[str, _of_pair("dtype")] = "auto"
     threads: Annotated[int | None, _of_pair("threads")] = None
     compile: Annotated[bool | None, _of_pair("compile")] = None
 
-    def load(self, num_tokens: int = 0) -> Decoder:
+    def load(self, target: str, num_tokens: int = 0) -> Decoder:
         """See ``PairOptions.load``."""
-        return PairOptions(**asdict(self)).load(num_tokens)
+        return PairOptions(target=target, **asdict(self)).load(num_tokens)
 
 
 @dataclass(frozen=True)
@@ -228,6 +227,7 @@ class EndOptions:
         return {"max_new_tokens": self.max_new_tokens, "stop": tuple(self.stop or ()), "ignore_eos": self.ignore_eos}
 
 
+TargetOption = Annotated[str, _of_pair("target")]
 NumDraftTokensOption = Annotated[
     str | None,
     typer.Option(

@@ -52,7 +52,10 @@ def plan(
     batch_size: Annotated[str, typer.Option(help="Rows at once, one or several: 1,4.")] = "1",
     context: Annotated[str, typer.Option(help="Tokens in a row when rounds are timed, one or several: 64,512.")] = "64",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Then run the pairs at K = 1, 2, 4, 8, to hold the prediction against.")
+        bool,
+        typer.Option(
+            "--measure", help="Then run the pairs at K = 1, 2, 4, 8 and the best, to hold the prediction against."
+        ),
     ] = False,
     seed: SeedOption = 0,
     what_if: Annotated[
@@ -85,25 +88,29 @@ def plan(
     names = [name for name in pair.draft_names if name != "none"]
     if not names:
         raise OptionError("--draft", "none", "name the drafts to choose among; 'none' is always one of the answers")
+    if measure and 1 not in sizes:
+        raise OptionError("--measure", batch_size, "pairs are run one prompt at a time: let 1 be among --batch-size")
     if log is not None and prompts is not None:
         raise OptionError("--log", str(log), "it goes without --prompts, since it holds what was said")
 
+    from outrider.costs import tokens_needed
+    from outrider.drafters.model import ModelDrafter
     from outrider.lab.plan import NUM_STEPS, Setting, choices, measure_costs
     from outrider.verify import RULES
 
-    texts = _texts(prompts)
     decoder = pair.load()
     if num_draft_tokens is None and decoder.target.execution.name != "eager":
         ks = [k for k in decoder.target.execution.favoured_k if k > 0]
-    for tokens in contexts:
-        if tokens + 4 * (max(ks) + 1) >= decoder.target.context_len:
-            raise OptionError("--context", tokens, f"{decoder.target.name} can take {decoder.target.context_len}")
     drafters = {name: pair.load_draft(decoder, name) for name in names}
-    records, header = _said(decoder, pair, texts, options) if log is None else _read(log, decoder)
+    lms = [decoder.target, *(drafter.lm for drafter in drafters.values() if isinstance(drafter, ModelDrafter))]
+    for lm in lms:
+        if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
+            raise OptionError("--context", max(contexts), f"{lm.name} can take {lm.context_len} tokens")
+    records, header = _said(decoder, pair, _texts(prompts), options) if log is None else _read(log, decoder)
     if log is not None:
-        options |= {field: getattr(header.sampling, field) for field in ("temperature", "top_k", "top_p", "min_p")}
-        options |= {field: getattr(header.sampling, field) for field in ("repetition_penalty", "logit_bias")}
-    counts = _counts(drafters, records, header, pair.acceptance, ks)
+        options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
+        options["max_new_tokens"] = header.sampling.max_new_tokens
+    counts, is_bounded = _counts(drafters, records, header, pair.acceptance, ks)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[Choice]]] = []
     rule = RULES[pair.acceptance]
@@ -115,11 +122,14 @@ def plan(
     console = console_for(json_target)
     for costs, found in results:
         _show(console, decoder, pair, options, costs, found)
+    if is_bounded:
+        console.print("The log knows only part of p: what is shown is the least that is to be expected.", style="dim")
     measured: list[ArmSummary] = []
     is_interrupted = False
     if measure:
-        measured, is_interrupted = _measure(decoder, drafters, ks, texts, options, seed)
-        _compare(console, results[0][1], measured)
+        alone = next(found for costs, found in results if costs.setting.num_rows == 1)
+        measured, is_interrupted = _measure(decoder, drafters, alone, records, options, seed)
+        _compare(console, alone, measured)
     if plot is not None:
         _plot(plot, decoder.target.name, results, measured)
         console.print(f"Plot: {plot}")
@@ -182,20 +192,24 @@ def _said(
 
 def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
     from outrider.lab.log import Log
+    from outrider.tokens import fingerprint
 
     log = Log.open(path)
-    if log.header.target != decoder.target.name:
-        raise OptionError("--log", str(path), f"it is of {log.header.target}, not of {decoder.target.name}")
+    is_same = decoder.tokenizer is None or log.header.tokenizer in (None, fingerprint(decoder.tokenizer))
+    if log.header.target != decoder.target.name or not is_same:
+        raise OptionError("--log", str(path), f"it is of {log.header.target}, not of this {decoder.target.name}")
     return list(log), log.header
 
 
 def _counts(
     drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
-) -> dict[tuple[str, int], Sequence[RoundCounts]]:
-    """The rounds to expect of each draft and K. (Where a log does not know all of p: the most there can be.)"""
+) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
+    """The rounds to expect of each draft and K; where not all of p is known, with drafted tokens standing as seldom as
+    they can. Says whether it is so."""
     from outrider.lab.replay import replay, summarise
 
     counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
+    is_bounded = False
     with progress_bar("what the drafts say", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
             replayed = []
@@ -204,7 +218,8 @@ def _counts(
                 advance(1)
             expected = summarise(replayed, ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
-    return counts
+            is_bounded |= any(one.upper is not None for one in expected.values())
+    return counts, is_bounded
 
 
 def _show(
@@ -250,8 +265,9 @@ def _show(
     else:
         console.print(f"Best: none. {best.draft} at K = {best.k} comes nearest, with {best.speed_up.value:.2f}.")
         command = _command(pair, options, "none", None)
-    free, agreeing = max(one.if_free for one in found), max(one.if_agreeing for one in found)
-    console.print(f"If a draft took no time: {free:.2f} at best; if it agreed always: {agreeing:.2f}.")
+    same = [one for one in found if one.draft == best.draft]
+    free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
+    console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it agreed always: {agreeing:.2f}.")
     console.print(f"  {command}", style="bold", soft_wrap=True)
 
 
@@ -278,20 +294,22 @@ def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int |
 def _measure(
     decoder: Decoder,
     drafters: Mapping[str, Drafter],
-    ks: Sequence[int],
-    texts: Sequence[str],
+    found: Sequence[Choice],
+    records: Sequence[Record],
     options: dict[str, Any],
     seed: int,
 ) -> tuple[list[ArmSummary], bool]:
-    """Run the pairs, arms in turn, on the same prompts with other seeds than those that the prediction rests on."""
+    """Run the pairs at some K and the best one, arms in turn, on the same prompts with other seeds than those that the
+    prediction rests on."""
     from outrider.bench.prompts import WARM_UP
     from outrider.bench.report import summarise
     from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 
     arms = [Arm("plain", decoder)]
     for name, drafter in drafters.items():
-        arms += arms_by_k(replace(decoder, drafter=drafter), name, [k for k in _MEASURED_K if k in ks])
-    cases = [Case(index, text, seed + len(texts) + index) for index, text in enumerate(texts)]
+        ks = sorted(one.k for one in found if one.draft == name and (one.k in _MEASURED_K or one is found[0]))
+        arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
+    cases = [Case(index, one.prompt_ids, seed + len(records) + index) for index, one in enumerate(records)]
     warm_up(arms, WARM_UP, options)
     done, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
     return summarise(done, arms), is_interrupted

@@ -13,9 +13,10 @@ from outrider.cli.jsonl import PromptLine, read_prompts
 from outrider.cli.options import (
     BatchSizeOption,
     EndOptions,
+    MachineOptions,
     SamplingOptions,
     SeedOption,
-    TargetOptions,
+    TargetOption,
     check_batch_size,
     flat,
 )
@@ -30,13 +31,14 @@ if TYPE_CHECKING:
 
 @flat
 def record(
-    machine: TargetOptions,
+    machine: MachineOptions,
     sampling: SamplingOptions,
     end: EndOptions,
     prompts: Annotated[
         Path, typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns'), or plain lines.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run is continued.")],
+    target: TargetOption = "fable",
     probs: Annotated[
         int | None,
         typer.Option(
@@ -65,7 +67,7 @@ def record(
     if tensors is not None:
         check_writable(tensors)
 
-    decoder = machine.load(len(lines) * end.max_new_tokens)
+    decoder = machine.load(target, len(lines) * end.max_new_tokens)
 
     from outrider.lab.foreign import tensor_text
     from outrider.lab.log import Log, LogWriter

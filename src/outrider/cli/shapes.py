@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import JsonOption, TargetOptions, flat
+from outrider.cli.options import JsonOption, MachineOptions, flat
 from outrider.cli.output import check_json_target, console_for, progress_bar, write_json
 from outrider.errors import OptionError
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @flat
 def shapes(
-    machine: TargetOptions,
+    machine: MachineOptions,
+    target: Annotated[str, typer.Argument(help="Known name, folder or hub id.")] = "fable",
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,19 +50,17 @@ def shapes(
 
     if plot is not None:
         check_plot_file(plot)
-    target = machine.load().target
-    if context + tokens_needed(max(target.execution.favoured_k)) > target.context_len:
-        raise OptionError("--context", context, f"{target.name} can take {target.context_len} tokens")
-    wanted = asked or default_shapes(target)
+    lm = machine.load(target).target
+    if context + tokens_needed(max(lm.execution.favoured_k)) > lm.context_len:
+        raise OptionError("--context", context, f"{lm.name} can take {lm.context_len} tokens")
+    wanted = asked or default_shapes(lm)
     with progress_bar("timing rounds", num_passes(len(wanted))) as advance:
-        costs = measure_shapes(target, wanted, num_rows=batch_size, length=context, on_pass=lambda: advance(1))
+        costs = measure_shapes(lm, wanted, num_rows=batch_size, length=context, on_pass=lambda: advance(1))
     within = math.inf if budget_ms is None else budget_ms / 1e3
     best = worth_training(costs, within)
 
     console = console_for(json_target)
-    table = new_table(
-        f"Drafts for {target.name}", "layers x width", "parameters", "ms/token", "alpha needed", "worth it"
-    )
+    table = new_table(f"Drafts for {lm.name}", "layers x width", "parameters", "ms/token", "alpha needed", "worth it")
     for cost in costs:
         needed = "-" if cost.break_even is None else f"{cost.break_even:.2f}"
         is_worth = "yes" if cost in best else ""
@@ -77,15 +76,15 @@ def shapes(
         size = f"--layers {cost.shape.num_layers} --hidden-size {cost.shape.hidden_size}"
         if cost.shape.intermediate_size is not None:
             size += f" --intermediate-size {cost.shape.intermediate_size}"
-        console.print(f"outrider distill {machine.target} {size} --output DIR", soft_wrap=True)
+        console.print(f"outrider distill {target} {size} --output DIR", soft_wrap=True)
     if not best:
         console.print(f"No shape drafts a token within {budget_ms:g} ms.")
     if plot is not None:
-        plot_shapes(costs, plot, f"Drafts for {target.name}, {batch_size} x {context} tokens")
+        plot_shapes(costs, plot, f"Drafts for {lm.name}, {batch_size} x {context} tokens")
         console.print(f"Plot: {plot}")
     body: dict[str, Any] = {"shapes": [_to_json(cost) | {"is_worth_training": cost in best} for cost in costs]}
-    options = {"shape": shape, "budget_ms": budget_ms, "batch_size": batch_size, "context": context}
-    write_json(json_target, "shapes", asdict(machine) | options, body, target)
+    options = {"target": target, "shape": shape, "budget_ms": budget_ms, "batch_size": batch_size, "context": context}
+    write_json(json_target, "shapes", asdict(machine) | options, body, lm)
 
 
 def _parse(text: str) -> Shape:

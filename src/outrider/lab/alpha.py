@@ -80,8 +80,9 @@ def measure_alpha(
             rows = p.rows.cpu() + begin
             counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
             for i, setting in enumerate(settings):
-                agree = overlap(p.probs(setting), q.probs(setting).to(target.device))
+                agree = overlap(p.probs(setting), q.probs(setting))
                 sums[i].index_add_(0, rows, agree.to("cpu", torch.float64))
+            del p, q  # before the next are made: for a large vocabulary they are most of the memory
         if on_done is not None:
             on_done(len(batch))
     return [

@@ -15,7 +15,8 @@ from torch import Tensor
 from outrider.lm import LM
 from outrider.probs import Settings, mark_seen, to_probs
 
-_CHUNK = 128  # columns in one forward; bounds the memory of the logits, B x 128 x V
+# The logits of one forward, B x T x V, and with them its columns T. What is made of them may be several times as large.
+_MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,10 @@ class Forced:
     seen: Tensor | None
 
     def probs(self, settings: Settings) -> Tensor:
-        """Probabilities under the sampling options of one row. [M, V]"""
-        seen = None if self.seen is None or settings.repetition_penalty is None else self.seen[None]
-        return to_probs(self.logits[None], settings, seen)[0]
+        """Probabilities under the sampling options of one row, on the device of these. [M, V]"""
+        device = settings.temperature.device
+        seen = None if self.seen is None or settings.repetition_penalty is None else self.seen[None].to(device)
+        return to_probs(self.logits[None].to(device), settings, seen)[0]
 
 
 @torch.inference_mode()
@@ -73,12 +75,13 @@ def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterat
     num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
     cache = lm.new_cache(len(texts), length)
     seen = torch.zeros(len(texts), lm.vocab_size, dtype=torch.bool, device=device) if has_penalty else None
-    for begin in range(0, length - 1, _CHUNK):
-        columns = torch.arange(begin, min(begin + _CHUNK, length - 1), device=device).expand(len(texts), -1)
+    width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
+    for begin in range(0, length - 1, width):
+        columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)
         fed, following = ids.gather(1, columns), ids.gather(1, columns + 1)
         is_judged = (columns + 1 >= num_given) & (columns + 1 < ends)  # [B, T]
         has_any = bool(is_judged.any())
-        view_len = lm.view_len(min(begin + _CHUNK, length), cache)
+        view_len = lm.view_len(min(begin + width, length), cache)
         positions = torch.where(columns < ends, columns, -1)
         logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1)
         seen_steps = None

@@ -2,7 +2,8 @@
 
 How many rounds a text takes is known from replay (outrider.lab.replay), how long a round takes from timing rounds of
 the real loop on random text. Both together give tokens per second for every draft and K, though no pair has been run on
-a text. What is left out: the prefill, and that a batch gets slower per token as its rows end.
+a text. What is left out: the prefill, and that the rows of a batch do not end together, which costs speculation more
+than plain decoding.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outrider.costs import CostArm, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.flow import Sampling, Timing
-from outrider.intervals import Interval, ratio_of_sums
+from outrider.intervals import Interval, paired_ratio, ratio_of_sums
 from outrider.lab.counts import RoundCounts
 from outrider.lm import LM
 from outrider.verify import Rule
@@ -116,7 +119,9 @@ class Choice:
 
     Attributes:
         tau: tokens per round, rounds that the end of a text cuts short included; with an interval over the texts.
-        speed_up: over plain decoding; the interval is that of tau alone.
+        speed_up: over plain decoding, text by text, as measured arms are compared; the interval is over the texts and
+            says nothing of the costs.
+        tokens_per_s: of all rows together.
         if_free: the speed-up if the draft took no time.
         if_agreeing: the speed-up if every drafted token stood.
     """
@@ -138,28 +143,33 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
         counts: the rounds to expect of each draft and K, text by text.
     """
     found = []
-    plain_s = costs.plain.round_s
-    for (draft, k), prompts in counts.items():
-        cost = costs.rounds[draft, k]
-        tokens = [one.num_generated_tokens for one in prompts]
-        tau = ratio_of_sums(tokens, [one.num_rounds + one.num_truncated for one in prompts])
-        # A text that agrees always takes one round for every K + 1 tokens.
-        agreeing = sum(tokens) / sum(-(-num // (k + 1)) for num in tokens)
+    for (draft, k), texts in counts.items():
+        tokens = [one.num_generated_tokens for one in texts]
+        plain_s = [num * costs.plain.round_s for num in tokens]
+        seconds = [_seconds(costs, draft, k, one, lambda cost: cost.round_s) for one in texts]
+        free_s = [_seconds(costs, draft, k, one, lambda cost: cost.round_s - cost.draft_s) for one in texts]
+        # A text that agrees always takes a round for every K + 1 tokens.
+        agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
         found.append(
             Choice(
                 draft=draft,
                 k=k,
-                tau=tau,
-                speed_up=_scaled(tau, plain_s / cost.round_s),
-                tokens_per_s=costs.setting.num_rows * tau.value / cost.round_s,
-                if_free=tau.value * plain_s / (cost.round_s - cost.draft_s),
-                if_agreeing=agreeing * plain_s / cost.round_s,
-                cost=cost,
+                tau=ratio_of_sums(tokens, [one.num_rounds + one.num_truncated for one in texts]),
+                speed_up=paired_ratio(plain_s, seconds),
+                tokens_per_s=costs.setting.num_rows * sum(tokens) / sum(seconds),
+                if_free=paired_ratio(plain_s, free_s).value,
+                if_agreeing=paired_ratio(plain_s, agreeing_s).value,
+                cost=costs.rounds[draft, k],
             )
         )
     return sorted(found, key=lambda one: (-one.speed_up.value, one.k))
 
 
-def _scaled(interval: Interval, factor: float) -> Interval:
-    low, high = (None if end is None else end * factor for end in (interval.low, interval.high))
-    return Interval(interval.value * factor, low, high, interval.level)
+def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callable[[RoundCost], float]) -> float:
+    """How long rounds take together. Those near the end of a text draft fewer tokens; what was not timed lies between
+    its neighbours. Rounds that were cut short had drafted as many as any."""
+    timed = {0: costs.plain} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}
+    ks = sorted(timed)
+    by_drafted = np.interp(range(k + 1), ks, [part(timed[other]) for other in ks])
+    drafted = [*counts.drafted, *[0.0] * (k + 1 - len(counts.drafted))]
+    return float(np.dot(by_drafted, drafted) + by_drafted[k] * counts.num_truncated)
