@@ -29,11 +29,16 @@ from outrider.api import load, load_drafter
 from outrider.bench.prompts import PROMPTS, WARM_UP
 from outrider.bench.report import ArmSummary, interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
+from outrider.distill.data import hold_out_written, read_sequences
+from outrider.flow import Sampling
+from outrider.intervals import Interval
+from outrider.lab.alpha import measure_alpha
 from outrider.provenance import provenance
 
 # layers, width, feed-forward: 1.82 to 1.86 million parameters each, with the tokens of fable.
 SHAPES = ((28, 64, 208), (6, 128, 400), (2, 192, 640), (1, 256, 704))
 KS = (1, 2, 4)
+LENGTH = 256  # tokens in a training sequence
 
 
 def main() -> None:
@@ -52,6 +57,7 @@ def main() -> None:
     trained = [distilled(shape, arguments) for shape in SHAPES]
     names = [f"{layers}x{width}" for layers, width, _ in SHAPES]
     drafts = [str(arguments.out / name) for name in names]
+    alphas = agreement(drafts, arguments)
     summaries = {target: measured(target, drafts, arguments) for target in (arguments.target, *arguments.serve)}
 
     console = Console(width=110)
@@ -62,10 +68,14 @@ def main() -> None:
         *(column for target in targets for column in (f"ms, {target}", "tau(4)", "best K", "speed-up, 95%")),
     )
     rows: list[dict[str, Any]] = []
-    for name, document, draft in zip(names, trained, drafts, strict=True):
-        alpha = document["best"]["alpha"]
+    for name, document, draft, alpha in zip(names, trained, drafts, alphas, strict=True):
         cells: list[str] = []
-        row: dict[str, Any] = {"shape": name, "num_params": document["num_params"], "alpha": alpha, "targets": {}}
+        row: dict[str, Any] = {
+            "shape": name,
+            "num_params": document["num_params"],
+            "alpha": alpha.to_json(),
+            "targets": {},
+        }
         for target, found in zip(targets, summaries.values(), strict=True):
             arms = [one for one in found if one.arm.draft == draft]
             best = max(arms, key=lambda one: one.speed_up.value if one.speed_up else 0.0)
@@ -73,7 +83,7 @@ def main() -> None:
             tau = next(one.stats.mean_acceptance_length for one in arms if one.arm.num_draft_tokens == 4)
             cells += [f"{draft_ms:.2f}", f"{tau:.2f}", str(best.arm.num_draft_tokens), interval_text(best.speed_up)]
             row["targets"][target] = {"draft_ms": draft_ms, "arms": [one.to_json() for one in arms]}
-        table.add_row(name, f"{document['num_params'] / 1e6:.2f} M", f"{alpha['value']:.3f}", *cells)
+        table.add_row(name, f"{document['num_params'] / 1e6:.2f} M", f"{alpha.value:.3f}", *cells)
         rows.append(row)
     console.print(table)
     draw(rows, targets, arguments.out / "design-space.svg")
@@ -92,10 +102,19 @@ def distilled(shape: tuple[int, int, int], arguments: argparse.Namespace) -> dic
     command = [sys.executable, "-m", "outrider", "distill", arguments.target, "--output", str(out)]
     command += ["--layers", str(layers), "--hidden-size", str(width), "--intermediate-size", str(feed_forward)]
     command += ["--data", str(arguments.data), "--steps", str(arguments.steps), "--written", str(arguments.written)]
-    command += ["--learning-rate", "3e-3", "--patience", "20"]
+    command += ["--learning-rate", "3e-3", "--patience", "20", "--length", str(LENGTH)]
     subprocess.run(command, stdout=sys.stderr, check=True)
     document: dict[str, Any] = json.loads((out / "distill.json").read_text(encoding="utf-8"))
     return document
+
+
+def agreement(drafts: list[str], arguments: argparse.Namespace) -> list[Interval]:
+    """alpha of each draft on the texts that none of them was trained on."""
+    folder = Path(drafts[0]) / "training"
+    texts = hold_out_written(*read_sequences(folder, num_sequences=arguments.written, length=LENGTH))[1]
+    target = load(arguments.target, device="cpu", dtype="float32").target
+    lms = [load(draft, device="cpu", dtype="float32").target for draft in drafts]
+    return [measure_alpha(target, lm, texts, [Sampling()])[0].alpha for lm in lms]
 
 
 def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> list[ArmSummary]:
