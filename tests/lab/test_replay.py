@@ -285,11 +285,15 @@ def test_a_greedy_log_with_probabilities_says_the_same() -> None:
 
 
 def test_an_impossible_token_is_no_accident() -> None:
-    """p = 0 at a token of the text can only be rounding. Then q/p is large, or 0 where q is 0 as well."""
+    """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
+    not make up for a small q/p after it."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
     law = RoundLaw.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
     assert law.expected().accepted == pytest.approx((1.0, 1.0, 0.0))
     assert not torch.tensor(law.probs).isnan().any()
+    logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
+    for survival in (renewal.by_block, renewal.token_by_token):
+        assert survival(logs, 2)[0] == pytest.approx((1.0, 1.0, 0.25))
 
 
 def test_a_repetition_penalty_is_seen() -> None:

@@ -28,17 +28,16 @@ from outrider.lab.counts import RoundCounts
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-_TINY = float(np.finfo(np.float64).tiny)
-
 
 def log_ratios(draft_probs: Floats, target_probs: Floats) -> Floats:
     """log(q/p) of tokens that stand in the text. [n], [n] -> [n]
 
-    A p of zero can only be rounding (the token was sampled): it counts as the least number there is.
+    A p of zero can only be rounding (the token was sampled, at the edge of a filter say). How large q/p is, nobody
+    knows then; as an infinite ratio it would let ``block`` keep whatever follows. So it counts as 1, or 0 where q is 0.
     """
-    with np.errstate(divide="ignore"):
-        logs: Floats = np.log(draft_probs) - np.log(np.maximum(target_probs, _TINY))
-    return logs
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs: Floats = np.log(draft_probs) - np.log(target_probs)
+    return np.where(target_probs > 0, logs, np.where(draft_probs > 0, 0.0, -np.inf))
 
 
 def token_by_token(logs: Floats, k: int) -> Floats:
