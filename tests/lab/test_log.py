@@ -1,6 +1,7 @@
 """Logs: what is written is read, damage of any file is named, and a log that was cut short is gone on with."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from logs import written
 
 from outrider.errors import FileError
 from outrider.flow import Sampling
+from outrider.lab import log as module
 from outrider.lab.log import Header, Log, LogWriter, Record
 from toys import llama_pair
 
@@ -125,10 +127,10 @@ def _swap(path: Path) -> None:
     (path / "index.jsonl").write_text("\n".join(lines))
 
 
-def _edit(path: Path) -> None:
+def _edit(path: Path, index: int = 5) -> None:
     """A prompt that somebody has mended by hand."""
-    row = json.loads((path / "index.jsonl").read_text().split("\n")[5])
-    _line(path, 5, json.dumps(row | {"prompt": "another"}))
+    row = json.loads((path / "index.jsonl").read_text().split("\n")[index])
+    _line(path, index, json.dumps(row | {"prompt": "another"}))
 
 
 def _schema(path: Path) -> None:
@@ -200,3 +202,116 @@ def test_a_folder_that_is_no_log_is_left_alone(made: tuple[Header, list[Record]]
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="cannot write"):
         LogWriter(tmp_path / "file" / "log", made[0], expected(made[1]))
+
+
+def test_what_is_referred_to_is_on_disk_first(
+    made: tuple[Header, list[Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header, the shard and the folder's entry for it before the index grows, and then the index."""
+    path, seen = tmp_path / "log", []
+
+    def to_disk(file: Path) -> None:
+        index = path / "index.jsonl"
+        seen.append((file.name, index.stat().st_size if index.exists() else 0))
+
+    monkeypatch.setattr(module, "to_disk", to_disk)
+    write(path, (made[0], made[1][:3]))
+    size = (path / "index.jsonl").stat().st_size
+    assert seen == [
+        ("log.json", 0),
+        ("log", 0),
+        ("shard-00000.safetensors", 0),
+        ("log", 0),
+        ("index.jsonl", size),
+        ("log", size),
+    ]
+
+
+@pytest.mark.parametrize("place", range(1, 7))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_flush_can_be_done_again(
+    made: tuple[Header, list[Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int, error: object
+) -> None:
+    """Wherever it was interrupted: the index holds each record once."""
+    header, records = made
+    writer = LogWriter(tmp_path / "log", header, expected(records))
+    writer.append(records[:32])
+    calls: list[object] = []
+
+    def interrupted(function: object) -> object:
+        def wrapped(*arguments: object) -> object:
+            result = function(*arguments)
+            calls.append(function)
+            if len(calls) == place:
+                raise error
+            return result
+
+        return wrapped
+
+    for name in ("to_disk", "write_whole", "save"):
+        monkeypatch.setattr(module, name, interrupted(getattr(module, name)))
+    with pytest.raises((KeyboardInterrupt, FileError)):
+        writer.append(records[32:])
+        writer.flush()
+    assert len(Log.open(tmp_path / "log")) == writer.num_finished == 32
+    writer.flush()
+    for got, want in zip(Log.open(tmp_path / "log"), records, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_good"),
+    [
+        (lambda path: (path / "shard-00001.safetensors").unlink(), 32),
+        (lambda path: (path / "shard-00001.safetensors").write_bytes(b"\0" * 999), 32),
+        (lambda path: _edit(path, 35), 35),
+        (lambda path: [(path / f"shard-0000{i}.safetensors").write_bytes(b"") for i in range(2)], 0),
+    ],
+)
+def test_records_at_the_end_that_cannot_be_read_are_recorded_again(
+    made: tuple[Header, list[Record]], tmp_path: Path, damage: Callable[[Path], object], num_good: int
+) -> None:
+    header, records = made
+    path = write(tmp_path / "log", made)
+    damage(path)
+    prompts = [(line.prompt, line.category, line.seed) for line in Log.open(path).lines]  # one may be edited
+    writer = LogWriter(path, header, prompts)
+    assert writer.num_finished == num_good == len(Log.open(path))
+    writer.append(records[num_good:])
+    writer.flush()
+    for got, want in zip(Log.open(path), records, strict=True):
+        assert_same(got, want)
+
+
+def test_a_missing_shard_before_the_last_is_told(made: tuple[Header, list[Record]], tmp_path: Path) -> None:
+    header, records = made
+    path = write(tmp_path / "log", made)
+    (path / "shard-00000.safetensors").unlink()
+    before = (path / "index.jsonl").read_bytes()
+    with pytest.raises(FileError, match="record 0 is damaged: there is no shard-00000.safetensors; .* remove the fold"):
+        LogWriter(path, header, expected(records))
+    assert (path / "index.jsonl").read_bytes() == before
+
+
+def test_a_log_of_nothing_yet_is_written_over(made: tuple[Header, list[Record]], tmp_path: Path) -> None:
+    """And what a killed write has left does not count; but only a header of ours is written over."""
+    header, records = made
+    path = tmp_path / "log"
+    LogWriter(path, Header("other", *_of(header)[1:]), [])
+    (path / "shard-00000.safetensors.123.part").write_bytes(b"half")
+    write(path, made)
+    assert Log.open(path).header == header and len(Log.open(path)) == len(records)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "log.json.77.part").write_bytes(b"")
+    LogWriter(other, header, [])
+    (other / "log.json").write_text('{"mine": 1}')
+    with pytest.raises(FileError, match="damaged"):
+        LogWriter(other, header, [])
+
+
+def test_records_are_counted_from_the_beginning(made: tuple[Header, list[Record]], tmp_path: Path) -> None:
+    log = Log.open(write(tmp_path / "log", made))
+    for index in (-1, 40):
+        with pytest.raises(IndexError):
+            log.read(index)

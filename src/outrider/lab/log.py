@@ -4,9 +4,10 @@
     index.jsonl              one line for each prompt, in order: what is not a tensor, and a checksum of the record
     shard-00000.safetensors  the tensors of some records, "INDEX.NAME" each
 
-A shard is written whole before its lines are added to the index, so that the index never promises what is not there,
-and a log whose recording was cut short at any moment can be read, and gone on with. Records are read one by one, when
-they are asked for, and held against their checksums. The format is described in docs/record-and-replay.md.
+A shard is written whole, and forced to disk, before its lines are added to the index, so that the index never promises
+what is not there, and a log whose recording was cut short at any moment can be read, and gone on with. Records are read
+one by one, when they are asked for, and held against their checksums. The format is described in
+docs/record-and-replay.md.
 
 This module does not know models, nor where records come from.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,12 +28,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.errors import FileError
-from outrider.files import read_bytes, read_text, write_whole
+from outrider.files import read_bytes, read_text, to_disk, write_whole
 from outrider.flow import FinishReason, Sampling
 
 SCHEMA = "outrider/log/1"
 _HEADER, _INDEX = "log.json", "index.jsonl"
 _LINE_BEGINS = b'{"index": '
+_PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\d+\.part")  # what a write that was cut short leaves
+_REMEDY = "take the log from a copy, or remove the folder and record again"
 _MIN_SHARD = 32  # records
 _SAMPLING = (
     "temperature",
@@ -230,11 +234,27 @@ class Log:
     def __iter__(self) -> Iterator[Record]:
         return (self.read(index) for index in range(len(self)))
 
+    def check_shards(self, num_records: int) -> None:
+        """Whether there are the shards of the first so many records, without reading them.
+
+        Raises:
+            FileError
+        """
+        there: set[int] = set()
+        for line in self.lines[:num_records]:
+            path = _shard_path(self._path, line.shard)
+            if line.shard not in there and not path.is_file():
+                raise FileError(_damage(self._path, line.index, f"there is no {path.name}"))
+            there.add(line.shard)
+
     def read(self, index: int) -> Record:
         """
         Raises:
             FileError: the record is not as it was written.
+            IndexError: there is no such record.
         """
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
         line = self.lines[index]
         path = _shard_path(self._path, line.shard)
         names = ["prompt_ids", "token_ids"]
@@ -264,7 +284,7 @@ class Log:
 
 
 def _damage(path: Path, index: int, what: str) -> str:
-    return f"{path}, record {index} is damaged: {what}; record again, or take the log from a copy"
+    return f"{path}, record {index} is damaged: {what}; {_REMEDY}"
 
 
 def _shard_path(path: Path, shard: int) -> Path:
@@ -284,7 +304,7 @@ def _read_header(path: Path) -> Header:
             return Header.from_json(document)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         pass
-    raise FileError(f"{file} is damaged: it is not as it was written; record again, or take the log from a copy")
+    raise FileError(f"{file} is damaged: it is not as it was written; {_REMEDY}")
 
 
 def _read_index(path: Path) -> list[bytes]:
@@ -309,6 +329,28 @@ def _parse_line(path: Path, index: int, text: bytes) -> Line:
     raise FileError(_damage(path, index, f"line {index + 1} of {_INDEX} is not as it was written"))
 
 
+def _num_good(log: Log) -> int:
+    """How many records a log has that can be gone on with: without those at its end that cannot be read.
+
+    Raises:
+        FileError: a shard before the last is not there. What comes after it may be whole, and is not thrown away.
+    """
+    num_good = len(log)
+    while num_good:
+        shard = log.lines[num_good - 1].shard
+        begin = next(i for i, line in enumerate(log.lines) if line.shard == shard)
+        for index in range(begin, num_good):
+            try:
+                log.read(index)
+            except FileError:
+                num_good = index
+                break
+        if num_good > begin:
+            break
+    log.check_shards(num_good)
+    return num_good
+
+
 class LogWriter:
     """Writes a log, or goes on with one that was cut short.
 
@@ -317,7 +359,8 @@ class LogWriter:
         expected: (prompt, category, seed) of each record that will be written.
 
     Raises:
-        FileError: there is something else at ``path``: a log of another run, or none at all. It is left as it is.
+        FileError: there is something else at ``path``: a log of another run, or none at all, or one that is damaged
+            other than at its end. It is left as it is.
     """
 
     def __init__(
@@ -329,16 +372,24 @@ class LogWriter:
         self.num_finished = 0
         self._next_shard = 0
         try:
-            if path.is_dir() and any(path.iterdir()):
+            path.mkdir(parents=True, exist_ok=True)
+            names = {file.name for file in path.iterdir() if _PART.fullmatch(file.name) is None}
+            if names and (names - {_HEADER, _INDEX} or _read_index(path) != [b""]):
                 self._go_on(header, expected)
             else:
-                path.mkdir(parents=True, exist_ok=True)
-                document = header.to_json()
-                document |= {"provenance": dict(header.provenance), "settings": dict(header.settings)}
-                document["sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
-                write_whole(path / _HEADER, (json.dumps(document, indent=2, default=str) + "\n").encode())
+                if names:  # a log of nothing yet, of a run whose options were refused later, say; not any other file
+                    _read_header(path)
+                self._begin(header)
         except OSError as error:
             raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+    def _begin(self, header: Header) -> None:
+        document = header.to_json()
+        document |= {"provenance": dict(header.provenance), "settings": dict(header.settings)}
+        document["sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
+        write_whole(self._path / _HEADER, (json.dumps(document, indent=2, default=str) + "\n").encode())
+        to_disk(self._path / _HEADER)
+        to_disk(self._path)
 
     def _go_on(self, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> None:
         path = self._path
@@ -355,16 +406,19 @@ class LogWriter:
             wanted = expected[line.index] if line.index < len(expected) else None
             if (line.prompt, line.category, line.seed) != wanted:
                 raise FileError(f"{path}, record {line.index} comes from another run (its prompt differs): {remedy}")
-        if half:
-            if not half.startswith(_LINE_BEGINS) and not _LINE_BEGINS.startswith(half):
-                raise FileError(
-                    _damage(path, len(lines), f"line {len(lines) + 1} of {_INDEX} is not as it was written")
-                )
-            file = path / _INDEX
-            with file.open("r+b") as stream:
-                stream.truncate(file.stat().st_size - len(half))
-        self.num_finished = len(lines)
-        self._next_shard = max((line.shard for line in lines), default=-1) + 1
+        if half and not half.startswith(_LINE_BEGINS) and not _LINE_BEGINS.startswith(half):
+            raise FileError(_damage(path, len(lines), f"line {len(lines) + 1} of {_INDEX} is not as it was written"))
+        num_good = _num_good(Log(path, old, lines))
+        if half or num_good < len(lines):
+            self._cut_index(sum(len(text) + 1 for text in texts[:num_good]))
+        self.num_finished = num_good
+        self._next_shard = max((line.shard for line in lines[:num_good]), default=-1) + 1
+
+    def _cut_index(self, size: int) -> None:
+        file = self._path / _INDEX
+        with file.open("ab") as stream:
+            stream.truncate(size)
+        to_disk(file)
 
     def append(self, records: Sequence[Record]) -> None:
         """Take the next records, in order. They are on disk after ``flush``, or when a shard is full.
@@ -377,7 +431,7 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting as a shard.
+        """Write what is waiting as a shard. If it is interrupted nothing has happened, and it can be done again.
 
         Raises:
             FileError
@@ -386,12 +440,31 @@ class LogWriter:
             return
         tensors = {f"{r.index}.{name}": tensor for r in self._waiting for name, tensor in _tensors(r).items()}
         lines = [Line.of(record, self._next_shard) for record in self._waiting]
+        text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines).encode()
+        shard, index = _shard_path(self._path, self._next_shard), self._path / _INDEX
+        before = self._waiting, self.num_finished, self._next_shard
+        size: int | None = None
         try:
-            write_whole(_shard_path(self._path, self._next_shard), save(tensors))
-            with (self._path / _INDEX).open("a", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
-        except OSError as error:
-            raise FileError(f"cannot write {self._path}: {error.strerror}") from None
-        self.num_finished += len(lines)
-        self._next_shard += 1
-        self._waiting = []
+            write_whole(shard, save(tensors))
+            to_disk(shard)
+            to_disk(self._path)
+            size = index.stat().st_size if index.exists() else 0
+            with index.open("ab") as stream:
+                stream.write(text)
+            to_disk(index)
+            to_disk(self._path)
+            self._waiting, self.num_finished, self._next_shard = (
+                [],
+                self.num_finished + len(lines),
+                self._next_shard + 1,
+            )
+        except BaseException as error:  # Ctrl-C, too
+            self._waiting, self.num_finished, self._next_shard = before
+            try:
+                if size is not None:
+                    self._cut_index(size)
+            except OSError:
+                pass  # what made the writing fail is what is told
+            if isinstance(error, OSError):
+                raise FileError(f"cannot write {self._path}: {error.strerror}") from None
+            raise
