@@ -126,6 +126,7 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
         for where in ((log,), foreign)
     ]
     assert arms[0] == arms[1]
+    assert "taken to be greedy" in outrider("replay", *foreign, "-k", 1).out
     options = ("-k", 2, "--output", counts, "--output-format", "cumulative", "--batch-size", 2, "--dtype", "float64")
     assert outrider("replay", log, *options).code == 0
     assert counts.read_text().startswith("[")
@@ -181,14 +182,27 @@ def test_a_draft_with_other_tokens(outrider: Outrider, prompts: Path, tmp_path: 
 
 
 def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """One line, exit code 2."""
+    """One line, exit code 2, and what is there stays as it is."""
     log = record(outrider, prompts, "-t", 0, "-n", 2)
+    greedy = ("record", "--prompts", prompts, "--output", log, "-t", 0, "-n", 2)
+    before = [file.read_bytes() for file in (prompts, log / "index.jsonl")]
     cases = [
         (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "--probs = 0"),
         (("record", "--prompts", prompts, "--output", tmp_path / "x", "--batch-size", 0), "--batch-size = 0"),
         (("record", "--prompts", prompts, "--output", prompts), "it is not a folder"),
         (("record", "--prompts", prompts, "--output", tmp_path), "is no log"),
         (("record", "--prompts", tmp_path / "no", "--output", tmp_path / "x"), "cannot read"),
+        ((*greedy, "--tensors", prompts), "choose another file"),
+        ((*greedy, "--tensors", log / "index.jsonl"), "choose another file"),
+        ((*greedy, "--tensors", tmp_path / "t", "--chat"), "is read as greedy"),
+        ((*greedy, "--tensors", tmp_path / "t", "--logit-bias", "3=1"), "is read as greedy"),
+        ((*greedy, "--tensors", tmp_path / "t", "--repetition-penalty", 1.1), "is read as greedy"),
+        ((*greedy, "--tensors", tmp_path / "t", "-t", 0.5), "is read as greedy"),
+        (("replay", log, "--output", log / "index.jsonl"), "choose another file"),
+        (("replay", log, "--output", tmp_path / "r", "--json", tmp_path / "." / "r"), "choose another file"),
+        (("replay", log, "--output", tmp_path / "r", "--seed", -1), "--seed = -1"),
+        (("replay", log, "-k", 2, "--output-format", "cumulative"), "give that, too"),
+        (("analyze", prompts, "--json", prompts), "choose another file"),
         (("replay", tmp_path / "nowhere"), "make one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
@@ -204,6 +218,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     ]
     for arguments, message in cases:
         assert message in outrider(*arguments).error
+    assert [file.read_bytes() for file in (prompts, log / "index.jsonl")] == before
     (log / "shard-00000.safetensors").unlink()
     assert "record 0 is damaged" in outrider("replay", log).error
 

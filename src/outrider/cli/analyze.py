@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.options import JsonOption
-from outrider.cli.output import check_json_target, console_for, write_json
+from outrider.cli.output import check_json_target, check_outputs, console_for, write_json
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def analyze(
     for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
         if value is not None and value < 1:
             raise OptionError(name, value, "a whole number >= 1")
+    check_outputs({"--json": json_target, "--plot": plot}, [file])
     check_json_target(json_target)
 
     from outrider.bench.plots import check_plot_file, plot_rounds

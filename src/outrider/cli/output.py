@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import FileError
+from outrider.errors import FileError, OptionError
 from outrider.files import check_writable, write_whole
 
 if TYPE_CHECKING:
@@ -78,6 +78,30 @@ def check_json_target(json_target: str | None) -> None:
     """Raises FileError if the document could not be written later."""
     if json_target not in (None, "-"):
         check_writable(Path(str(json_target)))
+
+
+def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Path | None]) -> None:
+    """Find out before the work that one output would overwrite another, or what is read.
+
+    Args:
+        outputs: by option; None and "-" are none.
+        inputs: files, and folders of which no file may be overwritten.
+
+    Raises:
+        OptionError
+    """
+    taken = [path.resolve() for path in inputs if path is not None]
+    for option, output in outputs.items():
+        if output is None or output == "-":
+            continue
+        path = Path(output).resolve()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            continue  # a device or a pipe, which nothing is overwritten in
+        if any(path == other or other in path.parents for other in taken):
+            raise OptionError(
+                option, str(output), "this command reads it, or writes it for another option: choose another file"
+            )
+        taken.append(path)
 
 
 def write_json(

@@ -20,7 +20,7 @@ from outrider.cli.options import (
     check_batch_size,
     flat,
 )
-from outrider.cli.output import json_text, progress_bar
+from outrider.cli.output import check_outputs, json_text, progress_bar
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.files import check_writable
 
@@ -52,7 +52,10 @@ def record(
     ] = False,
     tensors: Annotated[
         Path | None,
-        typer.Option(help="In the end, write the token ids as printed tensors, too (decoding-speculative-decoding)."),
+        typer.Option(
+            help="In the end, write the token ids as printed tensors, too (decoding-speculative-decoding). "
+            "Of greedy text only."
+        ),
     ] = None,
 ) -> None:
     """Write down what the target alone says, with probabilities, as a log for ``outrider replay``."""
@@ -65,6 +68,15 @@ def record(
     if output.exists() and not output.is_dir():
         raise FileError(f"cannot write {output}: it is not a folder")
     if tensors is not None:
+        is_plain = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not sampling.logit_bias
+        if not is_plain or chat:
+            raise OptionError(
+                "--tensors",
+                str(tensors),
+                "such a file does not say how its texts were written, and is read as greedy: record with -t 0, and "
+                "without --repetition-penalty, --logit-bias and --chat",
+            )
+        check_outputs({"--tensors": tensors}, [prompts, output])
         check_writable(tensors)
 
     decoder = machine.load(target, len(lines) * end.max_new_tokens)

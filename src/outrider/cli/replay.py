@@ -20,7 +20,7 @@ from outrider.cli.options import (
     parse_k,
     set_threads,
 )
-from outrider.cli.output import check_json_target, console_for, json_text, progress_bar, write_json
+from outrider.cli.output import check_json_target, check_outputs, console_for, json_text, progress_bar, write_json
 from outrider.errors import FileError, OptionError
 from outrider.files import check_writable
 
@@ -82,6 +82,11 @@ def replay(
     given = [prompts is not None, tokenizer_of is not None]
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
         raise OptionError("--format", log_format, "tensors go with --prompts and --tokenizer-of, a log without")
+    if output_format == "cumulative" and output is None:
+        raise OptionError("--output-format", output_format, "it is of the file that --output names: give that, too")
+    if seed < 0:
+        raise OptionError("--seed", seed, "a whole number >= 0")
+    check_outputs({"--output": output, "--json": json_target, "--plot": plot}, [log, prompts, drafts.models])
     check_json_target(json_target)
     if output is not None:
         check_writable(output)
@@ -133,6 +138,8 @@ def replay(
     console = console_for(json_target)
     title = f"{header.target}, {len(records)} prompts, temperature {header.sampling.temperature:g}, {drafts.acceptance}"
     _show(console, title, arms, dict(zip(names, summaries, strict=True)))
+    if log_format == "tensors":
+        console.print("Note: the texts are taken to be greedy, each as long as it was allowed to be")
     if plot is not None:
         points = {
             name: [(k, summary.expected[k].tau) for k in ks] for name, summary in zip(names, summaries, strict=True)
