@@ -230,11 +230,16 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         ({"turns": "text"}, "there is no text under the key 'turns'"),
         ({"text": "x"}, "there is no text under the key 'prompt'"),
         ({"prompt": "x", "category": 3}, "the category 3 is not a text"),
+        ({"prompt": "x", "category": "a\ud800"}, "line 1: the category has half a character at 1 (a lone surrogate)"),
+        ({"prompt": "\udc00"}, "line 1: the prompt has half a character at 0 (a lone surrogate)"),
+        ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "line 1: a number of too many digits"),
+        ('{"prompt": ' + "[" * 99_999, "line 1: a number of too many digits, or too deep nesting"),
     ],
+    ids=range(8),
 )
-def test_rows_that_are_no_prompts(outrider: Outrider, tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_rows_that_are_no_prompts(outrider: Outrider, tmp_path: Path, row: Any, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(row))
+    path.write_text(row if isinstance(row, str) else json.dumps(row))
     assert message in outrider("record", "--prompts", path, "--output", tmp_path / "log").error
     assert not (tmp_path / "log").exists()
 

@@ -1,11 +1,13 @@
 """Files of the decoding-speculative-decoding project: both forms, round trips, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.errors import FileError
+from outrider.lab import foreign as module
 from outrider.lab.foreign import read_rounds, read_tensors, round_lines, tensor_text
 
 
@@ -48,6 +50,7 @@ def test_tensors_there_and_back(tmp_path: Path) -> None:
         ("\n\n", "has no tensors in it"),
         ("[1, 2]", "line 1: expected tensor"),
         ("tensor([[[1]]])", "line 1: expected tensor"),
+        (f"tensor([[1],\n [2,\n\n {'7' * 5000}]])", "line 4: '777777777777777777...' is not a token id"),
     ],
 )
 def test_what_is_no_target_log(tmp_path: Path, text: str, message: str) -> None:
@@ -82,7 +85,13 @@ def test_where_the_guess_fails_and_the_number_of_tokens_does_not(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[1]\n[x]", "line 2: expected counts"), ("[1]\n\n3", "line 3: expected"), ("", "no rounds"), ("[]", "line 1")],
+    [
+        ("[1]\n[x]", "line 2: expected counts"),
+        ("[1]\n\n3", "line 3: expected"),
+        ("", "no rounds"),
+        ("[]", "line 1"),
+        (f"[1]\n[{'9' * 5000}]", "line 2: a count has more than 18 digits"),
+    ],
 )
 def test_what_are_no_rounds(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rounds.txt"
@@ -96,3 +105,23 @@ def test_a_number_of_tokens_that_does_not_fit(tmp_path: Path) -> None:
     path.write_text("[2]\n[4]\n[1]\n[5]\n")
     with pytest.raises(FileError, match="line 3: a text ended after 4 tokens, not 5"):
         read_rounds(path, tokens_per_prompt=5)
+
+
+def test_lines_are_counted_for_errors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long file: to count them for each row would take a time that grows as its square."""
+
+    class Text(str):
+        num_counts = 0
+
+        def count(self, *arguments: Any) -> int:
+            Text.num_counts += 1
+            return super().count(*arguments)
+
+    text = "tensor([[1,\n  2]])\n" * 5000
+    for end in ("", "x"):
+        monkeypatch.setattr(module, "read_text", lambda _, whole=text + end: Text(whole))
+        if end:
+            with pytest.raises(FileError, match="line 10001: expected tensor"):
+                read_tensors(tmp_path)
+        else:
+            assert len(read_tensors(tmp_path)) == 5000 and Text.num_counts == 0

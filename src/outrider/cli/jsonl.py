@@ -59,6 +59,13 @@ def _prompt_of(path: Path, number: int, line: str) -> PromptLine:
     category = row.get("category")
     if category is not None and not isinstance(category, str):
         raise FileError(f"{path}, line {number}: the category {category!r} is not a text")
+    for name, text in ((key, prompt), ("category", category or "")):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise FileError(
+                f"{path}, line {number}: the {name} has half a character at {error.start} (a lone surrogate)"
+            ) from None
     return PromptLine(number, prompt, category)
 
 
@@ -69,6 +76,8 @@ def _parse_row(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
         raise FileError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError:
         raise FileError(f"{path}, line {number}: not UTF-8") from None
+    except (ValueError, RecursionError):  # Python's own limits
+        raise FileError(f"{path}, line {number}: a number of too many digits, or too deep nesting") from None
     if not isinstance(row, dict):
         raise FileError(f"{path}, line {number}: not a JSON object")
     return row

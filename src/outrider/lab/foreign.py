@@ -21,6 +21,7 @@ from outrider.files import read_text
 _TENSOR = re.compile(r"\s*tensor\(\s*(\[[^()]*\])\s*(?:,\s*(?:device|dtype)\s*=\s*[^(),]+)*\)", re.DOTALL)
 _ROW = re.compile(r"\[([^\[\]]*)\]")
 _SHAPE = re.compile(r"\[\s*\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*\s*\]|\[[^\[\]]*\]")
+_MAX_DIGITS = 18  # of a number that fits 64 bits
 _ROUND = re.compile(r"\[\s*\d+(?:\s*,\s*\d+)*\s*\]")
 
 
@@ -40,28 +41,32 @@ def read_tensors(path: Path) -> list[tuple[int, ...]]:
             line = text.count("\n", 0, text.index(text[at:].lstrip()[0], at)) + 1
             raise FileError(f"{path}, line {line}: expected tensor([[1, 2, ...]]) as print writes it")
         for row in _ROW.finditer(match[1]):
-            row_line = text.count("\n", 0, match.start(1) + row.start(1)) + 1
-            texts.append(_ids(path, row_line, row[1]))
+            texts.append(_ids(path, text, match.start(1) + row.start(1), row[1]))
         at = match.end()
     if not texts:
         raise FileError(f"{path} has no tensors in it")
     return texts
 
 
-def _ids(path: Path, line: int, row: str) -> tuple[int, ...]:
+def _ids(path: Path, text: str, begin: int, row: str) -> tuple[int, ...]:
+    """The ids of a row, which begins at ``begin`` in the text of the file."""
+
+    def error(at: int, what: str) -> FileError:
+        # Lines are counted only here: for each row it would take a time that grows as the square of the file.
+        return FileError(f"{path}, line {text.count(chr(10), 0, begin + at) + 1}: {what}")
+
     if "..." in row:
-        line += row[: row.index("...")].count("\n")
-        raise FileError(
-            f"{path}, line {line}: token ids are left out (...): print them all, after "
-            "torch.set_printoptions(threshold=sys.maxsize)"
-        )
+        remedy = "print them all, after torch.set_printoptions(threshold=sys.maxsize)"
+        raise error(row.index("..."), f"token ids are left out (...): {remedy}")
     ids: list[int] = []
-    for offset, piece in enumerate(row.split(",")):
-        if not piece.strip().isdecimal():
-            before = row.split(",")[:offset] + [piece[: len(piece) - len(piece.lstrip())]]
-            line += "".join(before).count("\n")
-            raise FileError(f"{path}, line {line}: {piece.strip()!r} is not a token id")
-        ids.append(int(piece))
+    at = 0
+    for piece in row.split(","):
+        digits = piece.strip()
+        if not digits.isdecimal() or len(digits) > _MAX_DIGITS:
+            shown = digits if len(digits) <= 2 * _MAX_DIGITS else f"{digits[:_MAX_DIGITS]}..."
+            raise error(at + len(piece) - len(piece.lstrip()), f"{shown!r} is not a token id")
+        ids.append(int(digits))
+        at += len(piece) + 1
     return tuple(ids)
 
 
@@ -101,7 +106,10 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
             continue
         if _ROUND.fullmatch(line.strip()) is None:
             raise FileError(f"{path}, line {number}: expected counts like [3] or [3, 5]")
-        counts = [int(piece) for piece in line.strip()[1:-1].split(",")]
+        pieces = [piece.strip() for piece in line.strip()[1:-1].split(",")]
+        if max(map(len, pieces)) > _MAX_DIGITS:
+            raise FileError(f"{path}, line {number}: a count has more than {_MAX_DIGITS} digits")
+        counts = [int(piece) for piece in pieces]
         has_ended = last is not None and (
             len(counts) != len(last)
             or any(new < old for new, old in zip(counts, last, strict=True))
