@@ -215,6 +215,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("analyze", log / "log.json"), "neither a line of replay"),
         (("analyze", tmp_path / "nowhere"), "cannot read"),
         (("analyze", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
+        (("analyze", log, "-k", 1025), "a whole number <= 1024"),
     ]
     for arguments, message in cases:
         assert message in outrider(*arguments).error

@@ -90,6 +90,7 @@ def test_where_the_guess_fails_and_the_number_of_tokens_does_not(tmp_path: Path)
         ("[1]\n\n3", "line 3: expected"),
         ("", "no rounds"),
         ("[]", "line 1"),
+        ("[1]\n[1027]", "line 2: a round of 1026 tokens, but K is at most 1024"),
         (f"[1]\n[{'9' * 5000}]", "line 2: a count has more than 18 digits"),
     ],
 )
@@ -104,6 +105,9 @@ def test_a_number_of_tokens_that_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "rounds.txt"
     path.write_text("[2]\n[4]\n[1]\n[5]\n")
     with pytest.raises(FileError, match="line 3: a text ended after 4 tokens, not 5"):
+        read_rounds(path, tokens_per_prompt=5)
+    path.write_text("[2]\n[5]\n[1]\n[4]\n\n")
+    with pytest.raises(FileError, match="line 4: a text ended after 4 tokens, not 5"):
         read_rounds(path, tokens_per_prompt=5)
 
 

@@ -1,6 +1,7 @@
 """Counts of rounds and files of rounds: against rounds counted by hand, and against the counts of the loop."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,27 @@ ORIGINS = {
         GOOD | {"num_accepted": [1]},
         GOOD | {"num_accepted": [3] * 6},
         GOOD | {"num_drafted": None},
+        GOOD | {"num_drafted": [1025] * 6},
+        GOOD | {"num_drafted": [2.5] * 6},
+        GOOD | {"category": 3},
+        GOOD | {"category": "\ud800"},
+        GOOD | {"draft": []},
+        GOOD | {"k": {}},
+        GOOD | {"k": 1025},
+        GOOD | {"acceptance": 1},
+        GOOD | {"index": math.inf},
+        GOOD | {"index": -1},
+        GOOD | {"index": "0"},
+        GOOD | {"num_truncated_rounds": -1},
+        GOOD | {"num_generated_tokens": None},
+        GOOD | {"num_generated_tokens": True},
+        '{"index": ' + "9" * 5000 + "}",
+        "[" * 99_999,
+        ORIGINS | {"settings": {"draft": "d", "num_draft_tokens": [], "acceptance": "block"}},
+        *(
+            ORIGINS | {"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": histogram}}
+            for histogram in (["0", "1"], [0, 2], [1, 0], [1], [2, -1], [0, 0, 1], [0] * 1025 + [1], "01", None)
+        ),
         ORIGINS | {"origins": ["accepted", "bonus", "drafted"]},
         ORIGINS | {"origins": ["bonus"]},
         ORIGINS | {"stats": {}},
@@ -120,10 +142,14 @@ ORIGINS = {
     ],
 )
 def test_what_are_no_rounds(tmp_path: Path, bad: Any) -> None:
-    path = _lines(tmp_path / "rounds.jsonl", [GOOD, bad])
+    path = _lines(tmp_path / "rounds.jsonl", [GOOD])
+    with path.open("a") as stream:
+        stream.write(bad if isinstance(bad, str) else json.dumps(bad))
     with pytest.raises(FileError, match="line 2: neither a line of replay --output nor of generate --output"):
         read_file(path)
     assert len(read_file(_lines(path, [GOOD, ORIGINS])).arms) == 2
+    with pytest.raises(FileError, match="line 3: prompt 0 is there already, on line 1"):
+        read_file(_lines(path, [GOOD, ORIGINS, GOOD]))
     path.write_text(" \n")
     with pytest.raises(FileError, match="has no rounds in it"):
         read_file(path)

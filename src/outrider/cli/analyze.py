@@ -10,6 +10,7 @@ import typer
 from outrider.cli.options import JsonOption
 from outrider.cli.output import check_json_target, check_outputs, console_for, write_json
 from outrider.errors import OptionError
+from outrider.flow import MAX_NUM_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from outrider.lab.rounds import Analysis
@@ -38,6 +39,8 @@ def analyze(
     for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
         if value is not None and value < 1:
             raise OptionError(name, value, "a whole number >= 1")
+    if num_draft_tokens is not None and num_draft_tokens > MAX_NUM_DRAFT_TOKENS:
+        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"a whole number <= {MAX_NUM_DRAFT_TOKENS}")
     check_outputs({"--json": json_target, "--plot": plot}, [file])
     check_json_target(json_target)
 

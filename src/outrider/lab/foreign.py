@@ -17,6 +17,7 @@ from pathlib import Path
 
 from outrider.errors import FileError
 from outrider.files import read_text
+from outrider.flow import MAX_NUM_DRAFT_TOKENS
 
 _TENSOR = re.compile(r"\s*tensor\(\s*(\[[^()]*\])\s*(?:,\s*(?:device|dtype)\s*=\s*[^(),]+)*\)", re.DOTALL)
 _ROW = re.compile(r"\[([^\[\]]*)\]")
@@ -92,15 +93,16 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
     """Rounds from lines of cumulative counts.
 
     A batch of texts ends where a count is less than the one before it. That is a guess: it misses the end of a batch if
-    the first round of the next one commits as many tokens as the last one had in all. If every text was written to at
-    least ``tokens_per_prompt`` tokens, the end is where all rows have so many, and nothing is guessed. A count that
-    stays as it is belongs to a row that has ended.
+    the first round of the next one commits at least as many tokens as the last one had in all. If every text was
+    written to at least ``tokens_per_prompt`` tokens, the end is where all rows have so many, and nothing is guessed. A
+    count that stays as it is belongs to a row that has ended.
 
     Raises:
         FileError: with the line number.
     """
     batches: list[list[list[int]]] = []  # of each batch, the counts of each line
     last: list[int] | None = None
+    last_number = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
@@ -116,22 +118,35 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
             or (tokens_per_prompt is not None and min(last) >= tokens_per_prompt)
         )
         if tokens_per_prompt is not None and has_ended and last is not None and min(last) < tokens_per_prompt:
-            raise FileError(
-                f"{path}, line {number}: a text ended after {min(last)} tokens, not {tokens_per_prompt}: "
-                "leave --tokens-per-prompt out, and the ends are guessed"
-            )
+            raise _ended_early(path, number, min(last), tokens_per_prompt)
         if last is None or has_ended:
             batches.append([])
+        before = batches[-1][-1] if batches[-1] else [0] * len(counts)
+        most = max(new - old for new, old in zip(counts, before, strict=True))
+        if most > MAX_NUM_DRAFT_TOKENS + 1:
+            raise FileError(
+                f"{path}, line {number}: a round of {most} tokens, but K is at most {MAX_NUM_DRAFT_TOKENS}: leave the "
+                "tokens of the prompt out of the counts"
+            )
         batches[-1].append(counts)
-        last = counts
-    if not batches:
+        last, last_number = counts, number
+    if last is None:
         raise FileError(f"{path} has no rounds in it")
+    if tokens_per_prompt is not None and min(last) < tokens_per_prompt:
+        raise _ended_early(path, last_number, min(last), tokens_per_prompt)
     prompts = tuple(
         tuple(new - old for old, new in zip([0, *row], row, strict=False) if new > old)
         for lines in batches
         for row in zip(*lines, strict=True)
     )
     return ForeignRounds(prompts, is_guessed=tokens_per_prompt is None)
+
+
+def _ended_early(path: Path, line: int, num_tokens: int, tokens_per_prompt: int) -> FileError:
+    return FileError(
+        f"{path}, line {line}: a text ended after {num_tokens} tokens, not {tokens_per_prompt}: "
+        "leave --tokens-per-prompt out, and the ends are guessed"
+    )
 
 
 def round_lines(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.errors import FileError
 from outrider.files import read_text
+from outrider.flow import MAX_NUM_DRAFT_TOKENS
 from outrider.intervals import Interval, wilson
 from outrider.lab.counts import Position, RoundCounts, tau_interval, total
 from outrider.lab.foreign import read_rounds
@@ -164,24 +165,62 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
     if lines[0][1].lstrip().startswith("["):
         return _from_counts(path, tokens_per_prompt, k)
     arms: dict[Arm, list[PromptRounds]] = {}
+    seen: dict[tuple[Arm, int], int] = {}
     for number, line in lines:
         try:
             row = json.loads(line)
             arm, prompt = _from_origins(row) if "origins" in row else _from_rounds(row)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            _check(arm, prompt)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise FileError(
                 f"{path}, line {number}: neither a line of replay --output nor of generate --output"
             ) from None
+        first = seen.setdefault((arm, prompt.index), number)
+        if first != number:
+            raise FileError(
+                f"{path}, line {number}: prompt {prompt.index} is there already, on line {first} ({arm.label}): "
+                "analyze each run by itself"
+            )
         arms.setdefault(arm, []).append(prompt)
     return RoundsFile({arm: tuple(prompts) for arm, prompts in arms.items()})
 
 
+def _check(arm: Arm, prompt: PromptRounds) -> None:
+    """Whether these can be rounds: a file may be well-formed JSON, and yet anybody's.
+
+    Raises:
+        ValueError
+    """
+
+    def is_count(value: object, most: int = 2**63 - 1) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+    for text in (arm.draft, arm.acceptance, prompt.category):
+        if text is not None:
+            str.encode(text)  # half a character could not be printed
+    counts = prompt.counts
+    numbers = [*counts.accepted, *counts.drafted, prompt.index, counts.num_truncated, counts.num_generated_tokens]
+    is_right = (
+        (arm.k is None or arm.k == "auto" or is_count(arm.k, MAX_NUM_DRAFT_TOKENS))
+        and all(map(is_count, numbers))
+        and max(len(counts.accepted), len(counts.drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
+        and sum(counts.drafted) == counts.num_rounds
+        # At least as many rounds drafted i tokens or more as kept so many; and of those that drafted i, at most all
+        # stood in full.
+        and all(position.num_drafted >= position.num_accepted for position in counts.positions)
+        and len(counts.accepted) <= len(counts.drafted)
+        and all(full <= drafted for full, drafted in zip(counts.full, counts.drafted, strict=False))
+    )
+    if not is_right:
+        raise ValueError
+
+
 def _from_rounds(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
     pairs = list(zip(row["num_drafted"], row["num_accepted"], strict=True))
-    if any(not 0 <= accepted <= drafted for drafted, accepted in pairs):
+    if any(not 0 <= accepted <= drafted <= MAX_NUM_DRAFT_TOKENS for drafted, accepted in pairs):
         raise ValueError
-    counts = RoundCounts.of(pairs, int(row["num_truncated_rounds"]), int(row["num_generated_tokens"]))
-    return Arm(row["draft"], row["k"], row["acceptance"]), PromptRounds(int(row["index"]), row["category"], counts)
+    counts = RoundCounts.of(pairs, row["num_truncated_rounds"], row["num_generated_tokens"])
+    return Arm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], counts)
 
 
 def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
@@ -205,7 +244,7 @@ def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
         counts.accepted, tuple(stats["drafted_histogram"]), full, counts.num_truncated, counts.num_generated_tokens
     )
     arm = Arm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
-    return arm, PromptRounds(int(row["index"]), row.get("category"), counts)
+    return arm, PromptRounds(row["index"], row.get("category"), counts)
 
 
 def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> RoundsFile:
