@@ -173,6 +173,14 @@ def test_an_interrupted_recording_is_continued(
         assert "comes from another run" in outrider(*arguments, *change).error
 
 
+def test_a_refused_recording_claims_no_folder(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """What is found wrong only once the model is there does not stand in the way of the next try."""
+    options = ("record", "--prompts", prompts, "--output", tmp_path / "log", "-n", 2)
+    assert "token ids are below" in outrider(*options, "--logit-bias", "99999=1").error
+    assert outrider(*options, "--logit-bias", "99=1").code == 0
+    assert len(Log.open(tmp_path / "log")) == 3
+
+
 def test_a_draft_with_other_tokens(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     log = record(outrider, prompts, "-t", 0, "-n", 2)
     folder = save(tmp_path / "model", random_llama())

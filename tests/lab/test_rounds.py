@@ -31,6 +31,12 @@ def test_positions_by_hand() -> None:
     assert tau_interval([RoundCounts()]) is None
 
 
+def test_no_interval_goes_below_one_token_a_round() -> None:
+    interval = tau_interval([RoundCounts.of([(2, n)] * 4, 0, 0) for n in (0, 0, 2)])
+    assert interval is not None and interval.low == 1.0 < interval.value < interval.high
+    assert tau_interval([RoundCounts.of([(2, 2)], 0, 0)]).low is None
+
+
 def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path

@@ -9,7 +9,7 @@ This module does not know where the rounds come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -148,9 +148,13 @@ def total(counts: Iterable[RoundCounts]) -> RoundCounts:
 
 
 def tau_interval(prompts: Sequence[RoundCounts]) -> Interval | None:
-    """tau over all rounds, with an interval over the prompts; None where there is no round."""
+    """tau over all rounds, with an interval over the prompts, no part of it below the 1 token that every round commits;
+    None where there is no round."""
     rounds = [counts.num_rounds for counts in prompts]
-    return ratio_of_sums([counts.num_committed for counts in prompts], rounds) if sum(rounds) else None
+    if not sum(rounds):
+        return None
+    interval = ratio_of_sums([counts.num_committed for counts in prompts], rounds)
+    return interval if interval.low is None else replace(interval, low=max(1.0, interval.low))
 
 
 def _histogram(values: Iterable[int]) -> tuple[int, ...]:
