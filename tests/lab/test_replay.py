@@ -52,7 +52,7 @@ def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, has_model: bo
     for k in KS:
         real = run(target, chosen, [request(ids, StopAt(EOS), **options) for ids in PROMPTS], RULES[rule], k)
         for one, output in zip(replayed, real, strict=True):
-            law, _ = one.laws[k]
+            law, _ = one.laws(k)
             rounds = [(row.num_drafted, row.num_accepted) for row in output.rounds if not row.is_truncated]
             assert one.is_exact(k)
             assert law.draw(np.random.default_rng(0)) == (rounds, bool(output.stats.num_truncated_rounds))
@@ -117,7 +117,7 @@ def _replayed(text: tuple[int, ...], rule: str, num_tokens: int, k: int) -> Roun
     header = header_of(target, 1, max_new_tokens=num_tokens)
     (probs,) = top_probs(target, [((1,), text)], Sampling(), 1)
     record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
-    return next(iter(replay([record], header, drafter, rule, [k]))).laws[k][0].expected()
+    return next(iter(replay([record], header, drafter, rule, [k]))).laws(k)[0].expected()
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -180,7 +180,7 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     differences = defaultdict(list)
     for one, output in zip(replay(records, header, drafter, rule, [k], batch_size=500), outputs, strict=True):
         assert one.is_exact(k)
-        want, stats = one.laws[k][0].expected().to_json(), output.stats.to_json()
+        want, stats = one.laws(k)[0].expected().to_json(), output.stats.to_json()
         for name in ("num_rounds", "num_truncated_rounds", "num_accepted_draft_tokens", "num_draft_tokens"):
             differences[name].append(stats[name] - want[name])
     return {
@@ -305,3 +305,17 @@ def test_a_repetition_penalty_is_seen() -> None:
     summary = summarise(replay(records, header, drafter, "rejection", [4]), [4])
     got = [counts.num_rounds for counts in summary.expected[4].prompts]
     assert got == [output.stats.num_rounds for output in real]
+
+
+def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of every K up to 1024 at once would take gigabytes for a long text."""
+    target, drafter = llama_pair()
+    header, records = written(target, PROMPTS, temperature=0.0, max_new_tokens=10)
+    made: list[object] = []
+    of = RoundLaw.of
+    monkeypatch.setattr(RoundLaw, "of", lambda *arguments: made.append(None) or of(*arguments))
+    for draft in (drafter, NgramDrafter()):
+        first = next(iter(replay(records, header, draft, "block", [1, 2, 3])))
+        assert not made
+        assert first.laws(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
+        made.clear()

@@ -228,14 +228,14 @@ class _Rounds:
 
         for one in replayed:
             for k in self.ks:
-                if not one.is_exact(k):
+                law, most = one.laws(k)
+                if law is not most:
                     raise OptionError(
                         "--output",
                         self.acceptance,
                         "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or record "
                         "with --probs as large as the vocabulary",
                     )
-                law, _ = one.laws[k]
                 rounds, is_truncated = law.draw(np.random.default_rng([self.seed, one.index, k]))
                 arm = Arm(draft, k, self.acceptance)
                 num_tokens = len(law.num_drafted)

@@ -7,8 +7,9 @@ asked for its proposal after every token of the text, by its own code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -42,19 +43,20 @@ class Replayed:
     """What a draft would have made of one record.
 
     Attributes:
-        laws: for each K how the rounds go. Two of them where p is not known well enough: one in which drafted tokens
-            stand as seldom as they can, and one in which they stand as often.
+        laws: of a K, how the rounds go. Two of them where p is not known well enough: one in which drafted tokens
+            stand as seldom as they can, and one in which they stand as often. They are made when they are asked for:
+            at once, those of all K up to 1024 would take gigabytes for a long text.
         overlap: for each judged token the least and the most that sum_v min(p, q) can be, and min(1, q/p) of the token
             itself, which is the same on average over what may stand there; None where there is no q.
     """
 
     index: int
     category: str | None
-    laws: Mapping[int, tuple[RoundLaw, RoundLaw]]
+    laws: Callable[[int], tuple[RoundLaw, RoundLaw]]
     overlap: tuple[Floats, Floats, Floats] | None
 
     def is_exact(self, k: int) -> bool:
-        least, most = self.laws[k]
+        least, most = self.laws(k)
         return least is most
 
 
@@ -159,7 +161,7 @@ def replay(
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
         if isinstance(drafter, ModelDrafter):
-            yield from _replay_model(group, header, drafter.lm, rule, ks)
+            yield from _replay_model(group, header, drafter.lm, rule)
         else:
             for record in group:
                 yield _replay_look_up(record, header, drafter, RULES[rule], ks)
@@ -174,10 +176,10 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
     counts: list[int] = []
     for one in replayed:
         for k in ks:
-            least, most = one.laws[k]
+            least, most = one.laws(k)
             low[k].append(least.expected())
             high[k].append(low[k][-1] if most is least else most.expected())
-            is_exact[k] &= one.is_exact(k)
+            is_exact[k] &= most is least
         if one.overlap is not None and len(one.overlap[0]):
             sums.append([float(values.sum()) for values in one.overlap])
             counts.append(len(one.overlap[0]))
@@ -191,23 +193,27 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
     return Summary(expected, alpha)
 
 
-def _replay_model(
-    records: Sequence[Record], header: Header, lm: LM, rule: str, ks: Sequence[int]
-) -> Iterator[Replayed]:
+def _replay_model(records: Sequence[Record], header: Header, lm: LM, rule: str) -> Iterator[Replayed]:
     judged = _judge(records, header, lm)
     for record, places in zip(records, judged, strict=True):
         low, high = places.agreement if rule == "gumbel" else (places.log_ratios, places.log_ratios)
-        laws = {}
-        for k in ks:
-            # A row drafts fewer tokens near its end, and where the draft's context ends; see decode.py and model.py.
-            n, num_prompt = len(record.token_ids), len(record.prompt_ids)
-            lengths = num_prompt + np.arange(n)
-            room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
-            num_drafted = np.minimum(k, room)
-            least = RoundLaw.of(survival(rule, low, k), num_drafted)
-            most = least if np.array_equal(low, high) else RoundLaw.of(survival(rule, high, k), num_drafted)
-            laws[k] = (least, most)
-        yield Replayed(record.index, record.category, laws, places.overlap)
+        # A row drafts fewer tokens near its end, and where the draft's context ends; see decode.py and model.py.
+        lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
+        room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
+        yield Replayed(record.index, record.category, partial(_laws, rule, low, high, room), places.overlap)
+
+
+def _laws(rule: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[RoundLaw, RoundLaw]:
+    """See ``Replayed``.
+
+    Args:
+        low, high: what ``survival`` takes. [n], [n]
+        room: the most tokens that a round may draft. [n]
+    """
+    num_drafted = np.minimum(k, room)
+    least = RoundLaw.of(survival(rule, low, k), num_drafted)
+    most = least if np.array_equal(low, high) else RoundLaw.of(survival(rule, high, k), num_drafted)
+    return least, most
 
 
 def _room(record: Record, header: Header) -> Integers:
@@ -294,7 +300,7 @@ def _numpy(values: Tensor) -> Floats:
 def _replay_look_up(record: Record, header: Header, drafter: Drafter, rule: Rule, ks: Sequence[int]) -> Replayed:
     """A drafter with a one-hot q: a drafted token stands if and only if it is the one in the text. (Given that it is,
     min(1, q/p) and g are 1, and so is every rho; given that it is not, q is 0.)"""
-    laws = {}
+    found: dict[int, tuple[Integers, Integers]] = {}
     for k in ks:
         wanted = np.minimum(k, _room(record, header))
         pairs: list[tuple[int, int]] = []
@@ -302,9 +308,14 @@ def _replay_look_up(record: Record, header: Header, drafter: Drafter, rule: Rule
             starts = range(begin, min(begin + _MAX_LOOK_UPS, len(wanted)))
             pairs += _look_up(record, header, drafter, rule, k, starts, wanted)
         num_matching, num_drafted = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
-        law = RoundLaw.of(by_matches(num_matching, k), num_drafted)
-        laws[k] = (law, law)
-    return Replayed(record.index, record.category, laws, None)
+        found[k] = (num_matching, num_drafted)
+    return Replayed(record.index, record.category, partial(_look_up_laws, found), None)
+
+
+def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tuple[RoundLaw, RoundLaw]:
+    num_matching, num_drafted = found[k]
+    law = RoundLaw.of(by_matches(num_matching, k), num_drafted)
+    return law, law
 
 
 def _look_up(
