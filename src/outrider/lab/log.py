@@ -302,7 +302,7 @@ def _read_header(path: Path) -> Header:
             raise FileError(f"{file} has the schema {document['schema']!r}, but only {SCHEMA!r} is known here")
         if checksum == hashlib.sha256(_canonical(document)).hexdigest():
             return Header.from_json(document)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise FileError(f"{file} is damaged: it is not as it was written; {_REMEDY}")
 
@@ -324,7 +324,7 @@ def _parse_line(path: Path, index: int, text: bytes) -> Line:
         )
         if are_right and line.index == index and line.finish_reason in get_args(FinishReason):
             return line
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         pass
     raise FileError(_damage(path, index, f"line {index + 1} of {_INDEX} is not as it was written"))
 
