@@ -46,6 +46,9 @@ ORDER = """
     lab.record
     lab.foreign
     lab.alpha
+    lab.wrong
+    lab.observed
+    lab.evidence
     lab.forced
     lab.log
     lab.renewal
