@@ -46,6 +46,7 @@ ORDER = """
     lab.record
     lab.foreign
     lab.alpha
+    lab.exact
     lab.wrong
     lab.observed
     lab.evidence

@@ -235,7 +235,7 @@ class Drift:
 def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> float | None:
     """The least total variation, on average over the tokens, that ``bet`` finds out with probability POWER.
 
-    The law found out is p' = (1 - e) p + e r, where r is the law of ``drift``: its total variation from p is e TV(p, r);
+    The law found out is p' = (1 - e) p + e r, r the law of ``drift``. Its total variation from p is e TV(p, r), and
     the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2). The least e is
     the one at which the threshold lies POWER's normal quantile below that mean. (The normal law is used for the power
     only, never for a p-value.)
