@@ -37,7 +37,7 @@ TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves fa
 NUM_LIKELY = 4  # tokens that a round's law is restricted to, after each prefix
 _K = 2
 _LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
-_NUM_HALVINGS = 64
+_NUM_HALVINGS = 54  # leave nothing of [0, 1] that float64 can tell
 _NUM_NOISES = 256  # for gumbel, in each context
 _ROWS = 32  # prefixes in one forward
 
@@ -124,10 +124,10 @@ def round_law(rule: Rule, tree: Tree) -> Tensor:
     """Of three tokens: one round with two drafted tokens under a rule of uniform numbers, then the target. [M, M, M]"""
     (p0, p1, p2), (q0, q1) = tree.p, tree.q
     m = len(p0)
-    drawn = _law_of_ids(lambda uniforms: rule.draw(torch.cat((q0[None], q1)), uniforms), m + 1, m)  # [M+1, M]
+    nodes = torch.cat((q0[None], q1))  # [M+1, M]
+    drawn = _law_of_ids(lambda index, uniforms: rule.draw(nodes[index], uniforms), m + 1, m)
     joint = drawn[0, :, None] * drawn[1:]  # [M, M]
-    paths = joint.nonzero().tolist()
-    ids = torch.tensor(paths)  # [N, 2]
+    ids = joint.nonzero()  # [N, 2]
     first, second = ids.T
     rows = torch.stack((p0.expand(len(ids), m), p1[first], p2[first, second]), dim=1)  # [N, 3, M]
     q_rows = torch.stack((q0.expand(len(ids), m), q1[first]), dim=1)  # [N, 2, M]
@@ -146,22 +146,26 @@ def round_law(rule: Rule, tree: Tree) -> Tensor:
         chances = torch.where(below, edges, 1 - edges).prod(dim=1) * weights
         index = chances.nonzero().flatten()
         coins = torch.where(below, edges / 2, (1 + edges) / 2)[index]
+        if not len(index):
+            continue
         num_accepted, _ = judge(index, coins, torch.full((len(index),), 0.5, dtype=torch.float64))
-        next_law = _law_of_ids(partial(_next_ids, judge, index, coins), len(index), m)  # [N', M]
-        for row, i in enumerate(index.tolist()):
-            a, b = paths[i]
-            one = chances[i] * next_law[row]  # [M]
-            match int(num_accepted[row]):
-                case 0:
-                    law += one[:, None, None] * p1[:, :, None] * p2
-                case 1:
-                    law[a] += one[:, None] * p2[a]
-                case _:
-                    law[a, b] += one
+        following = _law_of_ids(partial(_next_ids, judge, index, coins), len(index), m)  # [N', M]
+        for n, one, (a, b) in zip(num_accepted.tolist(), chances[index, None] * following, ids[index], strict=True):
+            if n == 0:
+                law += one[:, None, None] * p1[:, :, None] * p2
+            elif n == 1:
+                law[a] += one[:, None] * p2[a]
+            else:
+                law[a, b] += one
     return law
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _next_ids(judge: Judge, index: Tensor, coins: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
+    """What follows, for rows of an index and its coins. [N']"""
+    return judge(index[rows], coins[rows], uniforms)[1]
 
 
 def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
@@ -188,23 +192,26 @@ def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
     return edges
 
 
-def _next_ids(judge: Judge, index: Tensor, coins: Tensor, uniforms: Tensor) -> Tensor:
-    return judge(index, coins, uniforms)[1]
+def _law_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:
+    """The law of ids that never fall as their uniform numbers rise.
 
+    Args:
+        ids_of: rows and their uniform numbers -> ids. [N'], [N'] -> [N']
 
-def _law_of_ids(ids_of: Callable[[Tensor], Tensor], num_rows: int, m: int) -> Tensor:
-    """The law of ids that never fall as their uniform numbers rise. [N], [N] -> [N, M]"""
-    edges = [torch.zeros(num_rows, dtype=torch.float64)]
-    for token in range(m - 1):
-        low = torch.zeros(num_rows, dtype=torch.float64)
-        high = torch.ones(num_rows, dtype=torch.float64)
-        for _ in range(_NUM_HALVINGS):
-            middle = (low + high) / 2
-            is_below = ids_of(middle) <= token
-            low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-        edges.append(high)
-    edges.append(torch.ones(num_rows, dtype=torch.float64))
-    return torch.stack(edges, dim=1).diff(dim=1)
+    Returns:
+        [N, M]
+    """
+    rows = torch.arange(num_rows).repeat(m - 1)
+    tokens = torch.arange(m - 1).repeat_interleave(num_rows)
+    low = torch.zeros(len(rows), dtype=torch.float64)
+    high = torch.ones(len(rows), dtype=torch.float64)
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        is_below = ids_of(rows, middle) <= tokens
+        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+    edges = high.view(m - 1, num_rows).T  # [N, M-1]
+    ends = torch.zeros(num_rows, 1, dtype=torch.float64)
+    return torch.cat((ends, edges, ends + 1), dim=1).diff(dim=1)
 
 
 def coupling_gap(tree: Tree) -> float:
