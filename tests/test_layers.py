@@ -46,6 +46,8 @@ ORDER = """
     lab.record
     lab.foreign
     lab.alpha
+    lab.certify
+    lab.divergence
     lab.exact
     lab.wrong
     lab.observed

@@ -59,10 +59,6 @@ class Written:
     def __post_init__(self) -> None:
         assert 0 < len(self.prompt_ids) and 0 < len(self.token_ids) == len(self.places)
 
-    def first(self, num_tokens: int) -> Written:
-        """The same, cut after so many tokens."""
-        return replace(self, token_ids=self.token_ids[:num_tokens], places=self.places[:num_tokens])
-
 
 @dataclass(frozen=True, slots=True)
 class Observed:
@@ -88,6 +84,22 @@ class Observed:
 
     def __len__(self) -> int:
         return len(self.pits)
+
+    def first(self, num_tokens: int) -> Observed:
+        """The first so many tokens."""
+        part = slice(num_tokens)
+        drift = self.drift
+        return Observed(
+            pits=self.pits[part],
+            score=self.score[part],
+            surprise=self.surprise[part],
+            drift=Drift(drift.means[part], drift.seconds[part], drift.distances[part]),
+            places=self.places[part],
+            positions=self.positions[part],
+            prompts=self.prompts[part],
+            is_forbidden=self.is_forbidden[part],
+            is_at_edge=self.is_at_edge[part],
+        )
 
 
 _Columns = dict[str, Tensor]  # [M] each
