@@ -16,6 +16,7 @@ ORDER = """
     __main__
     cli.app
     cli.alpha
+    cli.certify
     cli.compare
     cli.distill
     cli.evaluate

@@ -5,7 +5,7 @@ with the loop that wrote them; q likewise from the draft. Three statistics of a 
 
 - ``pits``: P(v before y) + w p(y), where tokens are ordered by q - p and w is a uniform number of its own. A wrong rule
   tends to push towards the draft, that is, to large values.
-- ``score``: min(q(y)/p(y), 10). The derivative of the log-likelihood of (1 - e) p + e q at e = 0 is q/p - 1, so without
+- ``score``: min(q(y)/p(y), 30). The derivative of the log-likelihood of (1 - e) p + e q at e = 0 is q/p - 1, so without
   the clip this is the locally most powerful test against a mixture with the draft.
 - ``surprise``: min(-log p(y), 20). A law that is too sharp or too flat shows in it.
 
@@ -32,7 +32,7 @@ from outrider.lm import LM
 from outrider.probs import Settings, normalised, one_hot
 from outrider.verify import REJECTION
 
-MAX_RATIO = 10.0
+MAX_RATIO = 30.0
 MAX_SURPRISE = 20.0
 # Logits this close may change places by rounding (docs/numerics.md has what was seen).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
