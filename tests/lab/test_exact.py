@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.drafters.ngram import NgramDrafter
 from outrider.flow import Draft, Sampling, Verdict
-from outrider.lab.exact import check_exactly, identity_gap
+from outrider.lab.exact import check_exactly, forcing_gap, identity_gap
 from outrider.lab.wrong import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
 from outrider.noise import RoundUniforms
 from outrider.verify import BLOCK, REJECTION, RULES, Rule
@@ -40,6 +40,7 @@ def test_other_drafters_and_small_vocabularies(rule: Rule) -> None:
     for draft in (drafter, NgramDrafter()):
         report = check_exactly(target, draft, Sampling(), rule, [text])
         assert report.is_ok and report.distance > 0.05
+        assert 0 < report.forcing < 1e-9
     assert check_exactly(*table_pair(3), Sampling(), rule, [(0, 1)]).is_ok
 
 
@@ -64,3 +65,14 @@ def test_small_mistakes_show() -> None:
 def test_the_identity_by_hand() -> None:
     p, q = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([[0.5, 0.4, 0.1], [0.0, 0.0, 1.0]])
     assert identity_gap(p, q) < 1e-15
+
+
+def test_the_yardstick_is_held_against_a_plain_forward() -> None:
+    """The control: a cache that forgets the first token."""
+    target, drafter = llama_pair()
+    text = (3, 1, 4, 1, 5, 9, 3, 1)
+    assert forcing_gap(target, text) < 1e-12
+    right = target._mask
+    target._mask = lambda positions, view_len: right(positions, view_len).index_fill(3, torch.tensor([0]), -1e9)
+    assert forcing_gap(target, text) > 1e-3
+    assert not check_exactly(target, drafter, Sampling(), REJECTION, [text]).is_ok

@@ -255,8 +255,12 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
     )
     table = new_table(title, "layer", "found", "verdict")
     exact = certificate.exact
-    table.add_row("exact: one token", f"off by {exact.identity:.0e} at most", _verdict(exact.is_ok))
-    table.add_row("exact: a round", f"off by {exact.round_law:.0e} at most", _verdict(exact.is_ok))
+    for name, gap, tolerance in (
+        ("one token", exact.identity, exact.tolerance),
+        ("a round", exact.round_law, exact.tolerance),
+        ("teacher forcing", exact.forcing, exact.forcing_tolerance),
+    ):
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", _verdict(gap <= tolerance))
     statistical = certificate.statistical
     if statistical is None:
         table.add_row("statistical", "nothing is left to chance", "-")

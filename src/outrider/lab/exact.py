@@ -10,6 +10,9 @@ At contexts out of real texts p and q are computed with full vocabularies, and t
   other coins are, and that ids rise with the number that they are drawn with.
 - ``coupling_gap``, for ``gumbel``, which has other noise: against the tokens that the target alone takes with it.
 
+Beside it ``forcing_gap`` holds the yardstick of all layers, teacher forcing, against the model's own forward without a
+cache or a mask of ours.
+
 This module knows the rules' noise, and none of their formulas.
 """
 
@@ -26,11 +29,11 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter
 from outrider.flow import Draft, Sampling
-from outrider.lab.forced import Text
-from outrider.lab.observed import draft_rows
+from outrider.lab.forced import Text, force
+from outrider.lab.observed import ROUNDING, draft_rows
 from outrider.lm import LM
 from outrider.noise import RoundUniforms
-from outrider.probs import draw_gumbel, normalised
+from outrider.probs import draw_gumbel, normalised, wide
 from outrider.verify import GUMBEL, Rule, residual
 
 TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
@@ -69,6 +72,8 @@ class ExactReport:
         identity: of a probability, over the whole vocabulary.
         round_law: of the probability of three tokens; for ``gumbel`` the share of noises that gave another token.
         distance: TV(p, q), the mean over the contexts: what the rule has to make up for.
+        forcing: of the law of a token under teacher forcing, in total variation, from that of a plain forward.
+        forcing_tolerance: what rounding may explain of it.
     """
 
     num_contexts: int
@@ -76,10 +81,13 @@ class ExactReport:
     identity: float
     round_law: float
     distance: float
+    forcing: float
+    forcing_tolerance: float
+    tolerance: float = TOLERANCE
 
     @property
     def is_ok(self) -> bool:
-        return max(self.identity, self.round_law) <= TOLERANCE
+        return max(self.identity, self.round_law) <= self.tolerance and self.forcing <= self.forcing_tolerance
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,7 +96,9 @@ class ExactReport:
             "identity": self.identity,
             "round_law": self.round_law,
             "distance": self.distance,
-            "tolerance": TOLERANCE,
+            "tolerance": self.tolerance,
+            "forcing": self.forcing,
+            "forcing_tolerance": self.forcing_tolerance,
             "is_ok": self.is_ok,
         }
 
@@ -104,7 +114,27 @@ def check_exactly(
         distances.append(float((p - q).abs().sum(1).mean() / 2))
         laws.append(coupling_gap(tree) if rule.name == GUMBEL.name else round_gap(rule, tree))
         num_rows += len(p)
-    return ExactReport(len(contexts), num_rows, max(identities), max(laws), sum(distances) / len(distances))
+    return ExactReport(
+        num_contexts=len(contexts),
+        num_rows=num_rows,
+        identity=max(identities),
+        round_law=max(laws),
+        distance=sum(distances) / len(distances),
+        forcing=max(forcing_gap(target, context) for context in contexts),
+        forcing_tolerance=ROUNDING[target.dtype],
+    )
+
+
+@torch.inference_mode()
+def forcing_gap(target: LM, text: Sequence[int]) -> float:
+    """The largest total variation, over the tokens of a text but the first, between the model's law of the token under
+    teacher forcing and under its own forward of the whole text, without a cache."""
+    if len(text) < 2:
+        return 0.0
+    ids = torch.tensor([list(text)], device=target.device)
+    plain = wide(target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size])
+    forced = wide(torch.cat([chunk.logits for chunk in force(target, [Text(text)])]))
+    return float((plain.softmax(-1) - forced.softmax(-1)).abs().sum(-1).max() / 2)
 
 
 def identity_gap(p: Tensor, q: Tensor) -> float:
