@@ -226,13 +226,13 @@ class Control:
 
 
 CONTROLS = (
-    Control("keep-all", "all kept unless the first is rejected", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
+    Control("keep-all", "kept unless the first fails", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
     Control("accept-all", "every draft kept", ACCEPT_ALL, is_wrong_greedily=True),
     Control("reseeded", "one number for all coins", RESEEDED),
-    Control("replace-last", "bonus in the place of the last", REPLACE_LAST, is_wrong_greedily=True),
+    Control("replace-last", "bonus replaces the last", REPLACE_LAST, is_wrong_greedily=True),
     Control(
         "drop-unlikely",
-        "drafts with q < 0.1 dropped",
+        "drafts of q < 0.1 dropped",
         wrap_drafter=lambda d: DropUnlikely(d, _LEAST_PROB),
         needs_probs=True,
     ),
