@@ -27,14 +27,14 @@ def prompts(tmp_path: Path) -> Path:
 
 def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     file = tmp_path / "certificate.json"
-    arguments = "--prompts", prompts, "--num-tokens", 600, "-n", 32, "-k", 3, "--top-k", 500
+    arguments = "--prompts", prompts, "--num-tokens", 400, "-n", 24, "-k", 3, "--top-k", 500
     ended = outrider("certify", *arguments, "--json", file)
     assert (ended.code, ended.err) == (0, "")
     assert "CERTIFIED (a right rule fails the tests with probability 0.001)" in ended.out
-    assert "600 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
+    assert "400 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
-    assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 600
+    assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 400
     again = only_document(outrider("certify", "--again", file, "--json", "-").out, "certify")
     for key in ("exact", "statistical", "controls", "greedy", "weights", "options"):
         assert again[key] == first[key], key

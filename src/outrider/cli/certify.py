@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outrider.lab.certify import Certificate, ControlReport, GreedyReport, Job, Pilot
 
 _STATISTICS = "Statistics"
-_DEFAULT_BUDGET = "2m"
+_DEFAULT_BUDGET = "5m"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBERS = ("alpha_level", "num_tokens", "batch_size", "seed")
 _OWN = ("num_draft_tokens", "prompts", "max_new_tokens", *_NUMBERS)

@@ -32,6 +32,7 @@ from outrider.lab.evidence import (
     Accounts,
     Bet,
     Finding,
+    Increments,
     Integers,
     detectable,
     holm,
@@ -45,7 +46,7 @@ from outrider.lab.wrong import CONTROLS, Control
 from outrider.stop import RowText
 from outrider.verify import GUMBEL, RULES
 
-NUM_TESTS = 7
+NUM_TESTS = 8
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
 _PILOT_TEXTS = 2**32  # the pilot's texts are counted from here, so that no seed is used twice
@@ -188,15 +189,15 @@ class Design:
     places: Accounts
     positions: Accounts
     prompts: Accounts
+    surprise_places: Accounts
 
     @classmethod
     def of(cls, job: Job, pilot: Observed, num_tokens: int) -> Design:
         level = job.level / NUM_TESTS
 
-        def accounts(shares: dict[int, float]) -> Accounts:
+        def accounts(shares: dict[int, float], like: Increments = pilot.score) -> Accounts:
             each = level / len(shares)  # the others' money counts for little
-            bets = {kind: Bet.for_sample(pilot.score, num_tokens * share, each) for kind, share in shares.items()}
-            return Accounts(bets)
+            return Accounts({kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()})
 
         def seen(kinds: Integers) -> dict[int, float]:
             values, counts = np.unique(kinds, return_counts=True)
@@ -211,6 +212,7 @@ class Design:
             places=accounts(seen(pilot.places)),
             positions=accounts(seen(_position_kinds(pilot))),
             prompts=accounts(dict.fromkeys(range(num_groups), 1 / num_groups)),
+            surprise_places=accounts(seen(pilot.places), pilot.surprise),
         )
 
     def tests(self, observed: Observed, level: float) -> list[Finding]:
@@ -220,6 +222,7 @@ class Design:
             ("score-by-place", self.places.log_wealth(score, observed.places)),
             ("score-by-position", self.positions.log_wealth(score, _position_kinds(observed))),
             ("score-by-prompt", self.prompts.log_wealth(score, observed.prompts % _MAX_PROMPT_ACCOUNTS)),
+            ("likelihood-by-place", self.surprise_places.log_wealth(surprise, observed.places)),
         ]
         found = [
             Finding("score", score.z, p_value(self.score.log_wealth(score))),

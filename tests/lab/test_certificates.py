@@ -41,9 +41,12 @@ def _certificate(job: Job, num_tokens: int, wanted: float | None = None) -> tupl
     return pilot, certify(job, pilot, num_tokens, wanted=wanted)
 
 
-@pytest.mark.parametrize("acceptance", ["block", "gumbel"])
-def test_a_real_model_is_certified(acceptance: str) -> None:
+@pytest.mark.parametrize(("acceptance", "controls"), [("block", CONTROLS[:1]), ("gumbel", CONTROLS)])
+def test_a_real_model_is_certified(
+    acceptance: str, controls: tuple[Control, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tiny Llama whose texts end by chance, with a penalty; all controls are caught. False alarm: 1e-6."""
+    monkeypatch.setattr(module, "CONTROLS", controls)
     told: dict[str, int] = {}
     job = _job(llama_pair(), acceptance, 1e-6, repetition_penalty=1.2)
     pilot = fly(job)
@@ -100,8 +103,8 @@ def _part(whole, begin: int, end: int):
 
 @pytest.mark.parametrize("acceptance", RULES)
 def test_false_alarms_are_as_rare_as_stated(acceptance: str) -> None:
-    """100 certificates at a level of 5%. More alarms than the bound come with a probability under 1e-6."""
-    assert _alarms(acceptance, 100, 400, 0.05) <= stats.binom.isf(1e-6, 100, 0.05)
+    """60 certificates at a level of 5%. More alarms than the bound come with a probability under 1e-6."""
+    assert _alarms(acceptance, 60, 400, 0.05) <= stats.binom.isf(1e-6, 60, 0.05)
 
 
 @pytest.mark.slow
