@@ -148,6 +148,13 @@ def test_imports_go_down(name: str) -> None:
             assert FLOORS[name] < FLOORS[imported], f"{name} must not import {imported}"
 
 
+def test_known_mistakes_are_for_certificates_only() -> None:
+    """No option of the decoder leads to them."""
+    modules = _modules()
+    users = {name for name, path in modules.items() if "lab.wrong" in _imported(ast.parse(path.read_text()), modules)}
+    assert users == {"lab.certify", "cli.certify"}
+
+
 def test_package_files_hold_only_a_docstring() -> None:
     for name in PACKAGE_FILES:
         tree = ast.parse(_modules()[name].read_text())
