@@ -48,6 +48,7 @@ ORDER = """
     lab.foreign
     lab.alpha
     lab.certify
+    lab.certificate
     lab.divergence
     lab.exact
     lab.wrong
@@ -152,7 +153,7 @@ def test_known_mistakes_are_for_certificates_only() -> None:
     """No option of the decoder leads to them."""
     modules = _modules()
     users = {name for name, path in modules.items() if "lab.wrong" in _imported(ast.parse(path.read_text()), modules)}
-    assert users == {"lab.certify", "cli.certify"}
+    assert users == {"lab.certify", "lab.certificate", "cli.certify"}
 
 
 def test_package_files_hold_only_a_docstring() -> None:

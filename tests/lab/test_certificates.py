@@ -13,7 +13,8 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.flow import Sampling
 from outrider.lab import certify as module
-from outrider.lab.certify import Certificate, Design, Job, Pilot, Sample, certify, check_greedily, fly
+from outrider.lab.certificate import Certificate
+from outrider.lab.certify import Design, Job, Pilot, Sample, certify, check_greedily, fly
 from outrider.lab.evidence import detectable
 from outrider.lab.wrong import CONTROLS, Control
 from outrider.lm import LM

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.api import Decoder
-    from outrider.lab.certify import Certificate, ControlReport, GreedyReport, Job, Pilot
+    from outrider.lab.certificate import Certificate, ControlReport, GreedyReport
+    from outrider.lab.certify import Job, Pilot
 
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"
