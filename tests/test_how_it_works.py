@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from outrider.flow import Draft, Verdict
+from outrider.lab.wrong import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
 from outrider.noise import RoundUniforms
 from outrider.verify import BLOCK, REJECTION, Rule
-from wrong_rules import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 P = torch.tensor([1 / 6, 1 / 3, 1 / 2], dtype=torch.float64)

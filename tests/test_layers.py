@@ -16,6 +16,7 @@ ORDER = """
     __main__
     cli.app
     cli.alpha
+    cli.certify
     cli.compare
     cli.distill
     cli.evaluate
@@ -46,6 +47,13 @@ ORDER = """
     lab.record
     lab.foreign
     lab.alpha
+    lab.certify
+    lab.certificate
+    lab.divergence
+    lab.exact
+    lab.wrong
+    lab.observed
+    lab.evidence
     lab.forced
     lab.log
     lab.renewal
@@ -139,6 +147,13 @@ def test_imports_go_down(name: str) -> None:
     for imported in _imported(ast.parse(modules[name].read_text()), modules):
         if imported not in PACKAGE_FILES:
             assert FLOORS[name] < FLOORS[imported], f"{name} must not import {imported}"
+
+
+def test_known_mistakes_are_for_certificates_only() -> None:
+    """No option of the decoder leads to them."""
+    modules = _modules()
+    users = {name for name, path in modules.items() if "lab.wrong" in _imported(ast.parse(path.read_text()), modules)}
+    assert users == {"lab.certify", "lab.certificate", "cli.certify"}
 
 
 def test_package_files_hold_only_a_docstring() -> None:

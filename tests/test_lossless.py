@@ -1,7 +1,7 @@
 """Lossless, by the loop as it is: thousands of seeds, and a chi-square test of what they said against the exact law.
 
 The law is the target's alone, by Hugging Face's processors (reference.py); what the draft does must not show. The same
-test, with as many seeds, finds out every wrong rule of wrong_rules.py.
+test, with as many seeds, finds out every wrong rule of outrider.lab.wrong.
 """
 
 from collections import Counter
@@ -14,11 +14,11 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.flow import Sampling
+from outrider.lab.wrong import BLOCK_BY_POSITION, WRONG_RULES, DropUnlikely
 from outrider.lm import LM
 from outrider.verify import BLOCK, REJECTION, RULES, Rule
 from reference import Law, table_law
 from toys import request, table_lm, table_pair, tokens
-from wrong_rules import BLOCK_BY_POSITION, WRONG_RULES, DropUnlikely
 
 pytestmark = pytest.mark.each_execution
 

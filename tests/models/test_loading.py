@@ -35,7 +35,7 @@ from transformers import (
 
 import outrider
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
-from outrider.models.loading import load_checkpoint, pick_device
+from outrider.models.loading import load_checkpoint, pick_device, weights_checksum
 from outrider.models.registry import ModelSpec
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
 from toys import random_model
@@ -368,3 +368,15 @@ def test_a_tokenizer_goes_with_a_model_in_memory() -> None:
     one, other = random_llama(), random_llama(seed=1)
     with pytest.raises(outrider.UsageError, match="different tokenizers"):
         outrider.load(one, other, tokenizer=word_tokenizer(97), draft_tokenizer=word_tokenizer(96))
+
+
+def test_the_checksum_of_weights_knows_every_bit() -> None:
+    """In bfloat16 too, which NumPy does not have."""
+    first, second = random_llama(), random_llama()
+    assert weights_checksum(first) == weights_checksum(second) != weights_checksum(random_llama(seed=1))
+    with torch.no_grad():
+        weight = second.model.norm.weight
+        weight[3] = torch.nextafter(weight[3], weight[3] + 1)
+    assert weights_checksum(first) != weights_checksum(second)
+    narrow = first.to(torch.bfloat16)
+    assert len(weights_checksum(narrow)) == 64 and weights_checksum(narrow) != weights_checksum(random_llama())

@@ -10,6 +10,7 @@ import typer
 from outrider.cli import (
     alpha,
     analyze,
+    certify,
     compare,
     distill,
     evaluate,
@@ -37,6 +38,7 @@ app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("analyze")(analyze.analyze)
 app.command("alpha")(alpha.alpha)
+app.command("certify")(certify.certify)
 app.command("plan")(plan.plan)
 app.command("distill")(distill.distill)
 app.command("shapes")(shapes.shapes)

@@ -344,6 +344,7 @@ class _Watch(TrainerCallback):
     def _keep(self) -> None:
         """Write the draft beside what is there, then over it file by file, the weights last."""
         model: Any = copy.deepcopy(self._draft).to(self._save_dtype)
+        model.config.use_cache = True  # the trainer has switched it off
         part = self._output / "training" / "best.part"
         shutil.rmtree(part, ignore_errors=True)
         model.save_pretrained(part)

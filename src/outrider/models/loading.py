@@ -8,6 +8,7 @@ name, and not found out by a wrong text later.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -216,6 +217,16 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len(config))
     _probe(lm, kind)
     return lm
+
+
+def weights_checksum(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, types and bytes of all weights, as they are in memory."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        # A view of bytes: NumPy does not know all of torch's types.
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def context_len(config: Any) -> int:

@@ -1,19 +1,25 @@
-"""Rules and drafters that look right, and are not. Each is known from public code, or an easy slip.
+"""Rules, drafters and caches that look right, and are not. Each is known from public code, or an easy slip.
 
-The tests of the output's law must find every one of them out. Most of them accept more drafts than a right rule can,
-which looks like success.
+The tests of the output's law must find every one of them out, and so must a certificate (``CONTROLS``), or it is none.
+Most of them accept more drafts than a right rule can, which looks like success. Nothing else may import this file.
 """
 
+from __future__ import annotations
+
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.batch import Batch
+from outrider.cache import LayerShape, SlotCache
 from outrider.drafters.base import Drafter, Session
+from outrider.execution import Execution, Step
 from outrider.flow import Draft, Verdict
+from outrider.lm import LM
 from outrider.noise import RoundUniforms, round_uniforms
 from outrider.probs import draw
 from outrider.verify import BLOCK, REJECTION, Rule
@@ -69,7 +75,7 @@ class _PositionUniforms:
     def at(self, offset: int) -> Tensor:
         return self.draft[:, offset]
 
-    def select(self, rows: Tensor, k: int) -> "_PositionUniforms":
+    def select(self, rows: Tensor, k: int) -> _PositionUniforms:
         return _PositionUniforms(self.draft[rows, :k], self.accept[rows, :k], self.next[rows, : k + 1])
 
 
@@ -98,8 +104,11 @@ class DropUnlikely:
         self.inner = inner
         self.least_prob = least_prob
 
-    def open(self, batch: Batch) -> "_DropUnlikelySession":
+    def open(self, batch: Batch) -> _DropUnlikelySession:
         return _DropUnlikelySession(self.inner.open(batch), self.least_prob)
+
+    def compiled(self) -> DropUnlikely:
+        return DropUnlikely(self.inner.compiled(), self.least_prob)
 
 
 class _DropUnlikelySession:
@@ -119,6 +128,52 @@ class _DropUnlikelySession:
         return dataclasses.replace(draft, num_drafted=torch.minimum(draft.num_drafted, num_likely))
 
 
+class OffByOneRollback:
+    """Runs a target's steps so that its cache keeps one entry too many after a rejection: that of the rejected token,
+    where the correction's own ought to be. All later tokens then see the one that was not said."""
+
+    def __init__(self, inner: Execution) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.favoured_k = inner.favoured_k
+
+    def round_length(self, length: int) -> int:
+        return self.inner.round_length(length)
+
+    def round_rows(self, num_rows: int) -> int:
+        return self.inner.round_rows(num_rows)
+
+    def round_drafts(self, num_wanted: int, k: int) -> int:
+        return self.inner.round_drafts(num_wanted, k)
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return self.inner.new_cache(shapes, num_rows, capacity)
+
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        cache, _, lengths, *_ = arguments  # of the verify step
+        rows, places = torch.arange(len(lengths), device=lengths.device), lengths - 1
+        stale = [store[rows, places] for store in cache.storage]  # of the last token: not fed yet, so it is another's
+        results = self.inner.run(step, lm, static, arguments)
+        for store, old in zip(cache.storage, stale, strict=True):
+            was_written = (old != 0).flatten(1).any(dim=1)[:, None, None]
+            store[rows, places] = torch.where(was_written, old, store[rows, places])
+        return results
+
+
+def _with_off_by_one_rollback(target: LM) -> LM:
+    wrong = copy.copy(target)
+    wrong.execution = OffByOneRollback(target.execution)
+    return wrong
+
+
+def _same_target(target: LM) -> LM:
+    return target
+
+
+def _same_drafter(drafter: Drafter) -> Drafter:
+    return drafter
+
+
 ALL_OR_NOTHING = Rule("all-or-nothing", REJECTION.make_noise, REJECTION.draw, _all_or_nothing)
 ACCEPT_ALL = Rule("accept-all", REJECTION.make_noise, REJECTION.draw, _accept_all)
 RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseeded)
@@ -130,3 +185,64 @@ WRONG_RULES = {
     rule.name: rule
     for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
 }
+
+_LEAST_PROB = 0.1  # of a token that ``drop-unlikely`` leaves in a certificate's control
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Control:
+    """A known mistake, to be made on purpose in a run of the real loop.
+
+    Attributes:
+        about: in a few words, for tables.
+        wrap_target, wrap_drafter: what the mistake makes of them.
+        needs_probs: it is none if q is one-hot.
+        needs_cache: it is none in a model without keys and values.
+        is_wrong_greedily: it shows at temperature 0, too.
+        least_k: it is none if fewer tokens are drafted.
+    """
+
+    name: str
+    about: str
+    rule: Rule = REJECTION
+    wrap_target: Callable[[LM], LM] = _same_target
+    wrap_drafter: Callable[[Drafter], Drafter] = _same_drafter
+    needs_probs: bool = False
+    needs_cache: bool = False
+    is_wrong_greedily: bool = False
+    least_k: int = 1
+
+    def excuse(self, *, k: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
+        """Why it would be no mistake here; None if it is one."""
+        if k < self.least_k:
+            return f"right for fewer than {self.least_k} drafted tokens"
+        if self.needs_probs and not has_probs:
+            return "right for a draft without probabilities"
+        if self.needs_cache and not has_cache:
+            return "the target has no cache"
+        if is_greedy and not self.is_wrong_greedily:
+            return "right at temperature 0"
+        return None
+
+
+CONTROLS = (
+    Control("keep-all", "kept unless the first fails", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
+    Control("accept-all", "every draft kept", ACCEPT_ALL, is_wrong_greedily=True),
+    Control("reseeded", "one number for all coins", RESEEDED),
+    Control("replace-last", "bonus replaces the last", REPLACE_LAST, is_wrong_greedily=True),
+    Control(
+        "drop-unlikely",
+        "drafts of q < 0.1 dropped",
+        wrap_drafter=lambda d: DropUnlikely(d, _LEAST_PROB),
+        needs_probs=True,
+    ),
+    Control("argmax-drafts", "argmax drafts, softmax q", ARGMAX_DRAFTS, needs_probs=True),
+    Control("filtered-drafts", "top-2 drafts, unfiltered q", FILTERED_DRAFTS, needs_probs=True),
+    Control(
+        "rollback",
+        "cache keeps a rejected token",
+        wrap_target=_with_off_by_one_rollback,
+        needs_cache=True,
+        is_wrong_greedily=True,
+    ),
+)

@@ -1,0 +1,315 @@
+"""``outrider certify``: is the text of this pair, with these options, distributed as the target's own?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.jsonl import read_prompts
+from outrider.cli.options import (
+    BatchSizeOption,
+    JsonOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    check_batch_size,
+    flat,
+    parse_k,
+)
+from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.errors import FileError, OptionError, PromptError
+from outrider.files import read_text
+from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.lab.certificate import Certificate, ControlReport, GreedyReport
+    from outrider.lab.certify import Job, Pilot
+
+_STATISTICS = "Statistics"
+_DEFAULT_BUDGET = "5m"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBERS = ("alpha_level", "num_tokens", "batch_size", "seed")
+_OWN = ("num_draft_tokens", "prompts", "max_new_tokens", *_NUMBERS)
+
+
+@flat
+def certify(
+    context: typer.Context,
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: Annotated[
+        int, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.", rich_help_panel="Models")
+    ] = DEFAULT_NUM_DRAFT_TOKENS,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
+    ] = 64,
+    alpha_level: Annotated[
+        float,
+        typer.Option(help="Probability that a right rule fails the statistical tests.", rich_help_panel=_STATISTICS),
+    ] = 1e-3,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"About how long it may take: 90s, 5m. Default: {_DEFAULT_BUDGET}.", rich_help_panel=_STATISTICS
+        ),
+    ] = None,
+    detect_tv: Annotated[
+        float | None,
+        typer.Option(help="Total variation to be found out with 99%: sets the sample.", rich_help_panel=_STATISTICS),
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to test, in the place of a budget.", rich_help_panel=_STATISTICS)
+    ] = None,
+    batch_size: BatchSizeOption = 8,
+    seed: SeedOption = 0,
+    again: Annotated[
+        Path | None, typer.Option(help="Run a certificate once more, from the JSON document of it.")
+    ] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
+    check_json_target(json_target)
+    hashes = None
+    if again is not None:
+        _check_alone(context)
+        pair, sampling, own, hashes = _read_again(again)
+        prompts = own["prompts"] and Path(own["prompts"])
+        num_draft_tokens, max_new_tokens = own["num_draft_tokens"], own["max_new_tokens"]
+        alpha_level, num_tokens, batch_size, seed = (own[name] for name in _NUMBERS)
+    check_batch_size(batch_size)
+    parse_k(str(num_draft_tokens))
+    sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
+    given = [(name, value) for name, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        raise OptionError(*given[0], f"give one of {', '.join(sizes)}")
+    budget_s = _seconds(budget or _DEFAULT_BUDGET)
+    if detect_tv is not None and not 0 < detect_tv < 1:
+        raise OptionError("--detect-tv", detect_tv, "a number between 0 and 1, like 0.01")
+    if not 0 < alpha_level < 1:
+        raise OptionError("--alpha-level", alpha_level, "a number between 0 and 1, like 1e-3")
+    draft = pair.single_draft
+    if draft == "none":
+        raise OptionError("--draft", draft, "without a draft there is nothing to certify")
+    options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
+    texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
+
+    from outrider.lab.certify import LEAST_NUM_TOKENS, fly
+    from outrider.lab.certify import certify as judge
+
+    if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
+        raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
+    decoder, job = _job(pair, options, num_draft_tokens, texts, alpha_level, batch_size, seed)
+    models = _weights(decoder)
+    if hashes is not None and hashes != models:
+        raise FileError(f"{again}: the weights are other ones now, so it cannot be run again")
+    pilot = fly(job)
+    if num_tokens is None:
+        num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
+    with _telling(num_tokens) as on_tokens:
+        certificate = judge(job, pilot, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
+    _show(console_for(json_target), job, draft, certificate)
+    settings = options_json(
+        pair,
+        options,
+        num_draft_tokens=num_draft_tokens,
+        prompts=prompts,
+        alpha_level=alpha_level,
+        budget=budget,
+        detect_tv=detect_tv,
+        num_tokens=num_tokens,
+        batch_size=batch_size,
+    )
+    body = {**certificate.to_json(), "weights": models}
+    write_json(json_target, "certify", settings, body, decoder.target)
+    if not certificate.is_certified:
+        raise typer.Exit(1)
+
+
+def _job(
+    pair: PairOptions,
+    options: dict[str, Any],
+    k: int,
+    texts: Sequence[str] | None,
+    level: float,
+    batch_size: int,
+    seed: int,
+) -> tuple[Decoder, Job]:
+    from dataclasses import replace
+
+    from outrider.bench.prompts import PROMPTS
+    from outrider.flow import Sampling
+    from outrider.lab.certify import Job
+
+    plain = pair.load()
+    decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
+    prompts = []
+    for index, text in enumerate(PROMPTS if texts is None else texts):
+        try:
+            prompts.append(tuple(decoder.encode(text)))
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from None
+    return decoder, Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+
+
+def _weights(decoder: Decoder) -> dict[str, str | None]:
+    """A checksum of each model's weights."""
+    from outrider.drafters.model import ModelDrafter
+    from outrider.models.loading import weights_checksum
+
+    drafter = decoder.drafter
+    return {
+        "target": weights_checksum(decoder.target.model),
+        "draft": weights_checksum(drafter.lm.model) if isinstance(drafter, ModelDrafter) else None,
+    }
+
+
+def _num_tokens(job: Job, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:
+    if detect_tv is None:
+        return pilot.num_tokens_for(budget_s)
+    if job.is_greedy:
+        raise OptionError("--detect-tv", detect_tv, "at temperature 0 nothing is left to chance; leave it out")
+    return pilot.num_tokens_to_detect(detect_tv, job.level)
+
+
+@contextmanager
+def _telling(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
+    """One bar over the tokens of the sample and of all controls: a control that is found out early is a jump."""
+    from outrider.lab.wrong import CONTROLS
+
+    done: dict[str, int] = {}
+    with progress_bar("tokens", num_tokens * (1 + len(CONTROLS))) as advance:
+
+        def on_tokens(what: str, steps: int, total: int) -> None:
+            if what not in done:
+                advance(sum(total - count for count in done.values()))
+                done.update({name: total for name in done} | {what: 0})
+            done[what] += steps
+            advance(steps)
+
+        yield on_tokens
+
+
+def _check_alone(context: typer.Context) -> None:
+    """With --again all options come from the file. Raises OptionError."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and name not in ("again", "json_target"):
+            option = "--" + name.replace("_", "-")
+            raise OptionError(option, context.params[name], "with --again all options come from the file; leave it out")
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not match or float(match[1]) == 0:
+        raise OptionError("--budget", text, "a time, like 90s or 5m")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _read_again(path: Path) -> tuple[PairOptions, SamplingOptions, dict[str, Any], dict[str, Any]]:
+    """What a certificate was made with.
+
+    Raises:
+        FileError: it is no certificate.
+    """
+    try:
+        document = json.loads(read_text(path))
+        is_one = isinstance(document, dict) and document.get("schema") == "outrider/certify/1"
+        if not is_one:
+            raise FileError(f"{path} is not a certificate: give a file that outrider certify --json has written")
+        options = document["options"]
+        groups = []
+        for group in (PairOptions, SamplingOptions):
+            groups.append(group(**{field.name: options[field.name] for field in fields(group)}))
+        own = {name: options[name] for name in _OWN}
+        hashes = document["weights"]
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
+    except (KeyError, TypeError) as error:
+        raise FileError(f"{path} is not a whole certificate: {error} is missing in it") from None
+    pair, sampling = groups
+    assert isinstance(pair, PairOptions) and isinstance(sampling, SamplingOptions)
+    return pair, sampling, own, hashes
+
+
+def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
+    from outrider.bench.report import new_table
+
+    decoder = job.decoder
+    title = (
+        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {job.num_draft_tokens}, "
+        f"temperature {job.sampling.temperature:g}"
+    )
+    table = new_table(title, "layer", "found", "verdict")
+    exact = certificate.exact
+    for name, gap, tolerance in (
+        ("one token", exact.identity, exact.tolerance),
+        ("a round", exact.round_law, exact.tolerance),
+        ("teacher forcing", exact.forcing, exact.forcing_tolerance),
+    ):
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", _verdict(gap <= tolerance))
+    statistical = certificate.statistical
+    if statistical is None:
+        table.add_row("statistical", "nothing is left to chance", "-")
+    else:
+        for test in statistical.tests:
+            table.add_row(f"statistical: {test.name}", f"p = {test.p:.2g}", _verdict(not test.is_alarm))
+        is_allowed = statistical.num_forbidden == 0
+        table.add_row("statistical: forbidden tokens", str(statistical.num_forbidden), _verdict(is_allowed))
+    for one in certificate.greedy:
+        name = "same seed, same text" if one.has_noise else "greedy text"
+        table.add_row(name, _greedy_text(one), _verdict(one.is_ok))
+    for control in certificate.controls:
+        verdict = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
+        table.add_row(f"control: {control.control.about}", _control_text(control), verdict)
+    console.print(table)
+    for one in certificate.greedy:
+        for difference in one.differences:
+            margin = "-" if difference.margin is None else f"{difference.margin:.2g}"
+            console.print(
+                f"prompt {difference.prompt} differs from token {difference.position} on: margin {margin}, "
+                f"rounding {difference.gap:.2g}: {difference.verdict}"
+            )
+    if statistical is not None:
+        least = statistical.detectable
+        console.print(
+            f"{statistical.num_tokens} tokens of {statistical.num_texts} texts. "
+            + "With 99% a deviation towards the draft would have been found out "
+            + ("only if larger than the draft's own." if least is None else f"from {least:.2%} on (total variation).")
+        )
+        if statistical.wanted is not None and (least is None or least > statistical.wanted):
+            console.print(f"That is more than the {statistical.wanted:.2%} asked for: test more (--num-tokens).")
+    if any(not control.is_ok for control in certificate.controls):
+        console.print("A known mistake was not found out: too few tokens to certify anything (--budget, --num-tokens).")
+    false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
+    console.print(("CERTIFIED" if certificate.is_certified else "NOT CERTIFIED") + false_alarm, style="bold")
+
+
+def _verdict(is_ok: bool) -> str:
+    return "ok" if is_ok else "FAILED"
+
+
+def _greedy_text(report: GreedyReport) -> str:
+    same = report.num_texts - len(report.differences)
+    return f"{same} of {report.num_texts} texts the same"
+
+
+def _control_text(report: ControlReport) -> str:
+    if report.excuse:
+        return report.excuse
+    p = "" if report.p is None else f"p = {report.p:.0e}, "
+    return f"{p}{report.num_tokens} tokens"

@@ -1,0 +1,284 @@
+"""Evidence: do tokens follow the laws that they are said to be drawn from? Numbers in, numbers out.
+
+The tokens come one after the other, and p, the law of each given all before it, is known in full. Nothing else is
+assumed: not that tokens are independent, nor that there are many. A statistic is a function of the token whose mean
+under p is taken off, so that its sum is a martingale if the tokens do follow p; here it comes as ``Increments``.
+
+- ``Bet`` makes a test of such a sum: a gambler who stakes theta on every token has a wealth whose mean never rises
+  above 1 if the tokens follow p, so that it ever reaches 1/a with probability at most a (Ville 1939). So 1 / wealth is
+  a p-value, at any sample size, and whenever one stops. Wealths under several stakes may be averaged.
+- ``pit_tests`` are the tests of Kolmogorov and Smirnov and of Pearson on randomised probability integral transforms,
+  which are independent and uniform if the tokens follow p (Rosenblatt 1952; Brockwell 2007). The number of tokens must
+  have been chosen beforehand.
+- ``holm`` keeps the probability that any of several tests gives a false alarm (Holm 1979).
+- ``detectable`` and ``tokens_needed``: what a bet would find out.
+
+Derivations: docs/certify.md. This module does not know models, nor what a token is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+POWER = 0.99  # of what is said to be detectable
+NUM_BINS = 20  # of Pearson's test
+
+
+@dataclass(frozen=True, slots=True)
+class Increments:
+    """A statistic X of n tokens, with what is known of it beforehand: under p it has mean 0.
+
+    Attributes:
+        values: X at the token that came. [n]
+        moments: E X^2, E X^3 and E X^4 under p. [3, n]
+        lows, highs: -lows <= X <= highs for every token that p allows. [n]
+    """
+
+    values: Floats
+    moments: Floats
+    lows: Floats
+    highs: Floats
+
+    def __post_init__(self) -> None:
+        n = len(self.values)
+        assert self.moments.shape == (3, n) and self.lows.shape == self.highs.shape == (n,)
+
+    def __getitem__(self, index: Any) -> Increments:
+        return Increments(self.values[index], self.moments[:, index], self.lows[index], self.highs[index])
+
+    @property
+    def variance(self) -> float:
+        """Of the sum, under p."""
+        return float(self.moments[0].sum())
+
+    @property
+    def z(self) -> float:
+        """The sum over its standard deviation, for people; no p-value here is computed from it."""
+        return float(self.values.sum()) / math.sqrt(self.variance) if self.variance > 0 else 0.0
+
+
+def _exp_tail(x: Floats) -> Floats:
+    """(e^x - 1 - x - x^2/2 - x^3/6) / x^4, which increases with x."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        direct = (np.expm1(x) - x - x**2 / 2 - x**3 / 6) / x**4
+    series = 1 / 24 + x / 120 + x**2 / 720 + x**3 / 5040 + x**4 / 40320 + x**5 / 362880
+    tail: Floats = np.where(np.abs(x) < 0.1, series, direct)
+    return tail
+
+
+def log_mgfs(increments: Increments, theta: float) -> Floats:
+    """At least log E exp(theta X) under p, for each token. [n]
+
+    Beyond the third power of X, exp is bounded by what it is at the largest X: for x <= h, e^x is at most
+    1 + x + x^2/2 + x^3/6 + x^4 _exp_tail(h).
+    """
+    second, third, fourth = increments.moments
+    most = theta * (increments.highs if theta > 0 else -increments.lows)
+    tail = theta**4 * fourth * _exp_tail(most)
+    logs: Floats = np.log1p(theta**2 * second / 2 + theta**3 * third / 6 + tail)
+    return logs
+
+
+@dataclass(frozen=True, slots=True)
+class Bet:
+    """Stakes chosen before the tokens are seen: +theta and -theta, with half of the money each."""
+
+    theta: float
+
+    @classmethod
+    def for_sample(cls, like: Increments, num_tokens: float, level: float) -> Bet:
+        """The stake that needs the smallest sum of X to reach 1/level.
+
+        Args:
+            like: tokens like those to come; a stake of 0 if X never varies among them.
+            num_tokens: about how many will come.
+        """
+        if not like.moments.any():
+            return cls(0.0)
+        guess = math.sqrt(2 * math.log(2 / level) / (num_tokens * float(like.moments[0].mean())))
+
+        def least_sum(log_theta: float) -> float:
+            theta = math.exp(log_theta)
+            return (math.log(2 / level) + num_tokens * float(log_mgfs(like, theta).mean())) / theta
+
+        # Where X is seldom large, the best stake may be far below what its variance suggests.
+        bounds = math.log(guess) - 7.0, math.log(guess) + 0.5
+        return cls(math.exp(optimize.minimize_scalar(least_sum, bounds=bounds, method="bounded").x))
+
+    def log_wealth(self, increments: Increments) -> float:
+        """Log of a number that is at least 1/a with probability at most a, if the tokens follow p."""
+        total = float(increments.values.sum())
+        sides = [theta * total - float(log_mgfs(increments, theta).sum()) for theta in (self.theta, -self.theta)]
+        return _log_sum(sides) - math.log(2)
+
+    def threshold(self, increments: Increments, level: float) -> float:
+        """The sum of X from which on the stake +theta alone reaches 1/level."""
+        return (math.log(2 / level) + float(log_mgfs(increments, self.theta).sum())) / self.theta
+
+
+def _log_sum(logs: Sequence[float]) -> float:
+    return float(np.logaddexp.reduce(np.array(logs)))
+
+
+def p_value(log_wealth: float) -> float:
+    return math.exp(min(0.0, -log_wealth))
+
+
+def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
+    """Log of the mean over ``num_accounts`` accounts, of which those not named were never staked and hold 1."""
+    assert len(log_wealths) <= num_accounts
+    idle = [0.0] * (num_accounts - len(log_wealths))
+    return _log_sum([*log_wealths, *idle]) - math.log(num_accounts)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """A bet for each kind of token: the first of a round, the second ... The money is shared equally among them.
+
+    The kind of a token must be known before the token is.
+    """
+
+    bets: Mapping[int, Bet]
+
+    def log_wealth(self, increments: Increments, kinds: Integers) -> float:
+        """Tokens of a kind without a bet are passed over.
+
+        Args:
+            kinds: [n]
+        """
+        there = sorted(set(kinds.tolist()) & set(self.bets))
+        return mean_wealth([self.bets[kind].log_wealth(increments[kinds == kind]) for kind in there], len(self.bets))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one test found.
+
+    Attributes:
+        statistic: what is shown of it: a z, a distance, a chi-square; the log of the wealth of averaged accounts.
+        p: uniform or larger if the tokens follow p.
+        threshold: p at or below it is an alarm; set by ``holm``.
+    """
+
+    name: str
+    statistic: float
+    p: float
+    threshold: float = 0.0
+
+    @property
+    def is_alarm(self) -> bool:
+        return self.p <= self.threshold
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "statistic": self.statistic,
+            "p": self.p,
+            "threshold": self.threshold,
+            "is_alarm": self.is_alarm,
+        }
+
+
+def pit_tests(pits: Floats) -> list[Finding]:
+    """Are these independent uniform numbers? Their number must not depend on them. [n]"""
+    distance = stats.kstest(pits, "uniform")
+    counts = np.histogram(pits, bins=NUM_BINS, range=(0.0, 1.0))[0]
+    pearson = stats.chisquare(counts)
+    return [
+        Finding("pit-ks", float(distance.statistic), float(distance.pvalue)),
+        Finding("pit-chi2", float(pearson.statistic), float(pearson.pvalue)),
+    ]
+
+
+def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
+    """The same tests with their thresholds: with probability at most ``level`` is there any false alarm. Going up from
+    the smallest p, each is held against the level over the number of tests left, until one is not an alarm."""
+    order = sorted(range(len(tests)), key=lambda i: tests[i].p)
+    judged = list(tests)
+    num_left, is_open = len(tests), True
+    for i in order:
+        threshold = level / num_left if is_open else 0.0
+        judged[i] = Finding(tests[i].name, tests[i].statistic, tests[i].p, threshold)
+        is_open = is_open and judged[i].is_alarm
+        num_left -= 1
+    return judged
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """What X would be if the tokens followed another law, for each token.
+
+    Attributes:
+        means: E X under that law. [n]
+        seconds: E X^2 under it. [n]
+        distances: total variation between it and p. [n]
+    """
+
+    means: Floats
+    seconds: Floats
+    distances: Floats
+
+    def __post_init__(self) -> None:
+        assert self.means.shape == self.seconds.shape == self.distances.shape
+
+
+def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> float | None:
+    """The least total variation, on average over the tokens, that ``bet`` finds out with probability POWER.
+
+    The law found out is p' = (1 - e) p + e r, r the law of ``drift``. Its total variation from p is e TV(p, r), and
+    the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2). The least e is
+    the one at which the threshold lies POWER's normal quantile below that mean. (The normal law is used for the power
+    only, never for a p-value.)
+
+    Returns:
+        None where not even r itself is found out.
+    """
+    if bet.theta == 0:
+        return None
+    least, pull = bet.threshold(increments, level), float(drift.means.sum())
+    own, other = increments.variance, float(drift.seconds.sum())
+    quantile = float(stats.norm.ppf(POWER))
+
+    def lack(e: float) -> float:
+        return least + quantile * math.sqrt((1 - e) * own + e * other) - e * pull
+
+    if lack(1.0) > 0:
+        return None
+    return float(optimize.brentq(lack, 0.0, 1.0)) * float(drift.distances.mean())
+
+
+def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: float) -> int | None:
+    """How many tokens like these make ``wanted`` detectable: ``detectable`` solved for the sample size.
+
+    Returns:
+        None where r is not that far from p, or X does not tell them apart.
+    """
+    assert wanted > 0
+    e = wanted / float(drift.distances.mean()) if drift.distances.any() else math.inf
+    variance, pull = float(increments.moments[0].mean()), e * float(drift.means.mean())
+    if e > 1 or pull <= 0:
+        return None
+    spread = (1 - e) * variance + e * float(drift.seconds.mean())
+
+    def lack(log_n: float) -> float:
+        n = math.exp(log_n)
+        theta = Bet.for_sample(increments, n, level).theta
+        least = (math.log(2 / level) + n * float(log_mgfs(increments, theta).mean())) / theta
+        return least + float(stats.norm.ppf(POWER)) * math.sqrt(n * spread) - n * pull
+
+    if lack(math.log(10)) <= 0:
+        return 10
+    high = math.log(1e12)
+    if lack(high) > 0:
+        return None
+    return math.ceil(math.exp(optimize.brentq(lack, math.log(10), high)))

@@ -1,0 +1,87 @@
+"""``outrider certify``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import Outrider, only_document
+from outrider.lab import certify, wrong
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small pilot, and few of everything."""
+    monkeypatch.setattr(certify, "NUM_PILOT_TOKENS", 128)
+    monkeypatch.setattr(certify, "_NUM_CONTEXTS", 1)
+    monkeypatch.setattr(certify, "CONTROLS", wrong.CONTROLS[1:4:2])
+    monkeypatch.setattr(wrong, "CONTROLS", wrong.CONTROLS[1:4:2])
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts"
+    path.write_text("The king\nThe fox and the hen\n")
+    return path
+
+
+def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "certificate.json"
+    arguments = "--prompts", prompts, "--num-tokens", 400, "-n", 24, "-k", 3, "--top-k", 500
+    ended = outrider("certify", *arguments, "--json", file)
+    assert (ended.code, ended.err) == (0, "")
+    assert "CERTIFIED (a right rule fails the tests with probability 0.001)" in ended.out
+    assert "400 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
+    first = only_document(file.read_text(), "certify")
+    assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
+    assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 400
+    again = only_document(outrider("certify", "--again", file, "--json", "-").out, "certify")
+    for key in ("exact", "statistical", "controls", "greedy", "weights", "options"):
+        assert again[key] == first[key], key
+    first["weights"]["draft"] = "0" * 64
+    file.write_text(json.dumps(first))
+    assert "the weights are other ones now" in outrider("certify", "--again", file).error
+
+
+def test_what_is_wrong_is_not_certified(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1, and the layer is named."""
+    right, accept_all = certify.write, wrong.CONTROLS[0]
+    monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, made or accept_all))
+    ended = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 32)
+    assert ended.code == 1 and "NOT CERTIFIED" in ended.out
+    failed = [line for line in ended.out.splitlines() if "FAILED" in line]
+    assert any("statistical" in line for line in failed) and any("greedy" in line for line in failed)
+    assert "differs from token" in ended.out and ": bug" in ended.out
+
+
+def test_temperature_zero(outrider: Outrider, prompts: Path) -> None:
+    ended = outrider("certify", "--prompts", prompts, "-t", 0, "-n", 24, "--json", "-")
+    assert ended.code == 0
+    document = only_document(ended.out, "certify")
+    assert document["statistical"] is None and document["is_certified"]
+    assert "nothing is left to chance" in ended.err
+
+
+def test_the_sample_that_a_deviation_needs(outrider: Outrider, prompts: Path) -> None:
+    ended = outrider("certify", "--prompts", prompts, "--detect-tv", 0.2, "-n", 32, "--json", "-")
+    document = only_document(ended.out, "certify")
+    assert document["statistical"]["wanted"] == 0.2
+    assert 200 <= document["options"]["num_tokens"] < 1000
+
+
+def test_bad_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    assert "like 90s or 5m" in outrider("certify", "--budget", "long").error
+    assert "like 0.01" in outrider("certify", "--detect-tv", "2").error
+    assert "like 1e-3" in outrider("certify", "--alpha-level", "0").error
+    assert "give one of" in outrider("certify", "--budget", "5m", "--num-tokens", 500).error
+    assert ">= 200" in outrider("certify", "--num-tokens", 5).error
+    assert "nothing to certify" in outrider("certify", "--draft", "none").error
+    assert "leave it out" in outrider("certify", "-t", 0, "--detect-tv", 0.1, "--prompts", prompts).error
+    other = tmp_path / "other.json"
+    other.write_text('{"schema": "outrider/alpha/1"}')
+    assert "not a certificate" in outrider("certify", "--again", other).error
+    assert "leave it out" in outrider("certify", "--again", other, "--seed", 3).error
+    other.write_text("no")
+    assert "not JSON" in outrider("certify", "--again", other).error
+    other.write_text('{"schema": "outrider/certify/1", "options": {}}')
+    assert "missing" in outrider("certify", "--again", other).error
