@@ -60,34 +60,45 @@ def main() -> None:
     alphas = agreement(drafts, arguments)
     summaries = {target: measured(target, drafts, arguments) for target in (arguments.target, *arguments.serve)}
 
-    console = Console(width=110)
     targets = [Path(target).name for target in summaries]
-    table = new_table(
-        f"Drafts for {arguments.target}, {arguments.steps} steps each",
-        *("layers x width", "parameters", "alpha"),
-        *(column for target in targets for column in (f"ms, {target}", "tau(4)", "best K", "speed-up, 95%")),
-    )
     rows: list[dict[str, Any]] = []
     for name, document, draft, alpha in zip(names, trained, drafts, alphas, strict=True):
-        cells: list[str] = []
-        row: dict[str, Any] = {
-            "shape": name,
-            "num_params": document["num_params"],
-            "alpha": alpha.to_json(),
-            "targets": {},
+        arms = {
+            target: [one.to_json() for one in found if one.arm.draft == draft]
+            for target, found in zip(targets, summaries.values(), strict=True)
         }
-        for target, found in zip(targets, summaries.values(), strict=True):
-            arms = [one for one in found if one.arm.draft == draft]
-            best = max(arms, key=lambda one: one.speed_up.value if one.speed_up else 0.0)
-            draft_ms = 1e3 * best.timing.draft_s / best.stats.num_draft_tokens
-            tau = next(one.stats.mean_acceptance_length for one in arms if one.arm.num_draft_tokens == 4)
-            cells += [f"{draft_ms:.2f}", f"{tau:.2f}", str(best.arm.num_draft_tokens), interval_text(best.speed_up)]
-            row["targets"][target] = {"draft_ms": draft_ms, "arms": [one.to_json() for one in arms]}
-        table.add_row(name, f"{document['num_params'] / 1e6:.2f} M", f"{alpha.value:.3f}", *cells)
-        rows.append(row)
-    console.print(table)
+        rows.append({"shape": name, "num_params": document["num_params"], "alpha": alpha.to_json(), "targets": arms})
+    for target in targets:
+        report(rows, target, f"{target}, {arguments.steps} steps each, temperature 1")
     draw(rows, targets, arguments.out / "design-space.svg")
     print(json.dumps({"shapes": rows, "steps": arguments.steps, "provenance": provenance("cpu")}))
+
+
+def report(rows: list[dict[str, Any]], target: str, title: str) -> None:
+    """What each draft is worth to a target."""
+    table = new_table(title, "layers x width", "parameters", "alpha", "ms/draft", "tau(4)", "best K", "speed-up, 95%")
+    for row in rows:
+        arms = row["targets"][target]
+        best = fastest(arms)
+        tau = next(arm["stats"]["mean_acceptance_length"] for arm in arms if arm["k"] == 4)
+        numbers = (
+            f"{row['num_params'] / 1e6:.2f} M",
+            f"{row['alpha']['value']:.3f}",
+            f"{draft_ms(best):.2f}",
+            f"{tau:.2f}",
+        )
+        table.add_row(row["shape"], *numbers, str(best["k"]), interval_text(Interval(**best["speed_up"])))
+    Console(width=100).print(table)
+
+
+def fastest(arms: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arm with the largest speed-up."""
+    return max(arms, key=lambda arm: float(arm["speed_up"]["value"]))
+
+
+def draft_ms(arm: dict[str, Any]) -> float:
+    """Milliseconds for a drafted token."""
+    return float(1e3 * arm["time_s"]["draft"] / arm["stats"]["num_draft_tokens"])
 
 
 def distilled(shape: tuple[int, int, int], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,13 +148,14 @@ def draw(rows: list[dict[str, Any]], targets: list[str], path: Path) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    first_ms = [row["targets"][targets[0]]["draft_ms"] for row in rows]
+    first_ms = [draft_ms(fastest(row["targets"][targets[0]])) for row in rows]
     left.plot(first_ms, [row["alpha"]["value"] for row in rows], marker="o")
     left.set_ylabel("alpha, temperature 1")
+    left.set_ylim(bottom=0)
     for target in targets:
-        ms = [row["targets"][target]["draft_ms"] for row in rows]
-        best = [max(arm["speed_up"]["value"] for arm in row["targets"][target]["arms"]) for row in rows]
-        right.plot(ms, best, marker="o", label=target)
+        best = [fastest(row["targets"][target]) for row in rows]
+        speed_ups = [arm["speed_up"]["value"] for arm in best]
+        right.plot([draft_ms(arm) for arm in best], speed_ups, marker="o", label=target)
     right.axhline(1.0, color="grey", linestyle="--", linewidth=1, label="plain decoding")
     right.set_ylabel("speed-up over plain decoding, best K")
     right.set_ylim(bottom=0)
