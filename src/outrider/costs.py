@@ -113,9 +113,8 @@ def time_rounds(
         prompts = torch.randint(arm.target.vocab_size, (num_rows, length), generator=generator).tolist()
         rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
         requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
-        # On random text a look-up finds nothing, and would seem to cost nothing.
-        is_lookup = isinstance(arm.drafter, NgramDrafter)
-        drafter = _Repeater() if is_lookup else arm.drafter
+        # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
+        drafter = _Repeater(arm.drafter) if isinstance(arm.drafter, NgramDrafter) else arm.drafter
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
         return [round_.timing for round_ in islice(loop, _NUM_ROUNDS)]
 
@@ -133,9 +132,12 @@ def time_rounds(
 
 
 class _Repeater:
-    """Proposes the last token again and again."""
+    """Looks up, and whatever was found, proposes the last token again and again."""
 
     name = "repeater"
+
+    def __init__(self, lookup: NgramDrafter) -> None:
+        self._lookup = lookup
 
     def open(self, batch: Batch) -> _Repeater:
         return self
@@ -147,6 +149,7 @@ class _Repeater:
         pass
 
     def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
+        self._lookup.propose(batch, num_wanted, k, rule, noise)
         ids = batch.last_ids[:, None].expand(-1, max(num_wanted))
         return Draft(ids=ids, probs=None, num_drafted=torch.tensor(num_wanted, device=ids.device))
 

@@ -1,8 +1,10 @@
 """What is made of costs and counts: worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.flow import Sampling, Timing
 from outrider.lab.counts import RoundCounts
 from outrider.lab.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
@@ -60,13 +62,21 @@ def test_speed_up_is_compared_text_by_text() -> None:
     assert one.tokens_per_s == pytest.approx(2 * 18 / 0.18)
 
 
+def test_a_look_up_takes_its_time_when_it_finds_nothing() -> None:
+    """Ten rounds without a draft: the plain round, and the looking."""
+    costs = replace(COSTS, rounds={("ngram", 4): RoundCost(0.013, 0.002, 0.010)}, lookup_s={"ngram": 0.002})
+    idle = RoundCounts(accepted=(10.0,), drafted=(10.0,), num_generated_tokens=10)
+    (one,) = choices(costs, {("ngram", 4): [idle]})
+    assert one.speed_up.value == pytest.approx(0.010 / 0.012) and one.if_free == pytest.approx(1.0)
+
+
 def test_measured_costs() -> None:
     target, drafter = table_pair(7)
     steps: list[int] = []
     setting = Setting(3, 20)
     costs = measure_costs(
         target,
-        {"draft": drafter, "none": NoDrafter()},
+        {"draft": drafter, "ngram": NgramDrafter()},
         [1, 2],
         RULES["block"],
         Sampling(temperature=0.5),
@@ -74,7 +84,8 @@ def test_measured_costs() -> None:
         lambda: steps.append(1),
     )
     assert len(steps) == NUM_STEPS and costs.setting == setting
-    assert set(costs.rounds) == {("draft", 1), ("draft", 2), ("none", 1), ("none", 2)}
+    assert set(costs.rounds) == {("draft", 1), ("draft", 2), ("ngram", 1), ("ngram", 2)}
     cost = costs.rounds["draft", 2]
     assert 0 < cost.draft_s < cost.round_s and 0 < cost.verify_s < cost.round_s and costs.prefill_s > 0
     assert set(costs.target_s()) == {1, 2, 3}
+    assert list(costs.lookup_s) == ["ngram"] and costs.lookup_s["ngram"] == costs.rounds["ngram", 1].draft_s > 0

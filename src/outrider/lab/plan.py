@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from outrider.costs import CostArm, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.flow import Sampling, Timing
 from outrider.intervals import Interval, paired_ratio, ratio_of_sums
 from outrider.lab.counts import RoundCounts
@@ -60,12 +61,14 @@ class Costs:
         prefill_s: of the target, for all rows.
         plain: a round without drafts.
         rounds: by draft and K.
+        lookup_s: of drafts that look their tokens up, what a round takes for it also where nothing is found.
     """
 
     setting: Setting
     prefill_s: float
     plain: RoundCost
     rounds: Mapping[tuple[str, int], RoundCost]
+    lookup_s: Mapping[str, float] = field(default_factory=dict)
 
     def draft_step_s(self, draft: str) -> float:
         """t_draft(1): of a draft that drafts token by token, from its longest round."""
@@ -105,11 +108,14 @@ def measure_costs(
         sampling=sampling,
         on_pass=on_pass,
     )
+    by_key = {key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)}
+    lookups = [name for name, drafter in drafters.items() if isinstance(drafter, NgramDrafter)]
     return Costs(
         setting=setting,
         prefill_s=statistics.median(one.prefill_s for one in plain if one.prefill_s > 0),
         plain=RoundCost.of(plain),
-        rounds={key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)},
+        rounds=by_key,
+        lookup_s={name: by_key[name, min(ks)].draft_s for name in lookups},
     )
 
 
@@ -168,7 +174,9 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
 def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callable[[RoundCost], float]) -> float:
     """How long rounds take together. Those near the end of a text draft fewer tokens; what was not timed lies between
     its neighbours. Rounds that were cut short had drafted as many as any."""
-    timed = {0: costs.plain} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}
+    lookup_s, plain = costs.lookup_s.get(draft, 0.0), costs.plain
+    nothing = RoundCost(plain.round_s + lookup_s, lookup_s, plain.verify_s)
+    timed = {0: nothing} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}
     ks = sorted(timed)
     by_drafted = np.interp(range(k + 1), ks, [part(timed[other]) for other in ks])
     drafted = [*counts.drafted, *[0.0] * (k + 1 - len(counts.drafted))]
