@@ -55,6 +55,7 @@ ORDER = """
     lab.observed
     lab.evidence
     lab.forced
+    lab.lookups
     lab.log
     lab.renewal
     lab.bounds

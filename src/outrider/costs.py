@@ -33,6 +33,7 @@ from outrider.verify import Rule
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # in each pass
+_PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
 
 
@@ -89,7 +90,7 @@ def time_rounds(
     length: int,
     num_tokens: int = 0,
     num_passes: int = 0,
-    sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+    sampling: Sampling = _PLAIN,
     on_pass: Callable[[], None] = lambda: None,
 ) -> list[list[Timing]]:
     """The times of rounds of each arm, on random text, arms in turn.

@@ -17,7 +17,8 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from outrider.errors import OptionError
 
@@ -36,6 +37,7 @@ FinishReason = Literal["eos", "stop", "length"]
 """``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full."""
 
 
+_Count = TypeVar("_Count", int, float)  # float where counts are expected ones
 _MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
 
 
@@ -273,8 +275,8 @@ class Stats:
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
             self.num_truncated_rounds + other.num_truncated_rounds,
-            _add_counts(self.acceptance_histogram, other.acceptance_histogram),
-            _add_counts(self.drafted_histogram, other.drafted_histogram),
+            add_counts(self.acceptance_histogram, other.acceptance_histogram),
+            add_counts(self.drafted_histogram, other.drafted_histogram),
         )
 
     @classmethod
@@ -315,9 +317,9 @@ class Stats:
         }
 
 
-def _add_counts(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    length = max(len(a), len(b))
-    return tuple((a[i] if i < len(a) else 0) + (b[i] if i < len(b) else 0) for i in range(length))
+def add_counts(a: Sequence[_Count], b: Sequence[_Count]) -> tuple[_Count, ...]:
+    """Histograms added place by place; the shorter one ends in zeros."""
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)

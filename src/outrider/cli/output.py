@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import FileError, OptionError
 from outrider.files import check_writable, write_whole
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.lm import LM
 
 
+_Item = TypeVar("_Item")
 _FILE_WIDTH = 120  # of tables that go to a file or a pipe, which have no width of their own
 
 
@@ -59,6 +60,13 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
     ) as progress:
         task = progress.add_task(what, total=total, completed=done)
         yield lambda steps: progress.advance(task, steps)
+
+
+def counted(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
+    """The same items, each told to a progress bar when it has been dealt with."""
+    for item in items:
+        yield item
+        advance(1)
 
 
 def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:

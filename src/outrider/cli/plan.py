@@ -13,7 +13,7 @@ import typer
 
 from outrider.cli.jsonl import read_prompts
 from outrider.cli.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.output import check_json_target, console_for, gather, options_json, progress_bar, write_json
+from outrider.cli.output import check_json_target, console_for, counted, gather, options_json, progress_bar, write_json
 from outrider.cli.whatif import what_if as predict_from
 from outrider.errors import OptionError
 
@@ -212,11 +212,8 @@ def _counts(
     is_bounded = False
     with progress_bar("what the drafts say", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
-            replayed = []
-            for one in replay(records, header, drafter, acceptance, ks):
-                replayed.append(one)
-                advance(1)
-            expected = summarise(replayed, ks).expected
+            replayed = replay(records, header, drafter, acceptance, ks)
+            expected = summarise(counted(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
             is_bounded |= any(one.upper is not None for one in expected.values())
     return counts, is_bounded
@@ -254,10 +251,8 @@ def _show(
         console.print(f"The best {_NUM_ROWS_SHOWN} of {len(found)}; --json has all.", style="dim")
     steps = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in costs.target_s().items())
     console.print(f"Target, ms for T tokens in a row: {steps}; prefill {1e3 * costs.prefill_s:.1f}.", style="dim")
-    drafts = ", ".join(
-        f"{name} {1e3 * costs.draft_step_s(name):.2f}" for name in dict.fromkeys(d for d, _ in costs.rounds)
-    )
-    console.print(f"Draft, ms for a token: {drafts}. The interval is that of tau, over the prompts.", style="dim")
+    drafts = ", ".join(f"{name} {1e3 * costs.draft_step_s(name):.2f}" for name in costs.drafts)
+    console.print(f"Draft, ms for a token: {drafts}. The interval is over the prompts.", style="dim")
     best = found[0]
     if best.speed_up.value > 1:
         console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
@@ -349,9 +344,7 @@ def _setting_json(costs: Costs, found: Sequence[Choice]) -> dict[str, Any]:
         "prefill_ms": 1e3 * costs.prefill_s,
         "plain_ms": 1e3 * costs.plain.round_s,
         "target_ms": [{"num_tokens": width, "ms": 1e3 * s} for width, s in costs.target_s().items()],
-        "draft_ms": [
-            {"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in dict.fromkeys(d for d, _ in costs.rounds)
-        ],
+        "draft_ms": [{"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in costs.drafts],
         "choices": [_choice_json(one) for one in found],
         "best": None if best is None else _choice_json(best),
     }

@@ -20,7 +20,15 @@ from outrider.cli.options import (
     parse_k,
     set_threads,
 )
-from outrider.cli.output import check_json_target, check_outputs, console_for, json_text, progress_bar, write_json
+from outrider.cli.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    counted,
+    json_text,
+    progress_bar,
+    write_json,
+)
 from outrider.errors import FileError, OptionError
 from outrider.files import check_writable
 
@@ -126,7 +134,7 @@ def replay(
             replayed = judge(records, header, drafter, drafts.acceptance, ks, batch_size=batch_size)
             if output is not None:
                 replayed = rounds.drawn(replayed, name)
-            summaries.append(summarise(_counted(replayed, advance), ks))
+            summaries.append(summarise(counted(replayed, advance), ks))
     if output is not None:
         with output.open("w", encoding="utf-8") as stream:
             rounds.write(stream, output_format, batch_size)
@@ -204,12 +212,6 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
         for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
     ]
     return header, records
-
-
-def _counted(replayed: Iterator[Replayed], advance: Any) -> Iterator[Replayed]:
-    for one in replayed:
-        yield one
-        advance(1)
 
 
 @dataclass

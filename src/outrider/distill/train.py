@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_part
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from outrider.costs import measure_round_costs
 from outrider.distill.data import Mixture
@@ -202,7 +202,7 @@ def distil(
         optimizers=(optimizer, schedule),
         callbacks=[watch],
     )
-    trainer.remove_callback(_printer())
+    trainer.remove_callback(PrinterCallback)
     checkpoint, watch.progress = _last_checkpoint(training)
     if trainer.is_world_process_zero():
         for path in training.glob("checkpoint-*"):  # what was being written when a run was killed
@@ -229,13 +229,6 @@ def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     else:
         sums = [checkpoint_part(part, p, q, use_reentrant=False) for p, q in parts]
     return torch.stack(sums).sum() / target_logits.shape[:2].numel()
-
-
-def _printer() -> type:
-    from transformers.trainer_callback import PrinterCallback
-
-    printer: type = PrinterCallback
-    return printer
 
 
 def _rate(spent: float) -> float:

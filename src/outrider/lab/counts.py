@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from outrider.flow import add_counts
 from outrider.intervals import Interval, ratio_of_sums
 
 
@@ -73,9 +74,9 @@ class RoundCounts:
 
     def __add__(self, other: RoundCounts) -> RoundCounts:
         return RoundCounts(
-            _add(self.accepted, other.accepted),
-            _add(self.drafted, other.drafted),
-            _add(self.full, other.full),
+            add_counts(self.accepted, other.accepted),
+            add_counts(self.drafted, other.drafted),
+            add_counts(self.full, other.full),
             self.num_truncated + other.num_truncated,
             self.num_generated_tokens + other.num_generated_tokens,
         )
@@ -122,9 +123,9 @@ class RoundCounts:
     def positions(self) -> list[Position]:
         """Every position that was drafted."""
         longest = max((i for i, count in enumerate(self.drafted) if count), default=0)
-        at_least = _tail_sums(_add(self.accepted, (0,) * (longest + 1)))
+        at_least = _tail_sums(add_counts(self.accepted, (0,) * (longest + 1)))
         drafted = _tail_sums(self.drafted)
-        full = _add(self.full, (0,) * (longest + 1))
+        full = add_counts(self.full, (0,) * (longest + 1))
         # A round judges token i if i-1 stood and there was an i-th: not if i-1 were all that was drafted.
         return [Position(i, drafted[i], at_least[i - 1] - full[i - 1], at_least[i]) for i in range(1, longest + 1)]
 
@@ -165,8 +166,3 @@ def _histogram(values: Iterable[int]) -> tuple[int, ...]:
 def _tail_sums(values: Sequence[float]) -> list[float]:
     """At index i the sum of the values from i on."""
     return list(accumulate(reversed(values)))[::-1]
-
-
-def _add(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-    length = max(len(a), len(b))
-    return tuple((a[i] if i < len(a) else 0) + (b[i] if i < len(b) else 0) for i in range(length))

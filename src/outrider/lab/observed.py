@@ -17,17 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
-from outrider.flow import Request, Sampling
+from outrider.flow import Sampling
 from outrider.lab.evidence import Drift, Floats, Increments, Integers
 from outrider.lab.forced import Forced, Text, force
+from outrider.lab.lookups import proposals
 from outrider.lm import LM
 from outrider.probs import Settings, normalised, one_hot
 from outrider.verify import REJECTION
@@ -37,7 +38,6 @@ MAX_SURPRISE = 20.0
 # Logits this close may change places by rounding (docs/numerics.md has what was seen).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _MAX_ELEMENTS = 2**22  # of p in one piece of work; bounds the memory
-_MAX_LOOK_UPS = 256  # prefixes of a text in one batch; bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,13 @@ def observe(
 def joined(parts: Sequence[Observed]) -> Observed:
     """All tokens, in order."""
 
-    def together(items: Sequence[object]) -> object:
+    def together(items: Sequence[Any]) -> Any:
         if isinstance(items[0], np.ndarray):
-            return np.concatenate(items, axis=-1)  # type: ignore[arg-type]
-        names = [field.name for field in fields(items[0])]  # type: ignore[arg-type]
+            return np.concatenate(items, axis=-1)
+        names = [field.name for field in fields(items[0])]
         return type(items[0])(**{name: together([getattr(item, name) for item in items]) for name in names})
 
-    whole = together(parts)
-    assert isinstance(whole, Observed)
+    whole: Observed = together(parts)
     return whole
 
 
@@ -188,19 +187,9 @@ def draft_rows(
 
 def _look_up(target: LM, drafter: Drafter, text: Text) -> list[int]:
     """What is proposed in the place of each judged token; -1 for nothing."""
-    found: list[int] = []
-    for begin in range(text.num_given, len(text.ids), _MAX_LOOK_UPS):
-        ends = range(begin, min(begin + _MAX_LOOK_UPS, len(text.ids)))
-        requests = [Request(text.ids[:end], Sampling(max_new_tokens=2, seed=0)) for end in ends]
-        batch = Batch(requests, vocab_size=target.vocab_size, context_len=len(text.ids) + 2, device=target.device, k=1)
-        noise = REJECTION.make_noise(batch.seeds, batch.lengths, 1, target.vocab_size)
-        draft = drafter.open(batch).propose(batch, [1] * len(requests), 1, REJECTION, noise)
-        assert draft.probs is None, "a draft that is looked up has a one-hot q"
-        if draft.ids.shape[1] == 0:
-            found += [-1] * len(requests)
-        else:
-            found += torch.where(draft.num_drafted > 0, draft.ids[:, 0], -1).tolist()
-    return found
+    prefixes = [text.ids[:end] for end in range(text.num_given, len(text.ids))]
+    proposed = proposals(drafter, prefixes, [1] * len(prefixes), REJECTION, target.vocab_size)
+    return [ids[0] if ids else -1 for ids in proposed]
 
 
 def _judge(

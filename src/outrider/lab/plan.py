@@ -70,6 +70,10 @@ class Costs:
     rounds: Mapping[tuple[str, int], RoundCost]
     lookup_s: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def drafts(self) -> list[str]:
+        return list(dict.fromkeys(name for name, _ in self.rounds))
+
     def draft_step_s(self, draft: str) -> float:
         """t_draft(1): of a draft that drafts token by token, from its longest round."""
         k = max(k for name, k in self.rounds if name == draft)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +18,21 @@ import torch
 from torch import Tensor
 
 from outrider.api import load
-from outrider.batch import Batch
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
-from outrider.flow import Request, Sampling
 from outrider.intervals import Interval, ratio_of_sums
 from outrider.lab.bounds import Bounds, Known, bounds
 from outrider.lab.counts import RoundCounts, tau_interval, total
 from outrider.lab.forced import Text, force
 from outrider.lab.log import Header, Record
+from outrider.lab.lookups import proposals
 from outrider.lab.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
 from outrider.lm import LM
 from outrider.probs import Settings, normalised
 from outrider.tokens import fingerprint
 from outrider.verify import RULES, Rule
-
-_MAX_LOOK_UPS = 256  # prefixes of a text in one batch; bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +297,15 @@ def _numpy(values: Tensor) -> Floats:
 def _replay_look_up(record: Record, header: Header, drafter: Drafter, rule: Rule, ks: Sequence[int]) -> Replayed:
     """A drafter with a one-hot q: a drafted token stands if and only if it is the one in the text. (Given that it is,
     min(1, q/p) and g are 1, and so is every rho; given that it is not, q is 0.)"""
+    text = (*record.prompt_ids, *record.token_ids)
+    prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
     found: dict[int, tuple[Integers, Integers]] = {}
     for k in ks:
-        wanted = np.minimum(k, _room(record, header))
-        pairs: list[tuple[int, int]] = []
-        for begin in range(0, len(wanted), _MAX_LOOK_UPS):
-            starts = range(begin, min(begin + _MAX_LOOK_UPS, len(wanted)))
-            pairs += _look_up(record, header, drafter, rule, k, starts, wanted)
-        num_matching, num_drafted = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
-        found[k] = (num_matching, num_drafted)
+        wanted = np.minimum(k, _room(record, header)).tolist()
+        proposed = list(proposals(drafter, prefixes, wanted, rule, header.vocab_size))
+        num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(proposed)]
+        num_drafted = [len(ids) for ids in proposed]
+        found[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
     return Replayed(record.index, record.category, partial(_look_up_laws, found), None)
 
 
@@ -318,28 +315,7 @@ def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tup
     return law, law
 
 
-def _look_up(
-    record: Record,
-    header: Header,
-    drafter: Drafter,
-    rule: Rule,
-    k: int,
-    starts: Sequence[int],
-    wanted: Integers,
-) -> list[tuple[int, int]]:
-    """How many drafted tokens match the text, and how many were drafted, after each number of tokens."""
-    text = (*record.prompt_ids, *record.token_ids)
-    prefixes = [text[: len(record.prompt_ids) + t] for t in starts]
-    requests = [Request(prefix, Sampling(max_new_tokens=1, seed=0)) for prefix in prefixes]
-    batch = Batch(requests, vocab_size=header.vocab_size, context_len=len(text) + 1, device=torch.device("cpu"), k=k)
-    noise = rule.make_noise(batch.seeds, batch.lengths, k, header.vocab_size)
-    draft = drafter.open(batch).propose(batch, [int(wanted[t]) for t in starts], k, rule, noise)
-    assert draft.probs is None, "a draft that is looked up has a one-hot q"
-    found = []
-    for t, ids, num_drafted in zip(starts, draft.ids.tolist(), draft.num_drafted.tolist(), strict=True):
-        following = record.token_ids[t:]
-        num_matching = 0
-        while num_matching < min(num_drafted, len(following)) and ids[num_matching] == following[num_matching]:
-            num_matching += 1
-        found.append((num_matching, num_drafted))
-    return found
+def _num_matching(proposed: Sequence[int], following: Sequence[int]) -> int:
+    """How many proposed tokens are those of the text, before the first that is not."""
+    pairs = zip(proposed, following, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
