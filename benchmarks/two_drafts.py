@@ -1,6 +1,6 @@
 """One draft against another, for the same target.
 
-    python benchmarks/two_drafts.py --draft OLD --draft NEW [--target fable ...] [-k 2-6] [--compile] [--threads 2]
+    python benchmarks/two_drafts.py --draft OLD --draft NEW [--target fable ...] [-k 2-6] [--compile] ...
 
 Plain decoding and both drafts at each K, arms in turn, over the 15 built-in prompts, temperature 1 and greedy. For each
 target: tokens per second of each arm, and how many times as fast the second draft at its best K is as the first at its
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--draft", action="append", required=True)
     parser.add_argument("--target", action="append")
     parser.add_argument("-k", default="2-6")
+    parser.add_argument("--acceptance", default="rejection")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -42,7 +43,8 @@ def main() -> None:
     console = Console(width=100)
     results: list[dict[str, Any]] = []
     for target in arguments.target or ["fable"]:
-        decoder = load(target, device="cpu", dtype="float32", compile=arguments.compile)
+        rule = arguments.acceptance
+        decoder = load(target, device="cpu", dtype="float32", acceptance=rule, compile=arguments.compile)
         arms = [Arm("plain", decoder)]
         for draft in arguments.draft:
             drafter = load_drafter(decoder, draft, device="cpu", dtype="float32")
@@ -55,7 +57,7 @@ def main() -> None:
             measurements = list(interleave(arms, cases, options))
             summaries = summarise(measurements, arms)
             how = "compiled" if arguments.compile else "eager"
-            console.print(table(summaries, f"{Path(target).name}, {how}, temperature {temperature:g}"))
+            console.print(table(summaries, f"{Path(target).name}, {how}, {rule}, temperature {temperature:g}"))
             old, new = (best(summaries, draft) for draft in arguments.draft)
             ratio = faster(measurements, old.arm, new.arm)
             console.print(
@@ -65,6 +67,7 @@ def main() -> None:
             results.append(
                 {
                     "target": Path(target).name,
+                    "acceptance": rule,
                     "temperature": temperature,
                     "ratio": ratio.to_json(),
                     "arms": [summary.to_json() for summary in summaries],

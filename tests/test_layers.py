@@ -16,7 +16,9 @@ ORDER = """
     __main__
     cli.app
     cli.alpha
+    cli.divergence
     cli.certify
+    cli.certify_samples
     cli.compare
     cli.distill
     cli.evaluate
@@ -29,6 +31,7 @@ ORDER = """
     cli.record
     cli.replay
     cli.shapes
+    cli.findings
     cli.jsonl
     cli.output
     cli.options
@@ -48,6 +51,8 @@ ORDER = """
     lab.foreign
     lab.alpha
     lab.certify
+    lab.samples
+    lab.design
     lab.certificate
     lab.divergence
     lab.exact

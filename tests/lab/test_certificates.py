@@ -14,8 +14,10 @@ from outrider.errors import OptionError, PromptError
 from outrider.flow import Sampling
 from outrider.lab import certify as module
 from outrider.lab.certificate import Certificate
-from outrider.lab.certify import Design, Job, Pilot, Sample, certify, check_greedily, fly
+from outrider.lab.certify import Job, Pilot, Sample, certify, check_greedily, fly
+from outrider.lab.design import Design
 from outrider.lab.evidence import detectable
+from outrider.lab.observed import Observed
 from outrider.lab.wrong import CONTROLS, Control
 from outrider.lm import LM
 from outrider.verify import RULES
@@ -68,10 +70,14 @@ def test_a_real_model_is_certified(
     assert not any(report.differences for report in certificate.greedy)
 
 
+def _design(job: Job, pilot: Observed, num_tokens: int) -> Design:
+    return Design.of(pilot, num_tokens, job.level, len(job.prompts))
+
+
 @cache
 def _llama_design() -> tuple[Job, Design]:
     job = _job(llama_pair())
-    return job, Design.of(job, Sample(job, first_text=2**32).first(256), 2500)
+    return job, _design(job, Sample(job, first_text=2**32).first(256), 2500)
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
@@ -96,7 +102,7 @@ def test_what_is_wrong_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None
 def _alarms(acceptance: str, num_certificates: int, num_tokens: int, level: float) -> int:
     """Certificates one after the other, of one long row of tokens."""
     job = _job(table_pair(6), acceptance, level, batch_size=512, top_k=5)
-    design = Design.of(job, Sample(job, first_text=2**32).first(1024), num_tokens)
+    design = _design(job, Sample(job, first_text=2**32).first(1024), num_tokens)
     whole = Sample(job).first(num_certificates * num_tokens)
     found = 0
     for i in range(num_certificates):
@@ -144,7 +150,7 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     num_tokens = pilot.num_tokens_to_detect(0.03, job.level)
     observed = Sample(job).first(num_tokens)
     assert pilot.observed is not None
-    design = Design.of(job, pilot.observed, num_tokens)
+    design = _design(job, pilot.observed, num_tokens)
     least = detectable(observed.score, observed.drift, design.score, design.level)
     assert least is not None and 0.02 < least <= 0.03
     with pytest.raises(OptionError, match="no farther from the target than"):

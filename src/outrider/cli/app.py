@@ -11,8 +11,10 @@ from outrider.cli import (
     alpha,
     analyze,
     certify,
+    certify_samples,
     compare,
     distill,
+    divergence,
     evaluate,
     generate,
     latency,
@@ -39,6 +41,8 @@ app.command("replay")(replay.replay)
 app.command("analyze")(analyze.analyze)
 app.command("alpha")(alpha.alpha)
 app.command("certify")(certify.certify)
+app.command("certify-samples")(certify_samples.certify_samples)
+app.command("divergence")(divergence.divergence)
 app.command("plan")(plan.plan)
 app.command("distill")(distill.distill)
 app.command("shapes")(shapes.shapes)

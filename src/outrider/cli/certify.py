@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -12,21 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.findings import greedy_row, statistical_rows, tell_deviation, tell_differences, verdict
 from outrider.cli.jsonl import read_prompts
 from outrider.cli.options import (
+    DEFAULT_ALPHA_LEVEL,
+    AlphaLevelOption,
     BatchSizeOption,
     JsonOption,
     PairOptions,
     SamplingOptions,
     SeedOption,
+    check_alpha_level,
     check_batch_size,
     flat,
-    parse_k,
+    single_k,
 )
 from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.files import read_text
-from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,14 +39,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.api import Decoder
-    from outrider.lab.certificate import Certificate, ControlReport, GreedyReport
+    from outrider.lab.certificate import Certificate, ControlReport
     from outrider.lab.certify import Job, Pilot
 
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBERS = ("alpha_level", "num_tokens", "batch_size", "seed")
+_NUMBERS = ("alpha_level", "detect_tv", "num_tokens", "batch_size", "seed")
 _OWN = ("num_draft_tokens", "prompts", "max_new_tokens", *_NUMBERS)
+_INPUTS = ("weights", "prompts_sha256")  # what must be the same to run a certificate again
 
 
 @flat
@@ -50,18 +56,18 @@ def certify(
     pair: PairOptions,
     sampling: SamplingOptions,
     num_draft_tokens: Annotated[
-        int, typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round.", rich_help_panel="Models")
-    ] = DEFAULT_NUM_DRAFT_TOKENS,
+        str,
+        typer.Option(
+            "-k", "--num-draft-tokens", help="K, tokens drafted per round, or auto.", rich_help_panel="Models"
+        ),
+    ] = str(DEFAULT_NUM_DRAFT_TOKENS),
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
     ] = 64,
-    alpha_level: Annotated[
-        float,
-        typer.Option(help="Probability that a right rule fails the statistical tests.", rich_help_panel=_STATISTICS),
-    ] = 1e-3,
+    alpha_level: AlphaLevelOption = DEFAULT_ALPHA_LEVEL,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -84,24 +90,23 @@ def certify(
 ) -> None:
     """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
     check_json_target(json_target)
-    hashes = None
-    if again is not None:
-        _check_alone(context)
-        pair, sampling, own, hashes = _read_again(again)
-        prompts = own["prompts"] and Path(own["prompts"])
-        num_draft_tokens, max_new_tokens = own["num_draft_tokens"], own["max_new_tokens"]
-        alpha_level, num_tokens, batch_size, seed = (own[name] for name in _NUMBERS)
-    check_batch_size(batch_size)
-    parse_k(str(num_draft_tokens))
     sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
     given = [(name, value) for name, value in sizes.items() if value is not None]
     if len(given) > 1:
         raise OptionError(*given[0], f"give one of {', '.join(sizes)}")
+    stored: dict[str, Any] | None = None
+    if again is not None:
+        _check_alone(context)
+        pair, sampling, own, stored = _read_again(again)
+        prompts = own["prompts"] and Path(own["prompts"])
+        num_draft_tokens, max_new_tokens = str(own["num_draft_tokens"]), own["max_new_tokens"]
+        alpha_level, detect_tv, num_tokens, batch_size, seed = (own[name] for name in _NUMBERS)
+    check_batch_size(batch_size)
+    k = single_k(num_draft_tokens, pair, sampling, seed)
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
     if detect_tv is not None and not 0 < detect_tv < 1:
         raise OptionError("--detect-tv", detect_tv, "a number between 0 and 1, like 0.01")
-    if not 0 < alpha_level < 1:
-        raise OptionError("--alpha-level", alpha_level, "a number between 0 and 1, like 1e-3")
+    check_alpha_level(alpha_level)
     draft = pair.single_draft
     if draft == "none":
         raise OptionError("--draft", draft, "without a draft there is nothing to certify")
@@ -113,10 +118,11 @@ def certify(
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
-    decoder, job = _job(pair, options, num_draft_tokens, texts, alpha_level, batch_size, seed)
-    models = _weights(decoder)
-    if hashes is not None and hashes != models:
-        raise FileError(f"{again}: the weights are other ones now, so it cannot be run again")
+    decoder, job = job_of(pair, options, k, texts, alpha_level, batch_size, seed)
+    inputs = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
+    if stored is not None and stored != inputs:
+        what = " and ".join(name.split("_")[0] for name in _INPUTS if stored[name] != inputs[name])
+        raise FileError(f"{again}: the {what} are other ones now, so it cannot be run again")
     pilot = fly(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
@@ -126,7 +132,7 @@ def certify(
     settings = options_json(
         pair,
         options,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=k,
         prompts=prompts,
         alpha_level=alpha_level,
         budget=budget,
@@ -134,21 +140,29 @@ def certify(
         num_tokens=num_tokens,
         batch_size=batch_size,
     )
-    body = {**certificate.to_json(), "weights": models}
+    body = {**certificate.to_json(), **inputs}
     write_json(json_target, "certify", settings, body, decoder.target)
     if not certificate.is_certified:
         raise typer.Exit(1)
 
 
-def _job(
+def job_of(
     pair: PairOptions,
     options: dict[str, Any],
-    k: int,
+    k: NumDraftTokens,
     texts: Sequence[str] | None,
     level: float,
     batch_size: int,
     seed: int,
 ) -> tuple[Decoder, Job]:
+    """What is to be certified.
+
+    Args:
+        texts: prompts; None for the built-in ones.
+
+    Raises:
+        PromptError: it says which.
+    """
     from dataclasses import replace
 
     from outrider.bench.prompts import PROMPTS
@@ -176,6 +190,11 @@ def _weights(decoder: Decoder) -> dict[str, str | None]:
         "target": weights_checksum(decoder.target.model),
         "draft": weights_checksum(drafter.lm.model) if isinstance(drafter, ModelDrafter) else None,
     }
+
+
+def _checksum(prompts: Sequence[Sequence[int]]) -> str:
+    """SHA-256 of token ids."""
+    return hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()
 
 
 def _num_tokens(job: Job, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:
@@ -236,14 +255,14 @@ def _read_again(path: Path) -> tuple[PairOptions, SamplingOptions, dict[str, Any
         for group in (PairOptions, SamplingOptions):
             groups.append(group(**{field.name: options[field.name] for field in fields(group)}))
         own = {name: options[name] for name in _OWN}
-        hashes = document["weights"]
+        inputs = {name: document[name] for name in _INPUTS}
     except json.JSONDecodeError as error:
         raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
     except (KeyError, TypeError) as error:
         raise FileError(f"{path} is not a whole certificate: {error} is missing in it") from None
     pair, sampling = groups
     assert isinstance(pair, PairOptions) and isinstance(sampling, SamplingOptions)
-    return pair, sampling, own, hashes
+    return pair, sampling, own, inputs
 
 
 def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
@@ -251,7 +270,7 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
 
     decoder = job.decoder
     title = (
-        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {job.num_draft_tokens}, "
+        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, "
         f"temperature {job.sampling.temperature:g}"
     )
     table = new_table(title, "layer", "found", "verdict")
@@ -261,51 +280,30 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         ("a round", exact.round_law, exact.tolerance),
         ("teacher forcing", exact.forcing, exact.forcing_tolerance),
     ):
-        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", _verdict(gap <= tolerance))
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(gap <= tolerance))
     statistical = certificate.statistical
     if statistical is None:
         table.add_row("statistical", "nothing is left to chance", "-")
     else:
-        for test in statistical.tests:
-            table.add_row(f"statistical: {test.name}", f"p = {test.p:.2g}", _verdict(not test.is_alarm))
-        is_allowed = statistical.num_forbidden == 0
-        table.add_row("statistical: forbidden tokens", str(statistical.num_forbidden), _verdict(is_allowed))
+        for row in statistical_rows(statistical):
+            table.add_row(*row)
     for one in certificate.greedy:
-        name = "same seed, same text" if one.has_noise else "greedy text"
-        table.add_row(name, _greedy_text(one), _verdict(one.is_ok))
+        table.add_row(*greedy_row(one))
     for control in certificate.controls:
-        verdict = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
-        table.add_row(f"control: {control.control.about}", _control_text(control), verdict)
+        found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
+        table.add_row(f"control: {control.control.about}", _control_text(control), found)
     console.print(table)
     for one in certificate.greedy:
-        for difference in one.differences:
-            margin = "-" if difference.margin is None else f"{difference.margin:.2g}"
-            console.print(
-                f"prompt {difference.prompt} differs from token {difference.position} on: margin {margin}, "
-                f"rounding {difference.gap:.2g}: {difference.verdict}"
-            )
+        tell_differences(console, one, "prompt", decoder.tokenizer)
     if statistical is not None:
-        least = statistical.detectable
-        console.print(
-            f"{statistical.num_tokens} tokens of {statistical.num_texts} texts. "
-            + "With 99% a deviation towards the draft would have been found out "
-            + ("only if larger than the draft's own." if least is None else f"from {least:.2%} on (total variation).")
-        )
-        if statistical.wanted is not None and (least is None or least > statistical.wanted):
-            console.print(f"That is more than the {statistical.wanted:.2%} asked for: test more (--num-tokens).")
+        tell_deviation(console, statistical, "the draft")
+        wanted, least = statistical.wanted, statistical.detectable
+        if wanted is not None and (least is None or least > wanted):
+            console.print(f"That is more than the {wanted:.2%} asked for: test more (--num-tokens).")
     if any(not control.is_ok for control in certificate.controls):
         console.print("A known mistake was not found out: too few tokens to certify anything (--budget, --num-tokens).")
     false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
     console.print(("CERTIFIED" if certificate.is_certified else "NOT CERTIFIED") + false_alarm, style="bold")
-
-
-def _verdict(is_ok: bool) -> str:
-    return "ok" if is_ok else "FAILED"
-
-
-def _greedy_text(report: GreedyReport) -> str:
-    same = report.num_texts - len(report.differences)
-    return f"{same} of {report.num_texts} texts the same"
 
 
 def _control_text(report: ControlReport) -> str:

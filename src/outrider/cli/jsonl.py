@@ -38,14 +38,19 @@ def read_prompts(path: Path) -> list[PromptLine]:
     Raises:
         FileError: with file and line number.
     """
-    # Not splitlines(), which also splits at characters that may stand within a line of JSON.
-    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    numbered = _numbered_lines(path)
     if not numbered:
         raise FileError(f"{path} has no prompts in it")
     if not numbered[0][1].lstrip().startswith("{"):
         return [PromptLine(number, line) for number, line in numbered]
     return [_prompt_of(path, number, line) for number, line in numbered]
+
+
+def _numbered_lines(path: Path) -> list[tuple[int, str]]:
+    """Lines that are not blank, with their numbers."""
+    # Not splitlines(), which also splits at characters that may stand within a line of JSON.
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _prompt_of(path: Path, number: int, line: str) -> PromptLine:
@@ -67,6 +72,62 @@ def _prompt_of(path: Path, number: int, line: str) -> PromptLine:
                 f"{path}, line {number}: the {name} has half a character at {error.start} (a lone surrogate)"
             ) from None
     return PromptLine(number, prompt, category)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLine:
+    """A text that some system has written, of a file.
+
+    Attributes:
+        prompt, output: text, or token ids.
+        options: how it was sampled, in the names of ``Sampling``; what is not there is not said.
+    """
+
+    number: int
+    prompt: str | tuple[int, ...]
+    output: str | tuple[int, ...]
+    options: dict[str, Any]
+
+
+def read_samples(path: Path, known: Sequence[str]) -> list[SampleLine]:
+    """The texts of a file of JSON lines: each with ``prompt_ids`` or ``prompt``, and ``token_ids`` or ``text``; perhaps
+    with ``options``, or with the ``settings`` that ``outrider generate --output`` writes.
+
+    Args:
+        known: names of options.
+
+    Raises:
+        FileError: with file and line number.
+    """
+    return [_sample_of(path, number, line, known) for number, line in _numbered_lines(path)]
+
+
+def _sample_of(path: Path, number: int, line: str, known: Sequence[str]) -> SampleLine:
+    row = _parse_row(path, number, line)
+
+    def tokens_or_text(ids_key: str, text_key: str) -> str | tuple[int, ...]:
+        ids, text = row.get(ids_key), row.get(text_key)
+        if isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            return tuple(ids)
+        if ids is None and isinstance(text, str):
+            return text
+        raise FileError(f"{path}, line {number}: give {ids_key!r}, a list of token ids, or {text_key!r}, a text")
+
+    own, settings = row.get("options"), row.get("settings")
+    options = (settings if own is None else own) or {}
+    if not isinstance(options, dict):
+        raise FileError(f"{path}, line {number}: the options {options!r} are not a JSON object")
+    strange = sorted(set(own or ()) - set(known))
+    if strange:
+        raise FileError(f"{path}, line {number}: there is no option {strange[0]!r}; those are {', '.join(known)}")
+    kept = {name: value for name, value in options.items() if name in known}
+    bias = kept.get("logit_bias")
+    if bias is not None and not (isinstance(bias, list) and all(isinstance(item, str) for item in bias)):
+        raise FileError(f'{path}, line {number}: logit_bias is a list of texts, like ["42=-5"]')
+    prompt, output = tokens_or_text("prompt_ids", "prompt"), tokens_or_text("token_ids", "text")
+    if isinstance(output, str) and not isinstance(prompt, str):
+        raise FileError(f"{path}, line {number}: a 'text' needs a 'prompt', so that both are cut into tokens together")
+    return SampleLine(number, prompt, output, kept)
 
 
 def _parse_row(path: Path, number: int, line: str | bytes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
 
 _MODELS, _SAMPLING, _MACHINE = "Models", "Sampling", "Machine"
+DEFAULT_ALPHA_LEVEL = 1e-3
 _LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
 
 JsonOption = Annotated[
@@ -243,6 +244,10 @@ NumDraftTokensListOption = Annotated[
     typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.", rich_help_panel=_MODELS),
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Prompts at once.", rich_help_panel=_MACHINE)]
+AlphaLevelOption = Annotated[
+    float,
+    typer.Option(help="Probability that a right rule fails the statistical tests.", rich_help_panel="Statistics"),
+]
 SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=_SAMPLING)]
 
 
@@ -250,6 +255,12 @@ def check_batch_size(batch_size: int) -> None:
     """Raises OptionError."""
     if batch_size < 1:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+
+
+def check_alpha_level(level: float) -> None:
+    """Raises OptionError."""
+    if not 0 < level < 1:
+        raise OptionError("--alpha-level", level, "a number between 0 and 1, like 1e-3")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -25,8 +25,12 @@ class StatisticalReport:
         alpha: mean of sum min(p, q) over the tokens.
         detectable: the least total variation that the score test finds out with a probability of 0.99.
         wanted: what was to be detectable, if anything was asked for.
-        places: for each place in a round the number of tokens and the score's z.
+        estimate, estimate_std: the deviation towards the draft as the score shows it, in total variation, and its
+            standard error; None where no token can tell the two apart.
+        surprise_excess: mean of -log p less the entropy, in nats (both clipped as in outrider.lab.observed).
+        places: for each place in a round the number of tokens and the score's z; empty where rounds are not known.
         pit_histogram: tokens in twenty equal bins.
+        pit_excess: share of tokens with a PIT of at most u, less u, for u = 0, 0.01 ... 1.
     """
 
     num_tokens: int
@@ -36,9 +40,13 @@ class StatisticalReport:
     alpha: float
     detectable: float | None
     wanted: float | None
+    estimate: float | None
+    estimate_std: float | None
+    surprise_excess: float
     tests: Sequence[Finding]
     places: Sequence[tuple[int, float]]
     pit_histogram: Sequence[int]
+    pit_excess: Sequence[float]
 
     @property
     def is_alarm(self) -> bool:
@@ -58,9 +66,13 @@ class StatisticalReport:
             "alpha": self.alpha,
             "detectable": self.detectable,
             "wanted": self.wanted,
+            "estimate": self.estimate,
+            "estimate_std": self.estimate_std,
+            "surprise_excess": self.surprise_excess,
             "tests": [test.to_json() for test in self.tests],
             "places": [{"num_tokens": count, "z": z} for count, z in self.places],
             "pit_histogram": list(self.pit_histogram),
+            "pit_excess": list(self.pit_excess),
             "is_ok": self.is_ok,
         }
 

@@ -20,40 +20,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from outrider.api import Decoder
 from outrider.decode import decode
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import OptionError, PromptError
-from outrider.flow import Request, Sampling
-from outrider.lab.certificate import Certificate, ControlReport, GreedyReport, StatisticalReport
-from outrider.lab.divergence import Divergence, explain
-from outrider.lab.evidence import (
-    Accounts,
-    Bet,
-    Finding,
-    Increments,
-    Integers,
-    detectable,
-    holm,
-    p_value,
-    pit_tests,
-    tokens_needed,
-)
+from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS, Request, Sampling
+from outrider.lab.certificate import Certificate, ControlReport, GreedyReport
+from outrider.lab.design import Design, num_tests
+from outrider.lab.divergence import against_plain
+from outrider.lab.evidence import tokens_needed
 from outrider.lab.exact import check_exactly
 from outrider.lab.observed import Observed, Written, joined, observe
 from outrider.lab.wrong import CONTROLS, Control
 from outrider.stop import RowText
 from outrider.verify import GUMBEL, RULES
 
-NUM_TESTS = 8
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
 _PILOT_TEXTS = 2**32  # the pilot's texts are counted from here, so that no seed is used twice
 _NUM_CONTEXTS = 8  # of the exact layer
-_MAX_PROMPT_ACCOUNTS = 16
-_NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account
 _LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each has its share of the level
 _SPARE = 1.2  # tokens wanted over tokens needed: the pilot's estimate is one
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
@@ -79,7 +64,7 @@ class Job:
     seed: int
 
     def __post_init__(self) -> None:
-        assert self.prompts and self.batch_size >= 1 and isinstance(self.decoder.num_draft_tokens, int)
+        assert self.prompts and self.batch_size >= 1
         if not 0 < self.level < 1:
             raise OptionError("--alpha-level", self.level, "a number between 0 and 1")
         most = self.context_len - 3  # the exact layer looks two tokens ahead
@@ -96,9 +81,9 @@ class Job:
 
     @property
     def num_draft_tokens(self) -> int:
+        """K of the controls, which are made with a constant one."""
         k = self.decoder.num_draft_tokens
-        assert isinstance(k, int)
-        return k
+        return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
 
     @property
     def is_greedy(self) -> bool:
@@ -175,72 +160,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Design:
-    """What was settled before the tested tokens were drawn.
-
-    Attributes:
-        num_tokens: n.
-        level: of each single test, the least that Holm's procedure may hold it against.
-    """
-
-    num_tokens: int
-    level: float
-    score: Bet
-    surprise: Bet
-    places: Accounts
-    positions: Accounts
-    prompts: Accounts
-    surprise_places: Accounts
-
-    @classmethod
-    def of(cls, job: Job, pilot: Observed, num_tokens: int) -> Design:
-        level = job.level / NUM_TESTS
-
-        def accounts(shares: dict[int, float], like: Increments = pilot.score) -> Accounts:
-            each = level / len(shares)  # the others' money counts for little
-            return Accounts({kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()})
-
-        def seen(kinds: Integers) -> dict[int, float]:
-            values, counts = np.unique(kinds, return_counts=True)
-            return dict(zip(values.tolist(), (counts / len(kinds)).tolist(), strict=True))
-
-        num_groups = min(len(job.prompts), _MAX_PROMPT_ACCOUNTS)
-        return cls(
-            num_tokens=num_tokens,
-            level=level,
-            score=Bet.for_sample(pilot.score, num_tokens, level),
-            surprise=Bet.for_sample(pilot.surprise, num_tokens, level),
-            places=accounts(seen(pilot.places)),
-            positions=accounts(seen(_position_kinds(pilot))),
-            prompts=accounts(dict.fromkeys(range(num_groups), 1 / num_groups)),
-            surprise_places=accounts(seen(pilot.places), pilot.surprise),
-        )
-
-    def tests(self, observed: Observed, level: float) -> list[Finding]:
-        """All tests of the tokens, with thresholds under which any of them is an alarm with probability ``level``."""
-        score, surprise = observed.score, observed.surprise
-        split = [
-            ("score-by-place", self.places.log_wealth(score, observed.places)),
-            ("score-by-position", self.positions.log_wealth(score, _position_kinds(observed))),
-            ("score-by-prompt", self.prompts.log_wealth(score, observed.prompts % _MAX_PROMPT_ACCOUNTS)),
-            ("likelihood-by-place", self.surprise_places.log_wealth(surprise, observed.places)),
-        ]
-        found = [
-            Finding("score", score.z, p_value(self.score.log_wealth(score))),
-            Finding("likelihood", surprise.z, p_value(self.surprise.log_wealth(surprise))),
-            *pit_tests(observed.pits),
-            *(Finding(name, wealth, p_value(wealth)) for name, wealth in split),
-        ]
-        assert len(found) == NUM_TESTS
-        return holm(found, level)
-
-
-def _position_kinds(observed: Observed) -> Integers:
-    kinds: Integers = np.minimum(np.log2(observed.positions + 1).astype(np.int64), _NUM_POSITIONS)
-    return kinds
-
-
-@dataclass(frozen=True, slots=True)
 class Pilot:
     """A look at tokens that will not be tested.
 
@@ -265,7 +184,7 @@ class Pilot:
         """
         assert self.observed is not None
         drift = self.observed.drift
-        needed = tokens_needed(self.observed.score, drift, distance, level / NUM_TESTS)
+        needed = tokens_needed(self.observed.score, drift, distance, level / num_tests(has_rounds=True))
         if needed is None:
             farthest = float(drift.distances.mean())
             raise OptionError(
@@ -311,14 +230,14 @@ def certify(
     if pilot.observed is None:
         controls = [_greedy_control(job, control) for control in CONTROLS]
         return Certificate(exact, None, controls, greedy)
-    design = Design.of(job, pilot.observed, num_tokens)
+    design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts))
 
     def telling(what: str) -> Callable[[int], None]:
         return lambda done: on_tokens(what, done, num_tokens)
 
     sample = Sample(job)
     observed = sample.first(num_tokens, telling("sample"))
-    statistical = _statistical(design, job, observed, len(sample.written), wanted)
+    statistical = design.report(observed, job.level, len(sample.written), wanted)
     controls = [_control(job, design, control, telling(control.name)) for control in CONTROLS]
     return Certificate(exact, statistical, controls, greedy)
 
@@ -339,47 +258,28 @@ def _deterministic(job: Job) -> list[Sampling]:
     return found
 
 
-def check_greedily(job: Job, sampling: Sampling, control: Control | None = None) -> GreedyReport:
+def check_greedily(
+    job: Job,
+    sampling: Sampling,
+    control: Control | None = None,
+    on_texts: Callable[[int], None] = lambda done: None,
+) -> GreedyReport:
     """Texts of all prompts against plain decoding, each explained where they differ."""
     there = replace(job, sampling=sampling)
-    plain = replace(there, decoder=job.decoder.plain())
-    differences: list[Divergence] = []
-    num_tokens = 0
-    for begin in range(0, len(job.prompts), job.batch_size):
-        texts = range(begin, min(begin + job.batch_size, len(job.prompts)))
-        for want, got in zip(write(plain, texts), write(there, texts, control), strict=True):
-            num_tokens += len(want.token_ids)
-            found = explain(
-                job.decoder.target,
-                want.prompt,
-                want.prompt_ids,
-                want.token_ids,
-                got.token_ids,
-                there.request(want.index).sampling,
-                job.num_draft_tokens,
-            )
-            if found is not None:
-                differences.append(found)
-    return GreedyReport(len(job.prompts), num_tokens, differences, sampling.temperature > 0)
-
-
-def _statistical(
-    design: Design, job: Job, observed: Observed, num_texts: int, wanted: float | None
-) -> StatisticalReport:
-    place_kinds = sorted(set(observed.places.tolist()))
-    parts = [observed.score[observed.places == place] for place in place_kinds]
-    return StatisticalReport(
-        num_tokens=len(observed),
-        num_texts=num_texts,
-        num_forbidden=int(observed.is_forbidden.sum()),
-        num_at_edge=int(observed.is_at_edge.sum()),
-        alpha=1 - float(observed.drift.distances.mean()),
-        detectable=detectable(observed.score, observed.drift, design.score, design.level),
-        wanted=wanted,
-        tests=design.tests(observed, job.level),
-        places=[(len(part.values), part.z) for part in parts],
-        pit_histogram=np.histogram(observed.pits, bins=20, range=(0.0, 1.0))[0].tolist(),
+    indices = range(len(job.prompts))
+    texts = []
+    for begin in range(0, len(indices), job.batch_size):
+        texts += [one.token_ids for one in write(there, indices[begin : begin + job.batch_size], control)]
+    num_tokens, differences = against_plain(
+        job.decoder.target,
+        RULES[job.decoder.acceptance],
+        [there.request(index) for index in indices],
+        texts,
+        num_draft_tokens=job.num_draft_tokens,
+        batch_size=job.batch_size,
+        on_texts=on_texts,
     )
+    return GreedyReport(len(job.prompts), num_tokens, differences, sampling.temperature > 0)
 
 
 def _excuse(job: Job, control: Control) -> str | None:

@@ -9,17 +9,20 @@ within a few times of what the blocks change, it is "numerics"; if not, it is "b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from outrider.flow import Sampling
+from outrider.decode import decode
+from outrider.drafters.base import NoDrafter
+from outrider.flow import Request, Sampling
 from outrider.lm import LM
 from outrider.noise import gumbels
 from outrider.probs import Settings, mark_seen, to_probs, wide
+from outrider.verify import Rule
 
 _SLACK = 8.0  # the blocks tried are a few of many shapes, and other shapes may change more
 
@@ -29,7 +32,7 @@ class Divergence:
     """The first difference of two texts.
 
     Attributes:
-        prompt: index of the prompt.
+        prompt: index of the prompt, or of the text where each has its own.
         position: index in the output.
         plain_id, other_id: the tokens there; None where a text has ended.
         margin: score of the plain token less that of the other, under a forward over one token. The score is the
@@ -55,6 +58,44 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
         if a != b:
             return index
     return None if len(plain) == len(other) else min(len(plain), len(other))
+
+
+def against_plain(
+    target: LM,
+    rule: Rule,
+    requests: Sequence[Request],
+    texts: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int,
+    batch_size: int,
+    on_texts: Callable[[int], None] = lambda done: None,
+) -> tuple[int, list[Divergence]]:
+    """Hold texts against those of plain decoding.
+
+    Args:
+        requests: what plain decoding is to do; not used before.
+        texts: what was written otherwise, for each request.
+        num_draft_tokens: K of those.
+        on_texts: told how many were just compared.
+
+    Returns:
+        How many tokens plain decoding wrote, and the first difference of each two texts that differ.
+    """
+    num_tokens = 0
+    differences = []
+    for begin in range(0, len(requests), batch_size):
+        batch = requests[begin : begin + batch_size]
+        plain: list[list[int]] = [[] for _ in batch]
+        for round_ in decode(target, NoDrafter(), batch, rule, num_draft_tokens=0):
+            for row in round_.rows:
+                plain[row.row] += row.token_ids
+        num_tokens += sum(map(len, plain))
+        for index, (request, own) in enumerate(zip(batch, plain, strict=True), start=begin):
+            found = explain(target, index, request.prompt_ids, own, texts[index], request.sampling, num_draft_tokens)
+            if found is not None:
+                differences.append(found)
+        on_texts(len(batch))
+    return num_tokens, differences
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ under p is taken off, so that its sum is a martingale if the tokens do follow p;
   which are independent and uniform if the tokens follow p (Rosenblatt 1952; Brockwell 2007). The number of tokens must
   have been chosen beforehand.
 - ``holm`` keeps the probability that any of several tests gives a false alarm (Holm 1979).
-- ``detectable`` and ``tokens_needed``: what a bet would find out.
+- ``detectable``, ``tokens_needed``: what a bet would find out; ``estimated``: how far off the tokens are.
 
 Derivations: docs/certify.md. This module does not know models, nor what a token is.
 """
@@ -255,6 +255,20 @@ def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> 
     if lack(1.0) > 0:
         return None
     return float(optimize.brentq(lack, 0.0, 1.0)) * float(drift.distances.mean())
+
+
+def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | None:
+    """The total variation, on average over the tokens, of the mixture (1 - e) p + e r that fits the sum of X, and its
+    standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens lie on the other side of p.
+
+    Returns:
+        None where X does not tell r from p.
+    """
+    pull = float(drift.means.sum())
+    if pull <= 0:
+        return None
+    scale = float(drift.distances.mean()) / pull
+    return scale * float(increments.values.sum()), scale * math.sqrt(increments.variance)
 
 
 def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: float) -> int | None:

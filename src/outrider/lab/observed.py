@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.flow import Sampling
 from outrider.lab.evidence import Drift, Floats, Increments, Integers
@@ -47,7 +47,7 @@ class Written:
     Attributes:
         index: of the text; with the seed of the tests it gives the w of its tokens.
         prompt: index of its prompt.
-        places: of each token in its round, from 0.
+        places: of each token in its round, from 0; all 0 where rounds are not known.
     """
 
     index: int
@@ -159,8 +159,10 @@ def draft_rows(
 ) -> Iterator[tuple[Forced, Tensor, Tensor]]:
     """p and q before the judged tokens of texts, a chunk at a time.
 
+    Without a draft q is p squared, normalised: the target at half the temperature, for texts that are too sharp.
+
     Returns:
-        The target's judged tokens; p and q in float64, q = p where the drafter proposes nothing. [M, V], [M, V]
+        The target's judged tokens; p and q in float64, q = p where a look-up proposes nothing. [M, V], [M, V]
     """
     has_penalty = sampling.repetition_penalty != 1
     settings = Settings.of([sampling], target.vocab_size, target.device)
@@ -172,6 +174,11 @@ def draft_rows(
         )
         for chunk, draft in pairs:
             yield chunk, normalised(chunk.probs(settings)), normalised(draft.probs(settings)).to(chunk.ids.device)
+        return
+    if isinstance(drafter, NoDrafter):
+        for chunk in force(target, texts, has_penalty=has_penalty):
+            p = normalised(chunk.probs(settings))
+            yield chunk, p, normalised(p.square())
         return
     proposed = [_look_up(target, drafter, text) for text in texts]
     taken = [0] * len(texts)

@@ -1,0 +1,86 @@
+"""``outrider certify-samples``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import Outrider, only_document
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts"
+    path.write_text("".join(f"{who} {did}\n" for who in ("The king", "A fox", "She") for did in ("went", "was", "saw")))
+    return path
+
+
+@pytest.fixture
+def samples(outrider: Outrider, prompts: Path, tmp_path: Path) -> Path:
+    """What ``generate`` writes: text, token ids and options."""
+    path = tmp_path / "samples"
+    ended = outrider("generate", "--prompts", prompts, "--output", path, "-t", 0.8, "-n", 40, "--seed", 1)
+    assert ended.code == 0
+    return path
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
+    ended = outrider("certify-samples", "fable", samples, "--draft", "fable-draft", "--json", "-")
+    assert ended.code == 0, ended
+    document = only_document(ended.out, "certify-samples")
+    assert document["is_consistent"] and not document["is_text"] and document["greedy"] == []
+    assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
+    assert "CONSISTENT (a right system fails" in ended.err and "towards the draft" in ended.err
+    # The same ids, said to be of another temperature.
+    rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
+    others = _write(tmp_path / "others", rows)
+    assert outrider("certify-samples", "fable", others, "-t", 0.8).code == 0
+    ended = outrider("certify-samples", "fable", others, "-t", 2)
+    assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper law" in ended.out
+
+
+def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    path = tmp_path / "greedy"
+    outrider("generate", "--prompts", prompts, "--output", path, "-t", 0, "-n", 12, "--draft", "none")
+    ended = outrider("certify-samples", "fable", path, "--json", "-")
+    document = only_document(ended.out, "certify-samples")
+    assert ended.code == 0 and document["statistical"] is None and document["greedy"][0]["num_texts"] == 9
+    rows = [{"prompt": row["prompt"], "text": row["text"], "options": {"temperature": 0}} for row in _lines(path)]
+    ended = outrider("certify-samples", "fable", _write(path, rows))
+    assert ended.code == 0 and "cut into tokens anew" in ended.out and "9 of 9 texts the same" in ended.out
+    rows[4]["text"] = " and" * 5
+    ended = outrider("certify-samples", "fable", _write(path, rows))
+    assert ended.code == 1 and "greedy text 4 differs from token 0 on" in ended.out and ": bug" in ended.out
+
+
+def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
+    path = tmp_path / "samples"
+
+    def error(*rows: dict) -> str:
+        return outrider("certify-samples", "fable", _write(path, list(rows))).error
+
+    good = {"prompt_ids": [1, 2], "token_ids": [3, 4]}
+    assert "two sampled texts" in error(good)
+    assert "two sampled texts" in error()
+    assert "line 2: give 'token_ids'" in error(good, {"prompt": "The king"})
+    assert "line 1: give 'prompt_ids'" in error(good | {"prompt_ids": ["a"]})
+    assert "line 1: a 'text' needs a 'prompt'" in error({"prompt_ids": [1], "text": "a"})
+    assert "line 2: there is no option 'temp'" in error(good, good | {"options": {"temp": 1}})
+    assert "line 1: the options [1] are not" in error(good | {"options": [1]})
+    assert "line 1: logit_bias is a list" in error(good | {"options": {"logit_bias": {"4": 1}}})
+    assert "line 2: top_p = 2 is not possible" in error(good, good | {"options": {"top_p": 2}})
+    assert "line 1: a token id outside" in error(good | {"token_ids": [10**6]}, good)
+    assert "line 1: 2002 tokens" in error(good | {"token_ids": [3] * 2000}, good)
+    assert "--alpha-level" in outrider("certify-samples", "fable", path, "--alpha-level", 2).error
+    assert "--seed" in outrider("certify-samples", "fable", path, "--seed", -1).error
+    assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error
+    assert "choose another file" in outrider("certify-samples", "fable", path, "--json", path).error

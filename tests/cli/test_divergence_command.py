@@ -1,0 +1,39 @@
+"""``outrider divergence``."""
+
+from pathlib import Path
+
+import pytest
+
+from commands import Outrider, only_document
+from outrider.lab import certify, wrong
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts"
+    path.write_text("The king\nThe fox and the hen\n")
+    return path
+
+
+def test_the_same_texts(outrider: Outrider, prompts: Path) -> None:
+    ended = outrider("divergence", "--prompts", prompts, "-n", 30, "-k", 3, "--json", "-")
+    assert ended.code == 0 and "2 of 2 texts the same" in ended.err
+    document = only_document(ended.out, "divergence")
+    assert document["num_texts"] == 2 and document["num_tokens"] == 60 and not document["differences"]
+    sampled = outrider("divergence", "--prompts", prompts, "-n", 30, "--acceptance", "gumbel", "-t", 0.9)
+    assert sampled.code == 0 and "same seed, same text" in sampled.out
+
+
+def test_a_fault_is_explained(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = certify.write
+    monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, wrong.CONTROLS[1]))
+    ended = outrider("divergence", "--prompts", prompts, "-n", 30)
+    assert ended.code == 1 and "FAILED" in ended.out
+    lines = [line for line in ended.out.splitlines() if line.startswith("prompt ")]
+    assert lines and "in plain decoding, here" in lines[0] and "margin" in lines[0] and ": bug" in ended.out
+
+
+def test_bad_options(outrider: Outrider) -> None:
+    assert "nothing to compare" in outrider("divergence", "--draft", "none").error
+    assert "--acceptance gumbel" in outrider("divergence", "-t", 1).error
+    assert "--batch-size" in outrider("divergence", "--batch-size", 0).error
