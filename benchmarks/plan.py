@@ -3,9 +3,11 @@
     python benchmarks/plan.py --target fable --target GROWN [--draft fable-draft --draft ngram ...] [--threads 2]
 
 For each target, ``outrider plan --measure`` at K = 1, 2, 4, 8: predicted speed-up of every draft, speed-up measured in
-the same run with other seeds (arms in turn, 95% interval over the prompts), and the difference; then what the plan
-would choose against the best of all that was measured, plain decoding included. The last line of standard output is
-one JSON document.
+the same run with other seeds (arms in turn, 95% interval over the prompts), and the difference. The costs behind the
+prediction are timed between the prompts of the measurement; tau, the tokens per round, is not taken from it. At
+temperature 0 tau is known exactly beforehand; else both taus are estimates, each with an error of its own. Then what
+the plan would choose (before anything was measured) against the best of all that was measured, plain decoding included.
+The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -54,13 +56,16 @@ def planned(target: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(console: Console, title: str, document: dict[str, Any]) -> None:
-    choices = {(one["draft"], one["k"]): one for one in document["settings"][0]["choices"]}
+    choices = {(one["draft"], one["k"]): one for one in document["predicted"]}
     measured = {(one["draft"], one["k"]): Interval(**one["speed_up"]) for one in document["measured"][1:]}
-    table = new_table(title, "draft", "K", "predicted", "measured, 95%", "difference")
+    tau = {(one["draft"], one["k"]): one["stats"]["mean_acceptance_length"] for one in document["measured"][1:]}
+    table = new_table(title, "draft", "K", "predicted", "measured, 95%", "difference", "tau", "measured")
     for (draft, k), interval in measured.items():
         predicted = choices[draft, k]["speed_up"]["value"]
         difference = predicted / interval.value - 1
-        table.add_row(Path(draft).name, str(k), f"{predicted:.2f}", interval_text(interval), f"{difference:+.1%}")
+        taus = choices[draft, k]["tau"]["value"], tau[draft, k]
+        row = Path(draft).name, str(k), f"{predicted:.2f}", interval_text(interval), f"{difference:+.1%}"
+        table.add_row(*row, *(f"{value:.2f}" for value in taus))
     console.print(table)
     chosen = document["settings"][0]["best"]
     reached = measured[chosen["draft"], chosen["k"]].value if chosen else 1.0

@@ -26,6 +26,7 @@ ORDER = """
     cli.latency
     cli.models
     cli.plan
+    cli.pairs
     cli.whatif
     cli.analyze
     cli.record

@@ -43,6 +43,10 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     for choice in one["choices"]:
         assert choice["tau"]["value"] >= 1 and choice["if_free"] > choice["speed_up"]["value"]
     assert [arm["k"] for arm in document["measured"]][:2] == [None, 1]  # and 3, if it is the best
+    again = {(choice["draft"], choice["k"]): choice for choice in document["predicted"]}
+    assert ("fable-draft", 1) in again and len(again) == len(document["measured"]) - 1
+    assert again["fable-draft", 1]["tau"] == next(one["tau"] for one in one["choices"] if one["k"] == 1)
+    assert again["fable-draft", 1]["round_ms"] > 0
     # Greedy, so that the rounds of the measured arm are those that were foreseen. (Seeds differ, texts do not.)
     tau = {choice["k"]: choice["tau"]["value"] for choice in one["choices"]}
     stats = document["measured"][1]["stats"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,8 @@ import typer
 
 from outrider.cli.jsonl import read_prompts
 from outrider.cli.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.output import check_json_target, console_for, counted, gather, options_json, progress_bar, write_json
+from outrider.cli.output import check_json_target, console_for, counted, options_json, progress_bar, write_json
+from outrider.cli.pairs import compare, run_pairs
 from outrider.cli.whatif import what_if as predict_from
 from outrider.errors import OptionError
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from outrider.lab.plan import Choice, Costs
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
-_MEASURED_K = (1, 2, 4, 8)
 _NUM_ROWS_SHOWN = 10
 _MOST_PROBS = 4096  # of p that is kept where a rule needs all of it
 
@@ -54,7 +54,9 @@ def plan(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Then run the pairs at K = 1, 2, 4, 8 and the best, to hold the prediction against."
+            "--measure",
+            help="Then run the pairs at K = 1, 2, 4, 8 and the best, to hold the prediction against; rounds are timed "
+            "again between them, so that both see the machine in the same state.",
         ),
     ] = False,
     seed: SeedOption = 0,
@@ -125,17 +127,27 @@ def plan(
     if is_bounded:
         console.print("The log knows only part of p: what is shown is the least that is to be expected.", style="dim")
     measured: list[ArmSummary] = []
+    predicted: list[Choice] = []
     is_interrupted = False
     if measure:
-        alone = next(found for costs, found in results if costs.setting.num_rows == 1)
-        measured, is_interrupted = _measure(decoder, drafters, alone, records, options, seed)
-        _compare(console, alone, measured)
+        setting, alone = next((costs.setting, found) for costs, found in results if costs.setting.num_rows == 1)
+
+        def time_again(ks: Sequence[int], between: Callable[[], None], num_passes: int) -> Costs:
+            return measure_costs(decoder.target, drafters, ks, rule, header.sampling, setting, between, num_passes)
+
+        measured, again = run_pairs(decoder, drafters, alone, records, options, seed, time_again)
+        is_interrupted = again is None
+        if again is not None:
+            ran = {key: texts for key, texts in counts.items() if key[1] in again.ks}
+            predicted = choices(again, ran)
+        compare(console, predicted or alone, measured)
     if plot is not None:
         _plot(plot, decoder.target.name, results, measured)
         console.print(f"Plot: {plot}")
     body: dict[str, Any] = {
         "settings": [_setting_json(costs, found) for costs, found in results],
         "measured": [summary.to_json() for summary in measured],
+        "predicted": [_choice_json(one) for one in predicted],
         "is_interrupted": is_interrupted,
     }
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
@@ -284,44 +296,6 @@ def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int |
     if pair.compile is not None:
         words.append("--compile" if pair.compile else "--no-compile")
     return shlex.join(words)
-
-
-def _measure(
-    decoder: Decoder,
-    drafters: Mapping[str, Drafter],
-    found: Sequence[Choice],
-    records: Sequence[Record],
-    options: dict[str, Any],
-    seed: int,
-) -> tuple[list[ArmSummary], bool]:
-    """Run the pairs at some K and the best one, arms in turn, on the same prompts with other seeds than those that the
-    prediction rests on."""
-    from outrider.bench.prompts import WARM_UP
-    from outrider.bench.report import summarise
-    from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
-
-    arms = [Arm("plain", decoder)]
-    for name, drafter in drafters.items():
-        ks = sorted(one.k for one in found if one.draft == name and (one.k in _MEASURED_K or one is found[0]))
-        arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
-    cases = [Case(index, one.prompt_ids, seed + len(records) + index) for index, one in enumerate(records)]
-    warm_up(arms, WARM_UP, options)
-    done, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
-    return summarise(done, arms), is_interrupted
-
-
-def _compare(console: Console, found: Sequence[Choice], measured: Sequence[ArmSummary]) -> None:
-    from outrider.bench.report import interval_text, new_table
-
-    table = new_table("Predicted and measured speed-up", "draft", "K", "predicted", "measured, 95%", "difference")
-    predicted = {(one.draft, one.k): one.speed_up.value for one in found}
-    for summary in measured[1:]:
-        arm, speed_up = summary.arm, summary.speed_up
-        assert isinstance(arm.num_draft_tokens, int) and arm.draft is not None and speed_up is not None
-        expected = predicted[arm.draft, arm.num_draft_tokens]
-        difference = f"{expected / speed_up.value - 1:+.1%}"
-        table.add_row(arm.draft, str(arm.num_draft_tokens), f"{expected:.2f}", interval_text(speed_up), difference)
-    console.print(table)
 
 
 def _plot(path: Path, name: str, results: Sequence[tuple[Costs, list[Choice]]], measured: Sequence[ArmSummary]) -> None:

@@ -74,6 +74,10 @@ class Costs:
     def drafts(self) -> list[str]:
         return list(dict.fromkeys(name for name, _ in self.rounds))
 
+    @property
+    def ks(self) -> set[int]:
+        return {k for _, k in self.rounds}
+
     def draft_step_s(self, draft: str) -> float:
         """t_draft(1): of a draft that drafts token by token, from its longest round."""
         k = max(k for name, k in self.rounds if name == draft)
@@ -95,11 +99,12 @@ def measure_costs(
     sampling: Sampling,
     setting: Setting,
     on_pass: Callable[[], None] = lambda: None,
+    num_passes: int = _NUM_PASSES,
 ) -> Costs:
     """Time rounds of every draft and K, and plain ones, in turn.
 
     Args:
-        on_pass: called NUM_STEPS times, for a progress bar.
+        on_pass: called after warming up and after each pass: NUM_STEPS times, unless ``num_passes`` says otherwise.
     """
     keys = [(name, k) for name in drafters for k in ks]
     arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
@@ -108,7 +113,7 @@ def measure_costs(
         rule,
         num_rows=setting.num_rows,
         length=setting.context,
-        num_passes=_NUM_PASSES,
+        num_passes=num_passes,
         sampling=sampling,
         on_pass=on_pass,
     )
