@@ -214,6 +214,7 @@ def certify(
     num_tokens: int,
     *,
     wanted: float | None = None,
+    controls: Sequence[Control] | None = None,
     on_tokens: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Certificate:
     """All layers.
@@ -221,15 +222,16 @@ def certify(
     Args:
         num_tokens: to be tested.
         wanted: the total variation that must be detectable.
+        controls: the mistakes to be made; None for all.
         on_tokens: told what is being done, how many tokens of it were just written, and of how many.
     """
     decoder = job.decoder
     contexts = list(_contexts(job, pilot.written))
     exact = check_exactly(decoder.target, decoder.drafter, job.sampling, RULES[decoder.acceptance], contexts)
     greedy = [check_greedily(job, sampling) for sampling in _deterministic(job)]
+    made = CONTROLS if controls is None else controls
     if pilot.observed is None:
-        controls = [_greedy_control(job, control) for control in CONTROLS]
-        return Certificate(exact, None, controls, greedy)
+        return Certificate(exact, None, [_greedy_control(job, control) for control in made], greedy)
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts))
 
     def telling(what: str) -> Callable[[int], None]:
@@ -238,8 +240,8 @@ def certify(
     sample = Sample(job)
     observed = sample.first(num_tokens, telling("sample"))
     statistical = design.report(observed, job.level, len(sample.written), wanted)
-    controls = [_control(job, design, control, telling(control.name)) for control in CONTROLS]
-    return Certificate(exact, statistical, controls, greedy)
+    found = [_control(job, design, control, telling(control.name)) for control in made]
+    return Certificate(exact, statistical, found, greedy)
 
 
 def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]:
