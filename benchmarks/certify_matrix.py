@@ -2,7 +2,7 @@
 
     python benchmarks/certify_matrix.py --output matrix.jsonl [--num-tokens 3000] [--draft ngram ...] > matrix.txt
 
-240 certificates at a level of 0.001 each. Known mistakes are mistakes of `rejection` whatever rule is certified, so they
+240 certificates at a level of 0.001 each. Known mistakes are of `rejection` whatever rule is certified, so they
 are made once for all rules; so is the pilot run. Where nothing alarms but a mistake was missed, all rules are given
 twice as many tokens, up to eight times as many. What is done is written to the output, so that a run that was cut off
 goes on where it was; several may share the work by --draft, each with an output of its own, and --report takes these
@@ -162,8 +162,8 @@ def report(console: Console, done: list[Row]) -> None:
     ps = [one["smallest_p"] for one in summaries if one["smallest_p"] is not None]
     num_caught, num_made = (sum(one[key] for one in summaries) for key in ("num_caught", "num_controls"))
     console.print(
-        f"{sum(row['is_certified'] for row in done)} of {len(done)} certified; {num_caught} of {num_made} mistakes found "
-        f"out; smallest p {min(ps):.1g} among {8 * len(ps)} tests; {sum(row['seconds'] for row in done) / 3600:.1f} h."
+        f"{sum(row['is_certified'] for row in done)} of {len(done)} certified; {num_caught} of {num_made} mistakes "
+        f"found out; smallest p {min(ps):.1g} among {8 * len(ps)} tests; {sum(row['seconds'] for row in done) / 3600:.1f} h."
     )
 
 

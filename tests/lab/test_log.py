@@ -61,6 +61,18 @@ def test_what_is_written_is_read(made: tuple[Header, list[Record]], tmp_path: Pa
         assert_same(got, want)
 
 
+def test_large_records_fill_a_shard_sooner(
+    made: tuple[Header, list[Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, records = made
+    monkeypatch.setattr(module, "_MOST_SHARD_BYTES", 1)
+    writer = LogWriter(tmp_path / "log", header, expected(records[:3]))
+    for one in records[:3]:
+        writer.append([one])
+        assert writer.num_finished == one.index + 1
+    assert [line.shard for line in Log.open(tmp_path / "log").lines] == [0, 1, 2]
+
+
 def test_the_header_keeps_every_option(tmp_path: Path) -> None:
     sampling = Sampling(0.7, 40, 0.9, 0.01, 1.2, {3: -float("inf"), 5: 0.1}, stop=("a", "b"), max_new_tokens=9)
     header = Header("t", sampling, None, 10, 64, (1, 2), None, {"chat": True}, {"time": "now"})

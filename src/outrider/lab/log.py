@@ -37,6 +37,7 @@ _LINE_BEGINS = b'{"index": '
 _PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\d+\.part")  # what a write that was cut short leaves
 _REMEDY = "take the log from a copy, or remove the folder and record again"
 _MIN_SHARD = 32  # records
+_MOST_SHARD_BYTES = 2**28  # after which a shard with fewer records is full; bounds the memory
 _SAMPLING = (
     "temperature",
     "top_k",
@@ -427,7 +428,8 @@ class LogWriter:
             FileError
         """
         self._waiting += records
-        if len(self._waiting) >= self._shard_size:
+        num_bytes = sum(tensor.nbytes for record in self._waiting for tensor in _tensors(record).values())
+        if len(self._waiting) >= self._shard_size or num_bytes >= _MOST_SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
