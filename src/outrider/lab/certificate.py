@@ -27,6 +27,7 @@ class StatisticalReport:
         wanted: what was to be detectable, if anything was asked for.
         places: for each place in a round the number of tokens and the score's z.
         pit_histogram: tokens in twenty equal bins.
+        pit_excess: the share of them at or below u, less u, at u = 0, 0.01 ... 1.
     """
 
     num_tokens: int
@@ -39,6 +40,7 @@ class StatisticalReport:
     tests: Sequence[Finding]
     places: Sequence[tuple[int, float]]
     pit_histogram: Sequence[int]
+    pit_excess: Sequence[float]
 
     @property
     def is_alarm(self) -> bool:
@@ -61,6 +63,7 @@ class StatisticalReport:
             "tests": [test.to_json() for test in self.tests],
             "places": [{"num_tokens": count, "z": z} for count, z in self.places],
             "pit_histogram": list(self.pit_histogram),
+            "pit_excess": list(self.pit_excess),
             "is_ok": self.is_ok,
         }
 

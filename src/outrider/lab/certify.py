@@ -368,6 +368,8 @@ def _statistical(
 ) -> StatisticalReport:
     place_kinds = sorted(set(observed.places.tolist()))
     parts = [observed.score[observed.places == place] for place in place_kinds]
+    grid = np.linspace(0.0, 1.0, 101)
+    shares = np.searchsorted(np.sort(observed.pits), grid, side="right") / len(observed)
     return StatisticalReport(
         num_tokens=len(observed),
         num_texts=num_texts,
@@ -379,6 +381,7 @@ def _statistical(
         tests=design.tests(observed, job.level),
         places=[(len(part.values), part.z) for part in parts],
         pit_histogram=np.histogram(observed.pits, bins=20, range=(0.0, 1.0))[0].tolist(),
+        pit_excess=(shares - grid).tolist(),
     )
 
 
