@@ -32,6 +32,7 @@ ORDER = """
     cli.jsonl
     cli.output
     cli.options
+    bench.certificate_html
     bench.plots
     bench.report
     bench.run
