@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.intervals import Interval, mean_std, paired_difference, paired_ratio, wald, wilson
+from outrider.intervals import (
+    Interval,
+    mean_std,
+    normal_limit,
+    paired_difference,
+    paired_ratio,
+    uniform_bins,
+    uniform_distance,
+    wald,
+    wilson,
+)
 
 FALSE_ALARM = 1e-6
 
@@ -179,3 +189,31 @@ def test_the_interval_of_the_difference_covers_the_truth() -> None:
         covered_by_control += abs(interval.value - 0.04) <= half
     at_least, at_most = stats.binom.interval(1 - FALSE_ALARM, 2000, 0.95)
     assert at_least <= covered <= at_most < covered_by_control
+
+
+def test_bands_of_uniform_numbers_hold_as_often_as_they_say() -> None:
+    """4,000 samples of 300 numbers in 20 bins, at 95%. The bounds fail with a probability of 1e-6 each if the bands are
+    right; a band for another level is outside of them."""
+    num_samples, level = 4000, 0.95
+    rng = np.random.default_rng(5)
+    values = np.sort(rng.random((num_samples, 300)), axis=1)
+    counts = np.apply_along_axis(lambda row: np.histogram(row, 20, (0, 1))[0], 1, values)
+    ranks = np.arange(300) / 300
+    distances = np.maximum(values - ranks, ranks + 1 / 300 - values).max(axis=1)
+    largest = np.abs(rng.standard_normal((num_samples, 5))).max(axis=1)
+
+    def outside(level: float) -> list[int]:
+        low, high = uniform_bins(300, 20, level)
+        is_outside = [
+            ((counts < low) | (counts > high)).any(axis=1),
+            distances > uniform_distance(300, level),
+            largest > normal_limit(5, level),
+        ]
+        return [int(one.sum()) for one in is_outside]
+
+    most = stats.binom.isf(FALSE_ALARM, num_samples, 1 - level)
+    least = stats.binom.ppf(FALSE_ALARM, num_samples, 1 - level)
+    bins, distance, limit = outside(level)
+    assert bins <= most and least <= distance <= most
+    assert least - 0.002 * num_samples <= limit <= most, "Bonferroni costs 0.001 here"
+    assert all(count > most for count in outside(0.85))

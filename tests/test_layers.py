@@ -36,6 +36,7 @@ ORDER = """
     cli.jsonl
     cli.output
     cli.options
+    bench.certificate_html
     bench.plots
     bench.report
     bench.run

@@ -55,6 +55,18 @@ def write_whole(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+
 def to_disk(path: Path) -> None:
     """Wait until a file, or the entries of a folder, would survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -73,6 +73,24 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
     return Interval(successes / trials, float(interval.low), float(interval.high), level)
 
 
+def uniform_bins(num_values: int, num_bins: int, level: float = 0.99) -> tuple[int, int]:
+    """The least and the largest count of independent uniform numbers in equal bins: with a probability of at least
+    ``level`` no bin is outside (Bonferroni)."""
+    low, high = stats.binom.interval(1 - (1 - level) / num_bins, num_values, 1 / num_bins)
+    return int(low), int(high)
+
+
+def uniform_distance(num_values: int, level: float = 0.99) -> float:
+    """What the distance between the empirical distribution of independent uniform numbers and the uniform one stays
+    below with probability ``level`` (Kolmogorov and Smirnov)."""
+    return float(stats.kstwo.ppf(level, num_values))
+
+
+def normal_limit(num_values: int, level: float = 0.99) -> float:
+    """What standard normal numbers stay below on either side, all of them with a probability of at least ``level``."""
+    return _z(1 - (1 - level) / num_values)
+
+
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
     """Difference of two success rates on the same trials, second minus first.

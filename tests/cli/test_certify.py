@@ -1,11 +1,13 @@
 """``outrider certify``."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from commands import Outrider, only_document
+from outrider.bench.certificate_html import render
 from outrider.lab import certify, wrong
 
 
@@ -26,13 +28,14 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    file = tmp_path / "certificate.json"
+    file, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
     arguments = "--prompts", prompts, "--num-tokens", 400, "-n", 24, "-k", 3, "--top-k", 500
-    ended = outrider("certify", *arguments, "--json", file)
+    ended = outrider("certify", *arguments, "--json", file, "--html", page)
     assert (ended.code, ended.err) == (0, "")
     assert "CERTIFIED (a right rule fails the tests with probability 0.001)" in ended.out
     assert "400 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
+    assert page.read_text(encoding="utf-8") == render(first)
     assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
     assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 400
     again = only_document(outrider("certify", "--again", file, "--json", "-").out, "certify")
@@ -43,15 +46,20 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     assert "the weights are other ones now" in outrider("certify", "--again", file).error
 
 
-def test_what_is_wrong_is_not_certified(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 1, and the layer is named."""
+def test_what_is_wrong_is_not_certified(
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1, and the layer is named; so it is on the page."""
+    page = tmp_path / "certificate.html"
     right, accept_all = certify.write, wrong.CONTROLS[0]
     monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, made or accept_all))
-    ended = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 32)
+    ended = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 32, "--html", page)
     assert ended.code == 1 and "NOT CERTIFIED" in ended.out
     failed = [line for line in ended.out.splitlines() if "FAILED" in line]
     assert any("statistical" in line for line in failed) and any("greedy" in line for line in failed)
     assert "differs from token" in ended.out and ": bug" in ended.out
+    text = page.read_text(encoding="utf-8")
+    assert "Not certified" in text and "The law of the text is pushed towards the draft" in text and "BUG" in text
 
 
 def test_temperature_zero(outrider: Outrider, prompts: Path) -> None:
@@ -67,6 +75,21 @@ def test_the_sample_that_a_deviation_needs(outrider: Outrider, prompts: Path) ->
     document = only_document(ended.out, "certify")
     assert document["statistical"]["wanted"] == 0.2
     assert 200 <= document["options"]["num_tokens"] < 1000
+
+
+def test_a_page_is_refused_before_the_work(
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded"))
+    page = tmp_path / "page.html"
+    assert "must end in .html" in outrider("certify", "--html", tmp_path / "page.json").error
+    assert "there is no folder" in outrider("certify", "--html", tmp_path / "nowhere" / "page.html").error
+    assert "choose another file" in outrider("certify", "--html", page, "--json", page).error
+    page.write_text("The king\n")
+    assert "choose another file" in outrider("certify", "--html", page, "--prompts", page).error
+    assert page.read_text() == "The king\n"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'outrider[plot]'" in outrider("certify", "--html", page, "--prompts", prompts).error
 
 
 def test_bad_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

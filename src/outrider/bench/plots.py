@@ -5,8 +5,10 @@ matplotlib is an extra (``plot``), imported only where something is drawn.
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,15 +26,15 @@ if TYPE_CHECKING:
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
-def check_plot_file(path: Path) -> None:
-    """Find out before the measurement, not after it, that a plot cannot be made.
+def check_plot_file(path: Path, formats: Sequence[str] = PLOT_FORMATS) -> None:
+    """Find out before the measurement, not after it, that a plot, or a page with plots, cannot be made.
 
     Raises:
         FileError: the name or the folder is not possible.
         MissingExtra: matplotlib is not installed.
     """
-    if path.suffix not in PLOT_FORMATS:
-        raise FileError(f"cannot plot to {path}: the name must end in {', '.join(PLOT_FORMATS)}")
+    if path.suffix not in formats:
+        raise FileError(f"cannot plot to {path}: the name must end in {', '.join(formats)}")
     if not path.parent.is_dir():
         raise FileError(f"cannot write {path}: there is no folder {path.parent}")
     check_writable(path)
@@ -141,6 +143,100 @@ def plot_shapes(costs: Sequence[ShapeCost], path: Path, title: str) -> None:
         for one, x, y in zip(row, at, values, strict=True):
             axes.annotate(str(one.shape.hidden_size), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
     _save(figure, axes, path)
+
+
+# Figures in a page, light or dark. Their ink is the colour of the text around them. Blue and orange stand out from both
+# pages and can be told apart by the colour-blind; the shapes of their marks differ as well.
+_INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
+_BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
+_PAGE_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text remains text
+    "svg.hashsalt": "outrider",  # the same figure each time
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+}
+
+
+def svg_of_bins(counts: Sequence[int], band: tuple[int, int]) -> str:
+    """A histogram over [0, 1], with the band that its bars should end in."""
+
+    def draw(axes: Any) -> None:
+        width = 1 / len(counts)
+        axes.axhspan(*band, **_BAND)
+        axes.bar([(i + 0.5) * width for i in range(len(counts))], counts, width=0.8 * width, color=_BLUE)
+        axes.axhline(sum(counts) * width, color=_INK, lw=1)
+        axes.set(xlim=(0, 1))
+
+    return _svg("bins", "probability integral transform", "tokens", draw)
+
+
+def svg_of_excess(excess: Sequence[float], distance: float) -> str:
+    """An empirical distribution less the uniform one, at equal steps from 0 to 1, with the band it should stay in."""
+
+    def draw(axes: Any) -> None:
+        axes.axhspan(-distance, distance, **_BAND)
+        axes.axhline(0, color=_INK, lw=1)
+        axes.plot([i / (len(excess) - 1) for i in range(len(excess))], excess, color=_BLUE)
+        axes.set(xlim=(0, 1))
+
+    return _svg("excess", "u, tokens ordered by q − p", "share at or below u, less u", draw)
+
+
+def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Sequence[Interval]) -> str:
+    """How often the first, second ... drafted token of a round stands: if those before it do, and of all rounds."""
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        there = [(i + 0.95, one) for i, one in enumerate(conditional) if one is not None]
+        _bars(axes, [at for at, _ in there], [one for _, one in there], "if those before it do", fmt="o", color=_BLUE)
+        at = [i + 1.05 for i in range(len(unconditional))]
+        _bars(axes, at, unconditional, "of all rounds", fmt="s", color=_ORANGE)
+        axes.set(xlim=(0.5, len(unconditional) + 0.5), ylim=(-0.04, 1.04))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+    return _svg("acceptance", "drafted token of the round", "share that stands", draw)
+
+
+def svg_of_z(zs: Sequence[float], limit: float) -> str:
+    """Standardised numbers of the first, second ... token of a round, with the band that they should be in."""
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        at = range(1, len(zs) + 1)
+        axes.axhspan(-limit, limit, **_BAND)
+        axes.axhline(0, color=_INK, lw=1)
+        axes.vlines(at, 0, zs, color=_BLUE)
+        axes.plot(at, zs, "o", color=_BLUE)
+        axes.set(xlim=(0.5, len(zs) + 0.5))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    return _svg("z", "token of the round", "z of the score", draw)
+
+
+def _svg(name: str, across: str, up: str, draw: Callable[[Any], None]) -> str:
+    """A figure as an element of a page that may hold others.
+
+    Args:
+        name: told apart by it; all ids in the element begin with it.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_PAGE_STYLE):
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=across, ylabel=up)
+        draw(axes)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    document = file.getvalue()
+    element = document[document.index("<svg") :]
+    element = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", element)
+    return element.replace(_INK, "currentColor")
 
 
 def _bars(axes: Any, at: Sequence[float], values: Sequence[Interval], label: str, **style: Any) -> None:

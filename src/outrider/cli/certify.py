@@ -28,9 +28,17 @@ from outrider.cli.options import (
     flat,
     single_k,
 )
-from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    make_document,
+    options_json,
+    progress_bar,
+    write_document,
+)
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.files import read_text
+from outrider.files import read_text, write_text
 from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
@@ -86,6 +94,10 @@ def certify(
     again: Annotated[
         Path | None, typer.Option(help="Run a certificate once more, from the JSON document of it.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the certificate as a page to read: one HTML file with figures."),
+    ] = None,
     json_target: JsonOption = None,
 ) -> None:
     """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
@@ -101,6 +113,7 @@ def certify(
         prompts = own["prompts"] and Path(own["prompts"])
         num_draft_tokens, max_new_tokens = str(own["num_draft_tokens"]), own["max_new_tokens"]
         alpha_level, detect_tv, num_tokens, batch_size, seed = (own[name] for name in _NUMBERS)
+    check_outputs({"--html": html, "--json": json_target}, [prompts, pair.models, again])
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
@@ -113,8 +126,13 @@ def certify(
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
 
+    from outrider.bench.certificate_html import render
+    from outrider.bench.plots import check_plot_file
     from outrider.lab.certify import LEAST_NUM_TOKENS, fly
     from outrider.lab.certify import certify as judge
+
+    if html is not None:
+        check_plot_file(html, (".html",))
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
@@ -140,8 +158,11 @@ def certify(
         num_tokens=num_tokens,
         batch_size=batch_size,
     )
-    body = {**certificate.to_json(), **inputs}
-    write_json(json_target, "certify", settings, body, decoder.target)
+    document = make_document("certify", settings, {**certificate.to_json(), **inputs}, decoder.target)
+    if json_target is not None:
+        write_document(json_target, document)
+    if html is not None:
+        write_text(html, render(document))
     if not certificate.is_certified:
         raise typer.Exit(1)
 
@@ -227,7 +248,7 @@ def _check_alone(context: typer.Context) -> None:
     """With --again all options come from the file. Raises OptionError."""
     for name in context.params:
         source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in ("again", "json_target"):
+        if source is not None and source.name == "COMMANDLINE" and name not in ("again", "html", "json_target"):
             option = "--" + name.replace("_", "-")
             raise OptionError(option, context.params[name], "with --again all options come from the file; leave it out")
 

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.errors import FileError, OptionError
-from outrider.files import check_writable, write_whole
+from outrider.errors import OptionError
+from outrider.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,27 +115,34 @@ def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Pat
 def write_json(
     json_target: str | None, command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
 ) -> None:
-    """Write the document of a command, if one was asked for. Its form is described in docs/json.md.
+    """Write the document of a command, if one was asked for. See ``make_document``."""
+    if json_target is not None:
+        write_document(json_target, make_document(command, options, body, target))
+
+
+def make_document(
+    command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
+) -> dict[str, Any]:
+    """The document of a command, as it will be read back from JSON. Its form is described in docs/json.md.
 
     Args:
         target: the model that ran, if one did: its device and dtype belong to where the result comes from.
     """
-    if json_target is None:
-        return
     from outrider.provenance import provenance
 
     origin = provenance("cpu" if target is None else str(target.device))
     if target is not None:
         origin["dtype"] = str(target.dtype).removeprefix("torch.")
-    document = {"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin}
+    return _as_read({"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin})
+
+
+def write_document(json_target: str, document: dict[str, Any]) -> None:
+    """Write it to a file, or to standard output ("-")."""
     text = json_text(document, indent=2)
     if json_target == "-":
         sys.stdout.write(text)
     else:
-        try:
-            write_whole(Path(json_target), text.encode())
-        except OSError as error:
-            raise FileError(f"cannot write {json_target}: {error.strerror}") from None
+        write_text(Path(json_target), text)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -156,5 +163,10 @@ def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> di
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
     if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={bias:g}" for token_id, bias in sampling["logit_bias"].items()]
-    back: dict[str, Any] = json.loads(json_text(options))
+    return _as_read(options)
+
+
+def _as_read(value: dict[str, Any]) -> dict[str, Any]:
+    """What comes back when it is written as JSON and read."""
+    back: dict[str, Any] = json.loads(json_text(value))
     return back

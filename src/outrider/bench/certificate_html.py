@@ -1,0 +1,159 @@
+"""A certificate as a page to read: one HTML file with its figures in it, without scripts, that fetches nothing.
+
+The page is a function of the document that ``outrider certify --json`` writes (docs/json.md) and of nothing else. Its
+words are in the template ``certificate.html``; its figures are drawn in outrider.bench.plots.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
+from outrider.intervals import normal_limit, uniform_bins, uniform_distance, wilson
+
+# What each test would have found of the law, and what its statistic is.
+TESTS = {
+    "score": ("pushed towards the draft", "z"),
+    "likelihood": ("too sharp or too flat", "z"),
+    "pit-ks": ("bent along q − p, by Kolmogorov-Smirnov", "D"),
+    "pit-chi2": ("bent along q − p, by chi-square", "χ²"),
+    "score-by-place": ("pushed towards the draft at some place in the round", "log W"),
+    "score-by-position": ("pushed towards the draft in some stretch of the text", "log W"),
+    "score-by-prompt": ("pushed towards the draft after some prompt", "log W"),
+    "likelihood-by-place": ("too sharp or too flat at some place in the round", "log W"),
+}
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The page.
+
+    Args:
+        document: of outrider/certify/1, as it is read back from JSON.
+    """
+    loader = PackageLoader("outrider.bench", "")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(whole=_whole, share=_share, number=_number, gap=_gap, value=_value)
+    statistical = document["statistical"]
+    reasons = list(_reasons(document))
+    assert document["is_certified"] == (not reasons)
+    return environment.get_template("certificate.html").render(
+        document,
+        reasons=reasons,
+        exact_rows=list(_exact_rows(document["exact"])),
+        words=TESTS,
+        figures=statistical and _figures(statistical, document["options"]["num_draft_tokens"]),
+        filters=list(_filters(document["options"])),
+        command=shlex.join(["outrider", *document["provenance"]["argv"]]),
+    )
+
+
+def _exact_rows(exact: Mapping[str, Any]) -> Iterator[tuple[str, float | None, float, bool]]:
+    """What was compared, how far it is off, how far it may be, and whether it is no farther."""
+    for name, key, tolerance in (
+        ("one token", "identity", exact["tolerance"]),
+        ("one round", "round_law", exact["tolerance"]),
+        ("teacher forcing", "forcing", exact["forcing_tolerance"]),
+    ):
+        yield name, exact[key], tolerance, exact[key] is not None and exact[key] <= tolerance
+
+
+def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
+    """Why it is not certified; none if it is."""
+    for name, gap, tolerance, is_ok in _exact_rows(document["exact"]):
+        if not is_ok:
+            yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
+    statistical = document["statistical"]
+    if statistical is not None:
+        for test in statistical["tests"]:
+            if test["is_alarm"]:
+                found, _ = TESTS[test["name"]]
+                yield f"The law of the text is {found} ({test['name']}, p = {_number(test['p'])})."
+        if statistical["num_forbidden"]:
+            yield f"The target does not allow {_whole(statistical['num_forbidden'])} of the tokens that were written."
+        wanted, least = statistical["wanted"], statistical["detectable"]
+        if wanted is not None and (least is None or least > wanted):
+            yield f"A deviation of {_share(wanted)} was to be found out, and might not have been: test more tokens."
+    for control in document["controls"]:
+        if control["excuse"] is None and not control["is_caught"]:
+            yield (
+                f"A mistake made on purpose was not found out ({control['name']}: {control['about']}), so the tests "
+                "are too weak here: test more tokens."
+            )
+    for one in document["greedy"]:
+        num_bugs = sum(difference["verdict"] != "numerics" for difference in one["differences"])
+        if num_bugs:
+            how = "with the same seed" if one["has_noise"] else "at temperature 0"
+            yield (
+                f"Of {_whole(one['num_texts'])} texts {how}, {_whole(num_bugs)} differ from plain decoding by more "
+                "than rounding explains."
+            )
+
+
+def _filters(options: Mapping[str, Any]) -> Iterator[str]:
+    """What is done to the target's probabilities beside the temperature."""
+    for name, none in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1), ("logit_bias", None)):
+        if options[name] != none:
+            yield f"{name.replace('_', '-')} {_value(options[name])}"
+
+
+def _figures(statistical: Mapping[str, Any], num_draft_tokens: int | str) -> dict[str, Any]:
+    """The figures, and the numbers that their captions name."""
+    num_tokens, bins = statistical["num_tokens"], statistical["pit_histogram"]
+    band = uniform_bins(num_tokens, len(bins))
+    zs = [place["z"] for place in statistical["places"]]
+    z_limit = normal_limit(len(zs))
+    counts = [place["num_tokens"] for place in statistical["places"]]
+    most = num_draft_tokens if isinstance(num_draft_tokens, int) else 1  # "auto"
+    counts += [0] * (most + 1 - len(counts))  # places that no round came to
+    figures = {
+        "bins": svg_of_bins(bins, band),
+        "band": band,
+        "num_bins_outside": sum(not band[0] <= count <= band[1] for count in bins),
+        "acceptance": svg_of_acceptance(
+            [wilson(there, before) if before else None for before, there in pairwise(counts)],
+            [wilson(there, counts[0]) for there in counts[1:]],
+        ),
+        "z": svg_of_z(zs, z_limit),
+        "z_limit": z_limit,
+    }
+    if "pit_excess" in statistical:  # older documents are without
+        distance = uniform_distance(num_tokens)
+        excess = statistical["pit_excess"]
+        figures |= {
+            "excess": svg_of_excess(excess, distance),
+            "distance": distance,
+            "least_excess": min(excess),
+            "most_excess": max(excess),
+        }
+    return figures
+
+
+def _whole(value: int) -> str:
+    return f"{value:,}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.2%}"
+
+
+def _number(value: float | None) -> str:
+    """A p-value or a statistic."""
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _gap(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0e}" if value else "0"
+
+
+def _value(value: Any) -> str:
+    """Of an option."""
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or "–"
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,241 @@
+"""Certificates of toys as pages: whole, closed in themselves, and of one mind with the document."""
+
+import copy
+import re
+from collections.abc import Callable
+from functools import cache
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from outrider.api import Decoder
+from outrider.bench.certificate_html import TESTS, render
+from outrider.cli.options import PairOptions, SamplingOptions
+from outrider.cli.output import make_document, options_json
+from outrider.drafters.ngram import NgramDrafter
+from outrider.flow import Sampling
+from outrider.intervals import uniform_distance
+from outrider.lab import certify as module
+from outrider.lab.certify import Job, certify, fly
+from outrider.lab.wrong import ACCEPT_ALL, Control
+from toys import llama_pair
+
+_CLOSED_BY_NOTHING = {"meta", "br"}
+_NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+class Page(HTMLParser):
+    """A page taken apart; every element must be closed where it ought to be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in _CLOSED_BY_NOTHING:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def figures(self) -> list[str]:
+        return [attrs["aria-label"] for _, attrs in self.tags if attrs.get("role") == "img"]
+
+
+@cache
+def _certified(kind: str) -> dict[str, Any]:
+    """The document of a real certificate of a tiny pair."""
+    target, drafter = llama_pair()
+    options: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"top_k": 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "NUM_PILOT_TOKENS", 256)
+        patch.setattr(module, "_NUM_CONTEXTS", 1)
+        patch.setattr(module, "CONTROLS", (*module.CONTROLS[:2], module.CONTROLS[5]))
+        if kind == "wrong":
+            write, made = module.write, Control("", "", ACCEPT_ALL)
+            patch.setattr(module, "write", lambda job, texts, control=None: write(job, texts, control or made))
+        acceptance = "gumbel" if kind == "gumbel" else "rejection"
+        drafter = NgramDrafter() if kind == "ngram" else drafter
+        decoder = Decoder(target, None, frozenset({0}), drafter, acceptance, num_draft_tokens=4)
+        job = Job(decoder, Sampling(max_new_tokens=24, **options), [(1, 2), (3,)], 1e-3, batch_size=64, seed=7)
+        certificate = certify(job, fly(job), 1000)
+    pair = PairOptions("toy", ["small"], acceptance)
+    settings = options_json(
+        pair,
+        SamplingOptions(**options).to_options(seed=7, num_seeds=1, max_new_tokens=24),
+        num_draft_tokens=4,
+        prompts=None,
+        alpha_level=1e-3,
+        budget=None,
+        detect_tv=None,
+        num_tokens=1000,
+        batch_size=64,
+    )
+    weights = {"target": "1f" * 32, "draft": None if kind == "ngram" else "2e" * 32}
+    return make_document("certify", settings, certificate.to_json() | {"weights": weights}, target)
+
+
+KINDS = ["right", "gumbel", "greedy", "ngram", "wrong"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_is_whole_and_fetches_nothing(kind: str) -> None:
+    html = render(_certified(kind))
+    assert html == render(_certified(kind)) and html.startswith("<!DOCTYPE html>")
+    page = Page(html)
+    assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in page.tags}
+    for tag, attrs in page.tags:
+        links = {name: value for name, value in attrs.items() if name in ("src", "href", "xlink:href", "srcset")}
+        assert all(value.startswith("#") for value in links.values()), (tag, links)
+    assert all(address.startswith("#") for address in re.findall(r"url\(([^)]*)\)", html)) and "@import" not in html
+    assert set(re.findall(r"\bhttps?://[^\"\s<]*", html)) <= _NAMESPACES
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    used = re.findall(r"(?:href=\"#|url\(#)([^\")]*)", html)
+    assert set(used) <= set(ids) and (used or kind == "greedy")
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_says_what_the_document_says(kind: str) -> None:
+    document = _certified(kind)
+    page, text = Page(render(document)), Page(render(document)).text
+    assert document["is_certified"] == (kind != "wrong")
+    assert text.startswith("Certified: toy with small" if document["is_certified"] else "Not certified: toy with small")
+    assert ("Every layer passed" in text) == document["is_certified"]
+    for control in document["controls"]:
+        assert control["about"] in text and (control["excuse"] or "caught") in text
+    assert "1f" * 32 in text and "outrider certify --again" in text
+    assert ("2e" * 32 in text) == (kind != "ngram") == ("look-up" not in text)
+    assert "rejection" in text if kind != "gumbel" else "Sampled with the same seeds" in text
+    statistical = document["statistical"]
+    if kind == "greedy":
+        assert statistical is None and page.figures == [] and "Limit of detection" not in text
+        assert "nothing is left to chance" in text
+        return
+    assert len(page.figures) == 4 and all(page.figures)
+    assert "top-k 20" in text and f"{statistical['detectable']:.2%}" in text
+    for test in statistical["tests"]:
+        assert TESTS[test["name"]][0] in text and f"{test['p']:.3g}" in text
+    assert ("ALARM" in text) == (kind == "wrong")
+
+
+def test_why_it_is_not_certified() -> None:
+    """A loop that keeps every draft: each layer that fails is named, and the curve sags as its caption says."""
+    document = _certified("wrong")
+    text = Page(render(document)).text
+    verdict = text[: text.index("Tested:")]
+    assert "pushed towards the draft (score, p = " in verdict and "differ from plain decoding" in verdict
+    assert "exact layer" not in verdict and "was not found out" not in verdict
+    assert "BUG" in text and "leaves it" in text
+    excess = document["statistical"]["pit_excess"]
+    assert len(excess) == 101 and excess[0] == excess[-1] == 0
+    assert min(excess) < -uniform_distance(1000) and max(excess) < 0.02
+
+
+def _forbid(document: dict[str, Any]) -> None:
+    document["statistical"]["num_forbidden"] = 3
+
+
+def _want(document: dict[str, Any]) -> None:
+    document["statistical"]["wanted"] = 1e-4
+
+
+def _miss(document: dict[str, Any]) -> None:
+    document["controls"][1] |= {"is_caught": False, "p": 0.5}
+
+
+def _break_the_rule(document: dict[str, Any]) -> None:
+    document["exact"]["round_law"] = 2e-3
+
+
+def _break_the_yardstick(document: dict[str, Any]) -> None:
+    document["exact"]["forcing"] = None  # not a number
+
+
+def _differ(document: dict[str, Any]) -> None:
+    difference = {"prompt": 1, "position": 7, "plain_id": 5, "other_id": None, "margin": None, "gap": 1e-6}
+    document["greedy"][0]["differences"] = [difference | {"verdict": "bug"}]
+    document["greedy"][0]["is_ok"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_forbid, "does not allow 3 of the tokens"),
+        (_want, "A deviation of 0.01% was to be found out"),
+        (_miss, "not found out (accept-all: every draft kept)"),
+        (_break_the_rule, "one round is off by 2e-03, and 1e-09 is allowed"),
+        (_break_the_yardstick, "teacher forcing is off by –"),
+        (_differ, "Of 2 texts at temperature 0, 1 differ"),
+    ],
+)
+def test_each_reason_has_its_sentence(change: Callable[[dict[str, Any]], None], reason: str) -> None:
+    document = copy.deepcopy(_certified("right"))
+    change(document)
+    with pytest.raises(AssertionError):
+        render(document)  # of two minds
+    text = Page(render(document | {"is_certified": False})).text
+    assert text.startswith("Not certified") and reason in text[: text.index("Tested:")]
+
+
+def test_names_are_escaped() -> None:
+    document = copy.deepcopy(_certified("right"))
+    document["options"] |= {"target": "<script>alert(1)</script>", "draft": ['"><img src=x>'], "prompts": "<b>.txt"}
+    document["provenance"]["argv"] = ["certify", "<i>&amp;"]
+    page = Page(render(document))
+    assert not {"script", "img", "i"} & {tag for tag, _ in page.tags}
+    for name in ("<script>alert(1)</script>", '"><img src=x>', "<b>.txt", "<i>&amp;"):
+        assert name in page.text
+
+
+def test_a_stored_document() -> None:
+    """Without what was not there when it was written; with what was, where it is there."""
+    document = copy.deepcopy(_certified("right"))
+    statistical = document["statistical"]
+    del statistical["pit_excess"]
+    statistical |= {"estimate": None, "estimate_std": None, "detectable": None, "num_at_edge": 2}
+    page = Page(render(document))
+    assert len(page.figures) == 3 and "Estimated deviation" not in page.text
+    assert "2 more stood on the very edge" in page.text and "draft alone" in page.text
+    statistical |= {"estimate": -0.0123, "estimate_std": 0.0045, "surprise_excess": 0.0321}
+    text = Page(render(document)).text
+    assert "-1.23% ± 0.45%" in text and "0.0321 nats" in text
+
+
+def test_a_k_that_changes() -> None:
+    """There is room for a drafted token even if none ever stood."""
+    document = copy.deepcopy(_certified("right")) | {"prompts_sha256": "3d" * 32}
+    document["options"]["num_draft_tokens"] = "auto"
+    document["statistical"]["places"] = [{"num_tokens": 1000, "z": 0.0}]
+    page = Page(render(document))
+    assert "as seem to pay" in page.text and "3d" * 32 in page.text and len(page.figures) == 4
+
+
+def test_the_walk_over_a_page_sees_what_is_open() -> None:
+    """The control."""
+    for broken in ("<p>", "<p><b></p></b>", "</p>"):
+        with pytest.raises((AssertionError, IndexError)):
+            Page(broken)
