@@ -144,7 +144,11 @@ def verdict(row: Row) -> str:
     if statistical is not None and not statistical["is_ok"]:
         return "alarm"
     if not row["is_certified"]:
-        return "missed " + ", ".join(c["name"] for c in row["controls"] if c["excuse"] is None and not c["is_caught"])
+        return (
+            "idle"
+            if all(c["excuse"] or c["is_caught"] for c in row["controls"])
+            else "missed " + ", ".join(c["name"] for c in row["controls"] if c["excuse"] is None and not c["is_caught"])
+        )
     if statistical is None:
         return "same"
     return "certified" if statistical["detectable"] is None else f"{statistical['detectable']:.1%}"
@@ -161,9 +165,10 @@ def report(console: Console, done: list[Row]) -> None:
     summaries = [summary(row) for row in done]
     ps = [one["smallest_p"] for one in summaries if one["smallest_p"] is not None]
     num_caught, num_made = (sum(one[key] for one in summaries) for key in ("num_caught", "num_controls"))
+    num_certified, hours = sum(row["is_certified"] for row in done), sum(row["seconds"] for row in done) / 3600
     console.print(
-        f"{sum(row['is_certified'] for row in done)} of {len(done)} certified; {num_caught} of {num_made} mistakes "
-        f"found out; smallest p {min(ps):.1g} among {8 * len(ps)} tests; {sum(row['seconds'] for row in done) / 3600:.1f} h."
+        f"{num_certified} of {len(done)} certified; {num_caught} of {num_made} mistakes found out; "
+        f"smallest p {min(ps):.1g} among {8 * len(ps)} tests; {hours:.1f} h of one thread."
     )
 
 

@@ -60,6 +60,7 @@ ORDER = """
     lab.exact
     lab.wrong
     lab.observed
+    lab.edges
     lab.evidence
     lab.forced
     lab.lookups

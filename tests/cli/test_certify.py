@@ -44,6 +44,25 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     first["weights"]["draft"] = "0" * 64
     file.write_text(json.dumps(first))
     assert "the weights are other ones now" in outrider("certify", "--again", file).error
+    prompts.write_text("The queen\n")
+    assert "the weights and prompts are other ones now" in outrider("certify", "--again", file).error
+    for name, value in {"num_tokens": "400", "threads": "2", "draft": "ngram", "prompts": 5, "seed": None}.items():
+        edited = first | {"options": first["options"] | {name: value}}
+        file.write_text(json.dumps(edited))
+        assert f"{name} = {value!r} is missing in it, or not as it was" in outrider("certify", "--again", file).error
+
+
+def test_what_was_asked_for_is_asked_for_again(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """A certificate that was refused for its limit is refused once more; with K chosen as it goes."""
+    file = tmp_path / "certificate.json"
+    arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 24, "-k", "auto", "--acceptance", "gumbel"
+    assert outrider("certify", *arguments, "--json", file).code == 0
+    document = only_document(file.read_text(), "certify")
+    assert document["options"]["num_draft_tokens"] == "auto"
+    document["options"]["detect_tv"] = 0.001
+    file.write_text(json.dumps(document))
+    ended = outrider("certify", "--again", file)
+    assert ended.code == 1 and "more than the 0.10% asked for" in ended.out
 
 
 def test_what_is_wrong_is_not_certified(
@@ -108,3 +127,4 @@ def test_bad_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     assert "not JSON" in outrider("certify", "--again", other).error
     other.write_text('{"schema": "outrider/certify/1", "options": {}}')
     assert "missing" in outrider("certify", "--again", other).error
+    assert "another file" in outrider("certify", "--prompts", prompts, "--json", prompts).error

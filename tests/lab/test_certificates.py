@@ -1,14 +1,17 @@
 """Certificates of toys: right loops get them at the stated rate, wrong ones do not."""
 
+import copy
 import dataclasses
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from outrider.api import Decoder
 from outrider.drafters.base import Drafter
+from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.flow import Sampling
@@ -21,7 +24,7 @@ from outrider.lab.observed import Observed
 from outrider.lab.wrong import CONTROLS, Control
 from outrider.lm import LM
 from outrider.verify import RULES
-from toys import llama_pair, table_pair
+from toys import as_lm, llama_pair, table_pair, tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +178,36 @@ def test_look_ups_and_models_without_a_cache_excuse_some_controls() -> None:
     assert "cache" in excused["rollback"]
     single = [c.excuse(k=1, has_probs=True, has_cache=True, is_greedy=False) for c in CONTROLS]
     assert [bool(excuse) for excuse in single] == [True, *[False] * 7]
+
+
+def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With top-k 2 the two likeliest tokens are all there are, so that drafts out of them are right; not with 3."""
+    monkeypatch.setattr(module, "CONTROLS", (CONTROLS[1], CONTROLS[6]))
+    excuses = []
+    for top_k in (2, 3):
+        _, certificate = _certificate(_job(table_pair(6), top_k=top_k), 2000)
+        assert certificate.is_certified
+        excuses.append(certificate.controls[1].excuse)
+    assert "off by less than 0.2" in excuses[0] and excuses[1] is None
+
+
+def test_where_no_mistake_would_show_nothing_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one token are never drafted; and a look-up that never finds anything is no speculation."""
+    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
+    _, certificate = _certificate(_job(table_pair(6), max_new_tokens=1), 1000)
+    assert certificate.is_idle and not certificate.is_certified
+    assert certificate.statistical is not None and certificate.statistical.is_ok
+
+
+def test_a_model_that_drafts_for_itself_raises_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q = p up to rounding, which must not be taken for a statistic. At a level of 5%, in float32."""
+    monkeypatch.setattr(module, "CONTROLS", CONTROLS[3:4])
+    model = copy.deepcopy(tiny_llama()).to(torch.float32)
+    job = _job((as_lm(model), ModelDrafter(as_lm(model))), level=0.01, temperature=0.7, top_p=0.9)
+    _, certificate = _certificate(job, 1500)
+    statistical = certificate.statistical
+    assert statistical is not None and statistical.is_ok and statistical.detectable is None
+    assert statistical.alpha == pytest.approx(1, abs=1e-6) and certificate.is_certified
 
 
 def test_the_same_job_gives_the_same_certificate(monkeypatch: pytest.MonkeyPatch) -> None:

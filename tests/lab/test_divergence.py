@@ -61,3 +61,33 @@ def test_near_ties_fall_by_rounding() -> None:
         found = explain(as_lm(model), 0, PROMPT, [best], [other], Sampling(temperature=0.0), 4)
         assert found is not None and found.verdict == verdict, found
         assert 0 < found.gap < 1e-4
+
+
+def test_what_rounding_cannot_do_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are wrong by themselves: what they change is no excuse for what they say."""
+    model = copy.deepcopy(tiny_llama()).to(torch.float32)
+    lm = as_lm(model)
+    right = lm.forward
+
+    def wrong(ids: torch.Tensor, positions: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
+        return right(ids, positions + (1 < ids.shape[1] < 6), *rest, **more)
+
+    monkeypatch.setattr(lm, "forward", wrong)
+    p = model(torch.tensor([PROMPT])).logits[0, -1]
+    best, second = p.topk(2).indices.tolist()
+    found = explain(lm, 0, PROMPT, [best], [second], Sampling(temperature=0.0), 4)
+    assert found is not None and found.gap is not None and found.gap > 0.01 and found.verdict == "bug"
+
+
+@pytest.mark.parametrize(("distance", "verdict"), [(1e-6, "numerics"), (0.1, "bug")])
+def test_at_the_edge_of_a_filter_rounding_decides(distance: float, verdict: str) -> None:
+    """The third token is let through by one forward and not by another: near the edge, the margin says nothing."""
+    model = copy.deepcopy(tiny_llama()).to(torch.float32)
+    logits = model(torch.tensor([PROMPT])).logits[0, -1]
+    first, second = logits.topk(2).indices.tolist()
+    third = (second + 1) % 60 if (second + 1) % 60 != first else (second + 2) % 60
+    with torch.no_grad():
+        model.lm_head.weight[third] = model.lm_head.weight[second] * (1 - distance / float(logits[second]))
+    sampling = Sampling(temperature=1.0, top_k=2, seed=3)
+    found = explain(as_lm(model), 0, PROMPT, [first], [third], sampling, 4)
+    assert found is not None and found.verdict == verdict, found

@@ -97,3 +97,21 @@ def test_rounding_may_move_a_token_over_the_edge(options: dict, third: float, is
     seen = observe(target, ModelDrafter(table_lm(table)), Sampling(**options), [text], seed=0, batch_size=1)
     assert seen.is_at_edge.tolist() == [is_edge, False]
     assert seen.is_forbidden.tolist() == [not is_edge, False]
+
+
+def test_in_bfloat16_top_p_still_forbids() -> None:
+    """The tail that rounding may add to 0.8 is a part of the tail, not all of it."""
+    probs = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
+    table = probs.log().expand(5, 5).to(torch.bfloat16).contiguous()
+    text = Written(0, 0, (0,), (4, 2), (0, 0))
+    target = table_lm(table)
+    seen = observe(target, ModelDrafter(table_lm(table)), Sampling(top_p=0.7), [text], seed=0, batch_size=1)
+    assert seen.is_forbidden.tolist() == [True, False] and seen.is_at_edge.tolist() == [False, True]
+
+
+def test_what_hardly_varies_is_nothing() -> None:
+    """A draft that is the target, but for the last bits of its rows."""
+    table = random_table(6, 0)
+    draft = ModelDrafter(table_lm(table * (1 + 1e-15)))
+    seen = observe(table_lm(table), draft, Sampling(), TEXTS, seed=5, batch_size=2)
+    assert not seen.score.moments.any() and not seen.score.values.any() and seen.surprise.moments.all()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBERS = ("alpha_level", "detect_tv", "num_tokens", "batch_size", "seed")
-_OWN = ("num_draft_tokens", "prompts", "max_new_tokens", *_NUMBERS)
+_NUMBERS = {"alpha_level": float, "detect_tv": float | None, "num_tokens": int, "batch_size": int, "seed": int}
+_OWN = {"num_draft_tokens": int | str, "prompts": Path | None, "max_new_tokens": int, **_NUMBERS}
 _INPUTS = ("weights", "prompts_sha256")  # what must be the same to run a certificate again
 
 
@@ -110,7 +111,7 @@ def certify(
     if again is not None:
         _check_alone(context)
         pair, sampling, own, stored = _read_again(again)
-        prompts = own["prompts"] and Path(own["prompts"])
+        prompts = own["prompts"]
         num_draft_tokens, max_new_tokens = str(own["num_draft_tokens"]), own["max_new_tokens"]
         alpha_level, detect_tv, num_tokens, batch_size, seed = (own[name] for name in _NUMBERS)
     check_outputs({"--html": html, "--json": json_target}, [prompts, pair.models, again])
@@ -274,16 +275,34 @@ def _read_again(path: Path) -> tuple[PairOptions, SamplingOptions, dict[str, Any
         options = document["options"]
         groups = []
         for group in (PairOptions, SamplingOptions):
-            groups.append(group(**{field.name: options[field.name] for field in fields(group)}))
-        own = {name: options[name] for name in _OWN}
+            hints = get_type_hints(group)
+            names = [field.name for field in fields(group)]
+            groups.append(group(**{name: _checked(name, options[name], hints[name]) for name in names}))
+        own = {name: _checked(name, options[name], hint) for name, hint in _OWN.items()}
         inputs = {name: document[name] for name in _INPUTS}
     except json.JSONDecodeError as error:
         raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
     except (KeyError, TypeError) as error:
-        raise FileError(f"{path} is not a whole certificate: {error} is missing in it") from None
+        raise FileError(f"{path} is not a whole certificate: {error} is missing in it, or not as it was") from None
     pair, sampling = groups
     assert isinstance(pair, PairOptions) and isinstance(sampling, SamplingOptions)
     return pair, sampling, own, inputs
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """A value of a stored certificate, if it is of the kind that the option has. Raises TypeError."""
+    if not _is_of(value, hint):
+        raise TypeError(f"{name} = {value!r}")
+    return Path(value) if Path in (hint, *get_args(hint)) and value is not None else value
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    kinds = {float: (int, float), Path: (str,)}.get(hint, (hint,))
+    return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
 
 
 def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
@@ -321,8 +340,13 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         wanted, least = statistical.wanted, statistical.detectable
         if wanted is not None and (least is None or least > wanted):
             console.print(f"That is more than the {wanted:.2%} asked for: test more (--num-tokens).")
-    if any(not control.is_ok for control in certificate.controls):
-        console.print("A known mistake was not found out: too few tokens to certify anything (--budget, --num-tokens).")
+    if certificate.is_idle:
+        console.print(
+            "No drafted token stood, or no mistake would have shown: with these options nothing is certified."
+        )
+    elif any(not control.is_ok for control in certificate.controls):
+        more = "prompts, or longer texts (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
+        console.print(f"A known mistake was not found out, so that nothing is certified: take more {more}.")
     false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
     console.print(("CERTIFIED" if certificate.is_certified else "NOT CERTIFIED") + false_alarm, style="bold")
 

@@ -55,11 +55,11 @@ def tell_differences(console: Console, report: GreedyReport, what: str, tokenize
         what: has the index that a difference states: "prompt", "line".
     """
     for one in report.differences:
-        margin = "-" if one.margin is None else f"{one.margin:.2g}"
+        margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
         plain, other = (_token(tokenizer, token_id) for token_id in (one.plain_id, one.other_id))
         console.print(
             f"{what} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, here {other}): "
-            f"margin {margin}, rounding {one.gap:.2g}: {one.verdict}",
+            f"margin {margin}, rounding {gap}: {one.verdict}",
             markup=False,
         )
 

@@ -162,7 +162,7 @@ def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> di
     """The options of a command, as they are written into its document and read back from it."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
     if sampling.get("logit_bias") is not None:
-        options["logit_bias"] = [f"{token_id}={bias:g}" for token_id, bias in sampling["logit_bias"].items()]
+        options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
     return _as_read(options)
 
 

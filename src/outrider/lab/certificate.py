@@ -150,7 +150,14 @@ class Certificate:
     @property
     def is_certified(self) -> bool:
         is_ok = [self.exact.is_ok, *(one.is_ok for one in self.controls), *(one.is_ok for one in self.greedy)]
-        return all(is_ok) and (self.statistical is None or self.statistical.is_ok)
+        return all(is_ok) and not self.is_idle and (self.statistical is None or self.statistical.is_ok)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was there to be certified: no mistake would have shown, or no drafted token ever stood."""
+        has_rounds = self.statistical is None or len(self.statistical.places) > 1
+        is_blind = bool(self.controls) and not any(one.is_caught for one in self.controls)
+        return is_blind or not has_rounds
 
     def to_json(self) -> dict[str, Any]:
         return {

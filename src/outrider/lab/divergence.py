@@ -1,10 +1,11 @@
 """Divergence: why two texts that ought to be the same are not.
 
 At temperature 0 speculation gives the text of plain decoding, and ``gumbel`` does at any temperature, but for rounding:
-a forward over several tokens and a forward over one differ in the last bits, and a near-tie may fall the other way
-(docs/numerics.md). After that the texts are different texts, so only the first difference tells anything. There the two
-best tokens are compared under a forward over one token, and the same scores are computed in blocks. If their margin is
-within a few times of what the blocks change, it is "numerics"; if not, it is "bug".
+a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values that they
+leave in the cache; a near-tie may fall the other way (docs/numerics.md). After that the texts are different texts, so
+only the first difference tells anything. There the scores of the two tokens are computed as plain decoding does, and in
+blocks of several sizes. If what the blocks change is no more than rounding may do, and the margin is within a few times
+of that, it is "numerics"; if not, it is "bug".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from outrider.decode import decode
 from outrider.drafters.base import NoDrafter
 from outrider.flow import Request, Sampling
+from outrider.lab.edges import ROUNDING, is_at_edge
 from outrider.lm import LM
 from outrider.noise import gumbels
 from outrider.probs import Settings, mark_seen, to_probs, wide
@@ -35,9 +37,10 @@ class Divergence:
         prompt: index of the prompt, or of the text where each has its own.
         position: index in the output.
         plain_id, other_id: the tokens there; None where a text has ended.
-        margin: score of the plain token less that of the other, under a forward over one token. The score is the
-            log-probability, with the noise added where there is some; None if there are no two tokens to compare.
-        gap: the largest change of a log-probability between forwards over one and over several tokens.
+        margin: score of the plain token less that of the other, with the text fed token by token. The score is the
+            log-probability before filters, with the noise added where there is some; None if there are no two tokens
+            to compare.
+        gap: the most that feeding the text in blocks changes the two scores, taken together; None as above.
     """
 
     prompt: int
@@ -45,7 +48,7 @@ class Divergence:
     plain_id: int | None
     other_id: int | None
     margin: float | None
-    gap: float
+    gap: float | None
     verdict: Literal["numerics", "bug"]
 
     def to_json(self) -> dict[str, Any]:
@@ -118,47 +121,63 @@ def explain(
     if at is None:
         return None
     a, b = (text[at] if at < len(text) else None for text in (plain, other))
-    prefix = [*prompt_ids, *plain[:at]]
-    single = _scores(target, prefix, 1, 0, sampling)
-    # The token fed last may stand anywhere in a verify forward, and has stood elsewhere in other rounds.
-    widths = [(1, num_draft_tokens), (min(num_draft_tokens + 1, len(prefix)), 0), (len(prefix), 0)]
-    gaps = []
-    for num_fed, num_after in widths:
-        if len(prefix) + num_after <= target.context_len:
-            there = _scores(target, prefix, num_fed, num_after, sampling)
-            is_scored = single.isfinite() & there.isfinite()
-            gaps.append(float((single - there)[is_scored].abs().max()))
-    gap = max(gaps)
     if a is None or b is None:
-        return Divergence(prompt, at, a, b, None, gap, "bug")
-    margin = float(single[a] - single[b])
+        return Divergence(prompt, at, a, b, None, None, "bug")
+    prefix = [*prompt_ids, *plain[:at]]
+    begin = len(prompt_ids) - 1  # where plain decoding begins to feed token by token
+    seen = mark_seen(torch.zeros(1, target.vocab_size, dtype=torch.bool), torch.tensor([prefix]))[0, -1]
+    logits = _logits(target, prefix, begin, 1, 0)
+    # The token fed last may stand anywhere in a verify forward, and has stood elsewhere in other rounds.
+    num_after = min(num_draft_tokens, target.context_len - len(prefix))
+    blocks = [(1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
+    others = [_logits(target, prefix, begin, *block) for block in blocks]
+    scores = [_scores(one, seen, sampling)[[a, b]] for one in (logits, *others)]
+    gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
+    margin = float(scores[0][0] - scores[0][1])
     if sampling.temperature > 0:
         assert sampling.seed is not None
         noise = gumbels(torch.tensor([sampling.seed]), torch.tensor([[len(prefix)]]), target.vocab_size)[0, 0]
         margin += float(noise[a] - noise[b])
-    return Divergence(prompt, at, a, b, margin, gap, "numerics" if abs(margin) <= _SLACK * gap else "bug")
+    # Scores are logits over the temperature, or penalised logits.
+    scale = max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
+    most, last_bit = (2 * scale * size for size in (ROUNDING[target.dtype], _last_bit(logits)))
+    is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
+    if sampling.temperature > 0 and not is_near:
+        # Near or not, a filter may let one of them through in one forward, and not in another.
+        is_near = any(is_at_edge(logits, seen, token_id, sampling) for token_id in (a, b))
+    return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
 
 
-def _scores(target: LM, prefix: Sequence[int], num_fed: int, num_after: int, sampling: Sampling) -> Tensor:
-    """Log-probabilities after a prefix whose last ``num_fed`` tokens are fed in one forward, with ``num_after`` more
-    behind them. [V]"""
+def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
+    """After a prefix that is fed in blocks of ``width`` tokens from ``begin`` on, the last with ``num_after`` more
+    behind it, which are not seen. [V], on the CPU"""
     device = target.device
     length = len(prefix)
-    # Which tokens stand behind does not matter: they are not seen.
     ids = torch.tensor([[*prefix, *[prefix[0]] * num_after]], device=device)
     cache = target.new_cache(1, length + num_after)
-    begin = length - num_fed
+    if width >= length:
+        begin = 0
     if begin:
         target.prefill(ids, torch.tensor([0], device=device), torch.tensor([begin], device=device), cache)
-    positions = torch.arange(begin, length + num_after, device=device)[None]
-    logits = target.forward(ids[:, begin:], positions, cache, target.view_len(length + num_after, cache))
-    # The same order of scores at temperature 0 as at 1; filters keep the best token and change no order.
-    warm = replace(sampling, temperature=sampling.temperature or 1.0)
-    if sampling.temperature == 0:
-        warm = replace(warm, top_k=0, top_p=1.0, min_p=0.0)
-    settings = Settings.of([warm], target.vocab_size, device)
-    seen = None
-    if settings.repetition_penalty is not None:
-        nothing = torch.zeros(1, target.vocab_size, dtype=torch.bool, device=device)
-        seen = mark_seen(nothing, ids[:, :length])[:, -1:]
-    return wide(to_probs(logits[:, num_fed - 1 : num_fed], settings, seen))[0, 0].log().cpu()
+    for start in range(begin, length, width):
+        is_last = start + width >= length
+        end = length + num_after if is_last else start + width
+        positions = torch.arange(start, end, device=device)[None]
+        logits = target.forward(ids[:, start:end], positions, cache, target.view_len(end, cache))
+        if is_last:
+            return logits[0, length - 1 - start].cpu()
+    raise AssertionError("a prefix has at least one token")
+
+
+def _scores(logits: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities before top-k, top-p and min-p; at temperature 0 those of 1, which are in the same order. [V]"""
+    bare = replace(sampling, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0)
+    settings = Settings.of([bare], len(logits), logits.device)
+    seen_row = None if settings.repetition_penalty is None else seen[None, None]
+    return wide(to_probs(logits[None, None], settings, seen_row))[0, 0].log()
+
+
+def _last_bit(logits: Tensor) -> float:
+    """What the largest logit may be off by in its last bit."""
+    finite = logits[logits.isfinite()]
+    return float(finite.abs().max()) * torch.finfo(logits.dtype).eps

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 POWER = 0.99  # of what is said to be detectable
-NUM_BINS = 20  # of Pearson's test
+_MOST_BINS, _TOKENS_PER_BIN = 20, 50  # of Pearson's test: with fewer in a bin its tail is not that of chi-square
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,8 @@ class Finding:
 def pit_tests(pits: Floats) -> list[Finding]:
     """Are these independent uniform numbers? Their number must not depend on them. [n]"""
     distance = stats.kstest(pits, "uniform")
-    counts = np.histogram(pits, bins=NUM_BINS, range=(0.0, 1.0))[0]
+    num_bins = max(2, min(_MOST_BINS, len(pits) // _TOKENS_PER_BIN))
+    counts = np.histogram(pits, bins=num_bins, range=(0.0, 1.0))[0]
     pearson = stats.chisquare(counts)
     return [
         Finding("pit-ks", float(distance.statistic), float(distance.pvalue)),
@@ -230,6 +231,11 @@ class Drift:
 
     def __post_init__(self) -> None:
         assert self.means.shape == self.seconds.shape == self.distances.shape
+
+
+def rate_bound(num_events: int, num_trials: int) -> float:
+    """The rate that so few events in so many trials exceed with probability POWER (Poisson, Garwood 1936)."""
+    return float(stats.chi2.ppf(POWER, 2 * (num_events + 1))) / 2 / num_trials
 
 
 def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> float | None:

@@ -30,13 +30,15 @@ from torch import Tensor
 from outrider.drafters.base import Drafter
 from outrider.flow import Draft, Sampling
 from outrider.lab.forced import Text, force
-from outrider.lab.observed import ROUNDING, draft_rows
+from outrider.lab.observed import draft_rows
 from outrider.lm import LM
 from outrider.noise import RoundUniforms
 from outrider.probs import draw_gumbel, normalised, wide
 from outrider.verify import GUMBEL, Rule, residual
 
 TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
+# In total variation. On the embedded pair 5e-7 was seen in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.
+_FORCING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 NUM_LIKELY = 4  # tokens that a round's law is restricted to, after each prefix
 _K = 2
 _LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
@@ -121,7 +123,7 @@ def check_exactly(
         round_law=max(laws),
         distance=sum(distances) / len(distances),
         forcing=max(forcing_gap(target, context) for context in contexts),
-        forcing_tolerance=ROUNDING[target.dtype],
+        forcing_tolerance=_FORCING_TOLERANCE[target.dtype],
     )
 
 
@@ -132,9 +134,13 @@ def forcing_gap(target: LM, text: Sequence[int]) -> float:
     if len(text) < 2:
         return 0.0
     ids = torch.tensor([list(text)], device=target.device)
-    plain = wide(target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size])
-    forced = wide(torch.cat([chunk.logits for chunk in force(target, [Text(text)])]))
-    return float((plain.softmax(-1) - forced.softmax(-1)).abs().sum(-1).max() / 2)
+    plain = target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size]
+    gaps, begin = [], 0
+    for chunk in force(target, [Text(text)]):
+        forced = wide(chunk.logits).softmax(-1)
+        gaps.append(float((wide(plain[begin : begin + len(forced)]).softmax(-1) - forced).abs().sum(-1).max() / 2))
+        begin += len(forced)
+    return max(gaps)
 
 
 def identity_gap(p: Tensor, q: Tensor) -> float:

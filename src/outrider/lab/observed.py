@@ -16,7 +16,7 @@ matter of chance: it is counted, unless rounding may have moved it across the ed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.flow import Sampling
+from outrider.lab.edges import is_at_edge
 from outrider.lab.evidence import Drift, Floats, Increments, Integers
 from outrider.lab.forced import Forced, Text, force
 from outrider.lab.lookups import proposals
@@ -35,8 +36,7 @@ from outrider.verify import REJECTION
 
 MAX_RATIO = 30.0
 MAX_SURPRISE = 20.0
-# Logits this close may change places by rounding (docs/numerics.md has what was seen).
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+_LEAST_RANGE = 1e-9  # of a statistic over the tokens of a row; one that varies by less is rounding, and says nothing
 _MAX_ELEMENTS = 2**22  # of p in one piece of work; bounds the memory
 
 
@@ -218,7 +218,9 @@ def _judge(
             columns = _statistics(p[part], q[part], chunk.ids[part], uniforms)
             is_edge = torch.zeros_like(columns["is_forbidden"])
             for i in columns["is_forbidden"].nonzero().flatten().tolist():
-                is_edge[i] = _is_at_edge(chunk, begin + i, sampling)
+                at = begin + i
+                seen = None if chunk.seen is None else chunk.seen[at]
+                is_edge[i] = is_at_edge(chunk.logits[at], seen, int(chunk.ids[at]), sampling)
             columns["is_at_edge"] = is_edge
             columns["is_forbidden"] = columns["is_forbidden"] & ~is_edge
             columns["rows"] = chunk.rows[part]
@@ -245,6 +247,7 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
     surprise = torch.where(is_allowed, -p.log(), 0.0).clamp_max(MAX_SURPRISE)
     for name, x in (("score", ratio), ("surprise", surprise)):
         x = torch.where(is_allowed, x - (p * x).sum(1, keepdim=True), 0.0)
+        x = torch.where(x.amax(1, keepdim=True) - x.amin(1, keepdim=True) < _LEAST_RANGE, 0.0, x)
         columns[f"{name}_values"] = x.gather(1, at)[:, 0]
         for power in (2, 3, 4):
             columns[f"{name}_m{power}"] = (p * x**power).sum(1)
@@ -252,16 +255,3 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
         if name == "score":
             columns["drift"], columns["drift_m2"] = (q * x).sum(1), (q * x**2).sum(1)
     return columns
-
-
-def _is_at_edge(chunk: Forced, index: int, sampling: Sampling) -> bool:
-    """Whether a token that p forbids would be allowed if logits and probabilities were off by as much as rounding may
-    put them."""
-    most = ROUNDING[chunk.logits.dtype]
-    logits = chunk.logits[index].clone()
-    logits[chunk.ids[index]] += 2 * most
-    loose = replace(sampling, top_p=min(1.0, sampling.top_p + most), min_p=sampling.min_p * (1 - most))
-    settings = Settings.of([loose], len(logits), logits.device)
-    seen = None if chunk.seen is None else chunk.seen[index : index + 1]
-    one = Forced(chunk.rows[index : index + 1], chunk.ids[index : index + 1], logits[None], seen)
-    return bool(one.probs(settings)[0, chunk.ids[index]] > 0)
