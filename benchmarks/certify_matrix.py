@@ -48,6 +48,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 BATCH_SIZES = (1, 4)
 LEVEL = 1e-3
 _MOST_TIMES = 8  # as many tokens
+_NUM_PROMPTS = 6
 
 Group = tuple[str, float, str, int]
 """draft, temperature, filter, batch size"""
@@ -62,7 +63,7 @@ def certified(decoder: Decoder, group: Group, num_tokens: int) -> list[Row]:
     """A row for each rule; that of `rejection` has the controls."""
     _, temperature, name, batch_size = group
     sampling = Sampling(temperature=temperature, max_new_tokens=64, **FILTERS[name])
-    prompts = [tuple(decoder.encode(prompt)) for prompt in PROMPTS]
+    prompts = [tuple(decoder.encode(prompt)) for prompt in PROMPTS[:_NUM_PROMPTS]]
 
     def job_of(rule: str) -> Job:
         return Job(replace(decoder, acceptance=rule), sampling, prompts, LEVEL, batch_size, seed=0)
@@ -144,11 +145,8 @@ def verdict(row: Row) -> str:
     if statistical is not None and not statistical["is_ok"]:
         return "alarm"
     if not row["is_certified"]:
-        return (
-            "idle"
-            if all(c["excuse"] or c["is_caught"] for c in row["controls"])
-            else "missed " + ", ".join(c["name"] for c in row["controls"] if c["excuse"] is None and not c["is_caught"])
-        )
+        missed = [c["name"] for c in row["controls"] if c["excuse"] is None and not c["is_caught"]]
+        return "missed " + ", ".join(missed) if missed else "idle"
     if statistical is None:
         return "same"
     return "certified" if statistical["detectable"] is None else f"{statistical['detectable']:.1%}"
