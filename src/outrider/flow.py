@@ -25,7 +25,7 @@ from outrider.errors import OptionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_ACCEPTANCE = "rejection"
+DEFAULT_ACCEPTANCE = "block"
 DEFAULT_NUM_DRAFT_TOKENS = 4
 MAX_NUM_DRAFT_TOKENS = 1024
 

@@ -34,7 +34,7 @@ def test_the_text_is_all_there_is_on_standard_output(outrider: Outrider) -> None
     assert (ended.code, ended.out) == (0, said() + "\n")
     match = SUMMARY.fullmatch(ended.err)
     assert match is not None, ended.err
-    assert match.groups()[:1] + match.groups()[3:] == ("10", "fable", "fable-draft", "4", "rejection", None)
+    assert match.groups()[:1] + match.groups()[3:] == ("10", "fable", "fable-draft", "4", "block", None)
     assert float(match[2]) > 0
 
 

@@ -61,7 +61,7 @@ class PairOptions:
         ),
     ] = None
     acceptance: Annotated[
-        str, typer.Option(help="Acceptance rule: rejection, block or gumbel.", rich_help_panel=_MODELS)
+        str, typer.Option(help="Acceptance rule: block, rejection or gumbel.", rich_help_panel=_MODELS)
     ] = DEFAULT_ACCEPTANCE
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=_MODELS)] = (
         None
