@@ -20,6 +20,8 @@ ORDER = """
     cli.compare
     cli.distill
     cli.evaluate
+    cli.eval_multiplication
+    cli.eval_perplexity
     cli.generate
     cli.latency
     cli.models
@@ -41,6 +43,7 @@ ORDER = """
     distill.student
     distill.losses
     bench.prompts
+    evals.perplexity
     lab.plan
     lab.rounds
     lab.replay
