@@ -20,6 +20,7 @@ ORDER = """
     cli.compare
     cli.distill
     cli.evaluate
+    cli.eval_harness
     cli.eval_multiplication
     cli.eval_perplexity
     cli.generate
@@ -43,6 +44,8 @@ ORDER = """
     distill.student
     distill.losses
     bench.prompts
+    evals.tasks
+    evals.harness
     evals.perplexity
     lab.plan
     lab.rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from outrider.cli.eval_harness import harness
 from outrider.cli.eval_multiplication import multiplication
 from outrider.cli.eval_perplexity import perplexity
 
@@ -11,4 +12,5 @@ app = typer.Typer(
     help="Score a task with and without speculation, on the same prompts; perplexity of a text.", no_args_is_help=True
 )
 app.command("multiplication")(multiplication)
+app.command("harness")(harness)
 app.command("perplexity")(perplexity)
