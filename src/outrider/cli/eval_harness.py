@@ -95,9 +95,9 @@ def harness(
     loaded = load_tasks(names, include_path)
     set_fewshot(loaded, num_fewshot)
     generated = {name: task for name, task in loaded.items() if is_generated(task)}
-    target = pair.load(most_new_tokens(loaded, limit, overrides))  # by each of two arms, but most answers are shorter
+    decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # by each of two arms, but most answers are shorter
 
-    def run(arm: str, decoder: Decoder, tasks: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Stats]]:
+    def run(arm: str, by: Decoder, tasks: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Stats]]:
         """What the harness says of tasks, and the counts of each that is generated."""
         counts: dict[str, Stats] = {}
 
@@ -107,22 +107,20 @@ def harness(
         def bar(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
             return progress_bar(f"{arm}: {what}", total)
 
-        lm = OutriderLM(
-            decoder, batch_size=batch_size, seed=seed, overrides=overrides, progress=bar, on_generated=count
-        )
+        lm = OutriderLM(by, batch_size=batch_size, seed=seed, overrides=overrides, progress=bar, on_generated=count)
         return run_tasks(lm, tasks, limit=limit, is_chat=chat), counts
 
-    plain, plain_stats = run("plain", target, loaded)
+    plain, plain_stats = run("plain", decoder, loaded)
     speculative: dict[str, Any] | None = None
     speculative_stats: dict[str, Stats] = {}
     if generated:
-        decoder = replace(target, drafter=pair.load_draft(target, draft), num_draft_tokens=k)
-        speculative, speculative_stats = run("speculative", decoder, generated)
+        drafted = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+        speculative, speculative_stats = run("speculative", drafted, generated)
     scores = compare(plain, speculative, margin)
 
     console = console_for(json_target)
-    with_draft = f" with {draft}, K = {k}, {target.acceptance}" if generated else ""
-    console.print(_table(scores, f"{target.target.name}{with_draft}", speculative_stats))
+    with_draft = f" with {draft}, K = {k}, {decoder.acceptance}" if generated else ""
+    console.print(_table(scores, f"{decoder.target.name}{with_draft}", speculative_stats))
     for line in _notes(scores, margin):
         console.print(line)
     body: dict[str, Any] = {
@@ -151,7 +149,7 @@ def harness(
         batch_size=batch_size,
         margin=margin,
     )
-    write_json(json_target, "eval-harness", settings, body, target.target)
+    write_json(json_target, "eval-harness", settings, body, decoder.target)
 
 
 def _table(scores: list[Score], title: str, stats: dict[str, Stats]) -> Table:
