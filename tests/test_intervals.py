@@ -217,3 +217,35 @@ def test_bands_of_uniform_numbers_hold_as_often_as_they_say() -> None:
     assert bins <= most and least <= distance <= most
     assert least - 0.002 * num_samples <= limit <= most, "Bonferroni costs 0.001 here"
     assert all(count > most for count in outside(0.85))
+
+
+def test_paired_scores_by_hand() -> None:
+    """Differences 0.5, -0.25, 0, 0.25: mean 1/8, squares that add to 3/8, variance (3/8 + 1 - 4/64) / 16."""
+    paired = paired_difference([0.0, 1.0, 0.5, 0.25], [0.5, 0.75, 0.5, 0.5], margin=0.2)
+    assert (paired.only_first, paired.only_second, paired.difference.value) == (1, 2, 0.125)
+    half = 1.959964 * math.sqrt(1.3125) / 4
+    assert ends(paired.difference) == pytest.approx((0.125 - half, 0.125 + half), abs=1e-6)
+
+
+def test_the_unit_of_a_score_does_not_matter() -> None:
+    first, second = [0.1, 0.9, 0.4, 0.7], [0.2, 0.9, 0.3, 0.1]
+    one = paired_difference(first, second, margin=0.3)
+    percent = [[100 * value for value in values] for values in (first, second)]
+    other = paired_difference(*percent, margin=30, span=100)
+    assert other.tost_p == pytest.approx(one.tost_p)
+    assert other.difference.value == pytest.approx(100 * one.difference.value)
+
+
+def test_scores_that_differ_by_the_margin_seldom_pass_as_equivalent() -> None:
+    """The level for numbers from 0 to 1: at a true difference of just the margin 5% of 600 experiments, or fewer."""
+    generator = np.random.default_rng(3)
+
+    def num_equivalent(difference: float) -> int:
+        count = 0
+        for _ in range(600):
+            first = generator.uniform(0.1, 0.9, size=400)
+            second = first + difference + generator.uniform(-0.1, 0.1, size=400)
+            count += paired_difference(list(first), list(second), margin=0.02).is_equivalent
+        return count
+
+    assert num_equivalent(0.02) <= stats.binom.ppf(1 - FALSE_ALARM, 600, 0.05) < num_equivalent(0.01)

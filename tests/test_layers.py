@@ -22,6 +22,9 @@ ORDER = """
     cli.compare
     cli.distill
     cli.evaluate
+    cli.eval_harness
+    cli.eval_multiplication
+    cli.eval_perplexity
     cli.generate
     cli.latency
     cli.models
@@ -46,6 +49,9 @@ ORDER = """
     distill.student
     distill.losses
     bench.prompts
+    evals.tasks
+    evals.harness
+    evals.perplexity
     lab.plan
     lab.rounds
     lab.replay

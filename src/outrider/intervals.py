@@ -93,12 +93,13 @@ def normal_limit(num_values: int, level: float = 0.99) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """Difference of two success rates on the same trials, second minus first.
+    """Difference of two mean scores on the same trials, second minus first.
 
     Attributes:
-        only_first, only_second: trials in which just one of the two succeeded; all that the comparison rests on.
-        difference: with the normal interval of paired proportions.
-        margin: rates closer than this count as equivalent.
+        only_first, only_second: trials in which just one of the two succeeded (for other scores: had the higher one);
+            all that the comparison rests on.
+        difference: with the normal interval of paired means.
+        margin: means closer than this count as equivalent.
         tost_p: p-value of the two one-sided tests against a difference of at least ``margin`` either way
             (Schuirmann 1987). Below 0.05: equivalent within the margin.
     """
@@ -115,24 +116,31 @@ class PairedDifference:
 
 
 def paired_difference(
-    first: Sequence[bool], second: Sequence[bool], margin: float, level: float = 0.95
+    first: Sequence[float], second: Sequence[float], margin: float, level: float = 0.95, *, span: float = 1.0
 ) -> PairedDifference:
     """Compare two arms trial by trial.
 
-    With n trials and b, c the trials in which only one arm succeeded, the variance of (c - b)/n is estimated as
-    ((b + 1/2) + (c + 1/2) - (c - b)^2 / n) / n^2: half a trial is added to each, so that arms which agree everywhere do
-    not look infinitely certain.
+    With n trials and the differences d, the variance of their mean is estimated as
+    (sum d^2 + span^2 - (sum d)^2 / n) / n^2. The span is that of half a trial which only the first arm succeeds in, and
+    half a trial which only the second does: added, so that arms which agree everywhere do not look infinitely certain.
+
+    Args:
+        first, second: the score of each trial; True or 1 is a success.
+        span: the most that two scores of a trial can differ by.
     """
     n = len(first)
-    assert n == len(second) > 0 and margin > 0
-    only_first = sum(a and not b for a, b in zip(first, second, strict=True))
-    only_second = sum(b and not a for a, b in zip(first, second, strict=True))
-    value = (only_second - only_first) / n
-    se = math.sqrt(only_first + only_second + 1 - n * value**2) / n
+    assert n == len(second) > 0 and margin > 0 and span > 0
+    differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
+    value = float(differences.mean())
+    se = math.sqrt(float((differences**2).sum()) + span**2 - n * value**2) / n
     half = _z(level) * se
     tost_p = max(stats.norm.sf((value + margin) / se), stats.norm.sf((margin - value) / se))
     return PairedDifference(
-        only_first, only_second, Interval(value, value - half, value + half, level), margin, float(tost_p)
+        only_first=int((differences < 0).sum()),
+        only_second=int((differences > 0).sum()),
+        difference=Interval(value, value - half, value + half, level),
+        margin=margin,
+        tost_p=float(tost_p),
     )
 
 

@@ -28,6 +28,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         monkeypatch.setenv(name, "error")
+    monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(
         outrider.api, "load_checkpoint", lambda spec, device, dtype: checkpoints(spec, device=device, dtype=dtype)

@@ -82,7 +82,7 @@ def test_problems_are_not_left_out_of_the_progress(outrider: Outrider, monkeypat
         def __exit__(self, *_: Any) -> None:
             pass
 
-    monkeypatch.setattr("outrider.cli.evaluate.progress_bar", Bar)
+    monkeypatch.setattr("outrider.cli.eval_multiplication.progress_bar", Bar)
     outrider("eval", "multiplication", "--num-prompts", 3, "--batch-size", 2)
     assert steps == [-6, 2, 1, 2, 1]
 

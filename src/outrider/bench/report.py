@@ -91,12 +91,12 @@ def _summary(group: Sequence[Measurement], base: Sequence[Measurement], *, is_ba
     )
 
 
-def interval_text(interval: Interval | None) -> str:
+def interval_text(interval: Interval | None, digits: int = 2) -> str:
     """Like 1.31 [1.25, 1.38]; for a console, so the bracket is escaped."""
     if interval is None:
         return "-"
-    ends = "" if interval.low is None else f" \\[{interval.low:.2f}, {interval.high:.2f}]"
-    return f"{interval.value:.2f}{ends}"
+    ends = "" if interval.low is None else f" \\[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    return f"{interval.value:.{digits}f}{ends}"
 
 
 def pm_text(pair: tuple[float, float | None], digits: int) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from outrider.errors import CompileError, OptionError
-from outrider.flow import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.flow import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
@@ -199,14 +199,41 @@ class SamplingOptions:
         Raises:
             OptionError
         """
-        from outrider.flow import Sampling
-
         options = {field.name: getattr(self, field.name) for field in fields(self)} | more
-        options["logit_bias"] = dict(_parse_bias(item) for item in self.logit_bias) if self.logit_bias else None
+        options["logit_bias"] = _parse_biases(self.logit_bias)
         Sampling(**options, seed=seed)
         if seed is not None:
             Sampling(seed=seed + num_seeds - 1)
         return options | {"seed": seed}
+
+
+def _of_sampling(name: str) -> Any:
+    """The declaration of an option of ``SamplingOptions``."""
+    return get_type_hints(SamplingOptions, include_extras=True)[name].__metadata__[0]
+
+
+@dataclass(frozen=True)
+class TaskSamplingOptions:
+    """Sampling where a task has its own: what is given takes the place of what the task says."""
+
+    temperature: Annotated[float | None, _of_sampling("temperature")] = None
+    top_k: Annotated[int | None, _of_sampling("top_k")] = None
+    top_p: Annotated[float | None, _of_sampling("top_p")] = None
+    min_p: Annotated[float | None, _of_sampling("min_p")] = None
+    repetition_penalty: Annotated[float | None, _of_sampling("repetition_penalty")] = None
+    logit_bias: Annotated[list[str] | None, _of_sampling("logit_bias")] = None
+
+    def to_options(self, **more: Any) -> dict[str, Any]:
+        """The fields of ``outrider.Sampling`` that were given, with those of ``more`` that are not None, checked.
+
+        Raises:
+            OptionError
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)} | more
+        given["logit_bias"] = _parse_biases(self.logit_bias)
+        options = {name: value for name, value in given.items() if value is not None}
+        Sampling(**options)
+        return options
 
 
 @dataclass(frozen=True)
@@ -271,6 +298,10 @@ def _parse_bias(text: str) -> tuple[int, float]:
         raise OptionError("--logit-bias", text, "write TOKEN_ID=BIAS, like 42=-5 or 42=-inf") from None
 
 
+def _parse_biases(texts: list[str] | None) -> dict[int, float] | None:
+    return dict(_parse_bias(text) for text in texts) if texts else None
+
+
 def parse_k(text: str) -> list[NumDraftTokens]:
     """ "4", "1-8", "1,2,4" or "1-4,8,auto", each once, "auto" last.
 
@@ -295,7 +326,9 @@ def parse_k(text: str) -> list[NumDraftTokens]:
     return [*sorted(set(ks)), *autos]
 
 
-def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:
+def single_k(
+    text: str | None, pair: PairOptions, sampling: SamplingOptions | TaskSamplingOptions, seed: int | None
+) -> NumDraftTokens:
     """For commands that use one K. Without one it is "auto", but not where a seed is to give the same text again, which
     under most rules takes the same K.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.errors import PromptError
 from outrider.flow import Sampling
 from outrider.intervals import Interval, ratio_of_sums
-from outrider.lab.forced import Text, force
+from outrider.lab.forced import Forced, Text, sums_by_text
 from outrider.lm import LM
 from outrider.probs import Settings, normalised
 
@@ -69,24 +69,16 @@ def measure_alpha(
         raise PromptError("there is no text of two tokens or more, so that one could be judged after the other")
     has_penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
-    sums = torch.zeros(len(samplings), len(texts), dtype=torch.float64)
-    counts = torch.zeros(len(texts), dtype=torch.float64)
-    for begin in range(0, len(texts), batch_size):
-        batch = texts[begin : begin + batch_size]
-        pairs = zip(
-            force(target, batch, has_penalty=has_penalty), force(draft, batch, has_penalty=has_penalty), strict=True
-        )
-        for p, q in pairs:
-            rows = p.rows.cpu() + begin
-            counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
-            for i, setting in enumerate(settings):
-                agree = overlap(p.probs(setting), q.probs(setting))
-                sums[i].index_add_(0, rows, agree.to("cpu", torch.float64))
-            del p, q  # before the next are made: for a large vocabulary they are most of the memory
-        if on_done is not None:
-            on_done(len(batch))
+
+    def agreement(p: Forced, q: Forced) -> Tensor:
+        return torch.stack([overlap(p.probs(setting), q.probs(setting)) for setting in settings])
+
+    sums = sums_by_text(
+        (target, draft), texts, agreement, batch_size=batch_size, has_penalty=has_penalty, on_done=on_done
+    )
+    counts = [len(text.ids) - text.num_given for text in texts]
     return [
-        Alpha(sampling, ratio_of_sums(row.tolist(), counts.tolist()), int(counts.sum()))
+        Alpha(sampling, ratio_of_sums(row.tolist(), counts), sum(counts))
         for sampling, row in zip(samplings, sums, strict=True)
     ]
 

@@ -6,7 +6,7 @@ rounding (docs/numerics.md). This module does not know where the texts come from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,16 @@ class Forced:
         seen = None if self.seen is None or settings.repetition_penalty is None else self.seen[None].to(device)
         return to_probs(self.logits[None].to(device), settings, seen)[0]
 
+    def logprobs(self) -> Tensor:
+        """Log-probability of each token, natural, from the logits as they are, in float32 or better. [M]"""
+        x = self.logits if self.logits.dtype == torch.float64 else self.logits.to(torch.float32)
+        chosen: Tensor = x.gather(-1, self.ids[:, None]).squeeze(-1)
+        return chosen - x.logsumexp(dim=-1)
+
+    def best_ids(self) -> Tensor:
+        """The most probable token in the place of each. [M]"""
+        return self.logits.argmax(dim=-1)
+
 
 @torch.inference_mode()
 def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterator[Forced]:
@@ -96,3 +106,39 @@ def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterat
                 logits=logits[is_judged],
                 seen=None if seen_steps is None else seen_steps[is_judged],
             )
+
+
+@torch.inference_mode()
+def sums_by_text(
+    lms: Sequence[LM],
+    texts: Sequence[Text],
+    measure: Callable[..., Tensor],
+    *,
+    batch_size: int,
+    has_penalty: bool = False,
+    on_done: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Judge texts by one model or several, and add up what is measured at their tokens.
+
+    Args:
+        texts: each with a token to judge; no longer than ``force`` takes.
+        measure: given what each model says of the same M tokens (a ``Forced`` for each), S numbers of each. [S, M]
+        on_done: told the number of texts just done, for a progress bar.
+
+    Returns:
+        Sums over the tokens of each of the N texts, in float64, on the CPU. [S, N]
+    """
+    sums: list[Tensor] = []
+    for begin in range(0, len(texts), batch_size):
+        batch = texts[begin : begin + batch_size]
+        rows: list[Tensor] = []
+        values: list[Tensor] = []
+        for forced in zip(*(force(lm, batch, has_penalty=has_penalty) for lm in lms), strict=True):
+            rows.append(forced[0].rows.cpu())
+            values.append(measure(*forced).to("cpu", torch.float64))
+            del forced  # before the next are made: for a large vocabulary they are most of the memory
+        numbers = torch.cat(values, dim=1)  # [S, M]
+        sums.append(numbers.new_zeros(len(numbers), len(batch)).index_add_(1, torch.cat(rows), numbers))
+        if on_done is not None:
+            on_done(len(batch))
+    return torch.cat(sums, dim=1)

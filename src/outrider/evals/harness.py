@@ -1,0 +1,352 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, plain and speculative.
+
+``OutriderLM`` is a model as the harness knows one. Requests for the likelihood of given text (``loglikelihood``,
+``loglikelihood_rolling``) are answered by teacher forcing of the target; a draft plays no part in them. Requests to
+generate (``generate_until``) go through the decoder, with its draft. Tokenization, special tokens and truncation are
+those of the harness's own ``hf`` model, so that scores can be compared.
+
+The harness's own command line, with this model in it:
+
+    python -m outrider.evals.harness --model outrider --model_args target=T,draft=D --tasks NAME
+
+The harness (lm-eval) is an extra (``eval``), so this module is imported only where a task is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
+from inspect import signature
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from torch import Tensor
+from tqdm import tqdm
+
+from outrider.api import Decoder, load
+from outrider.errors import OptionError, OutriderError, PromptError
+from outrider.flow import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling, Stats
+from outrider.lab.forced import Forced, Text, sums_by_text
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # named alike by tasks and by Sampling
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Given what is done and how many of it, opens a progress bar: a function that takes the number just done."""
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Like those of the harness."""
+    with tqdm(total=total, desc=what) as bar:
+        yield bar.update
+
+
+def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -> Sampling:
+    """How a task wants its text generated.
+
+    Args:
+        gen_kwargs: the task's ``generation_kwargs``. Without ``do_sample`` or a temperature it is greedy, without a
+            length 256 tokens: the harness's rules.
+        overrides: fields of ``Sampling`` that take the place of the task's.
+
+    Raises:
+        OptionError: the task wants what Outrider does not do (beams, say), or a value is out of range.
+    """
+    given = {name: value for name, value in normalize_gen_kwargs(dict(gen_kwargs)).items() if value is not None}
+    options: dict[str, Any] = {
+        "stop": tuple(string for string in given.pop("until") if string),
+        "max_new_tokens": given.pop("max_gen_toks"),
+    }
+    is_sampled = given.pop("do_sample")
+    options |= {name: given.pop(name) for name in _SAMPLING if name in given} | {**overrides}
+    if given.get("num_beams") == 1:  # some tasks say so; it is what we do
+        del given["num_beams"]
+    for name, value in given.items():
+        raise OptionError(f"generation_kwargs: {name}", value, "Outrider has no such option: take it out of the task")
+    if "temperature" not in options:
+        if is_sampled:
+            raise OptionError("generation_kwargs: do_sample", True, "the task must say at which temperature")
+        options["temperature"] = 0.0
+    return Sampling(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A request to generate: its prompt, how it is sampled, and what ends it beside the model's own end tokens."""
+
+    ids: list[int]
+    sampling: Sampling
+    eos_ids: tuple[int, ...]
+
+
+class OutriderLM(TemplateLM):
+    """A decoder, as a model of the harness.
+
+    Args:
+        decoder: with a tokenizer.
+        batch_size: requests at once.
+        seed: the i-th request to generate samples with seed + i.
+        overrides: fields of ``Sampling`` that take the place of what tasks say.
+        progress: opens a progress bar.
+        on_generated: told of every request to generate its task and its counts.
+
+    Raises:
+        OptionError, PromptError
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        batch_size: int = 1,
+        seed: int = 0,
+        overrides: Mapping[str, Any] | None = None,
+        progress: Progress = _bar,
+        on_generated: Callable[[str, Stats], None] = lambda task, stats: None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError("batch_size", batch_size, "a whole number >= 1")
+        if decoder.tokenizer is None:
+            raise PromptError("tasks are text: load the model with a tokenizer")
+        self.decoder = decoder
+        self.tokenizer = decoder.tokenizer
+        self.batch_size = batch_size
+        self._seed = seed
+        self._overrides = overrides or {}
+        self._progress = progress
+        self._on_generated = on_generated
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> OutriderLM:
+        """The same as ``create_from_arg_obj``, from ``name=value,name=value``."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> OutriderLM:
+        """A model by the ``--model_args`` of the harness's command line: the arguments of ``load_lm``.
+
+        Raises:
+            OptionError: there is no such argument.
+            UsageError: see ``outrider.load``.
+        """
+        config = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if str(config.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            del config["device"]  # the harness says cuda:0 where its user has said nothing
+        config.pop("max_batch_size", None)  # for batch_size=auto, which there is not
+        options = config | arg_dict
+        if str(options.get("batch_size")).isdecimal():
+            options["batch_size"] = int(options["batch_size"])  # the harness leaves it as it was typed
+        known = list(signature(load_lm).parameters)
+        for name, value in options.items():
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1)
+                remedy = f"did you mean {nearest[0]}?" if nearest else f"choose from {', '.join(known)}"
+                raise OptionError(f"model_args: {name}", value, remedy)
+        return load_lm(**options)
+
+    @property
+    def eot_token_id(self) -> Any:
+        """The token that ends a text."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> Any:
+        """The token that a text without a context is judged after.
+
+        Raises:
+            PromptError: the tokenizer has neither a BOS nor an EOS token.
+        """
+        bos = self.tokenizer.bos_token_id
+        prefix = self.eot_token_id if bos is None else bos
+        if prefix is None:
+            raise PromptError("the tokenizer has no token to begin a text with, so a text without a context has no law")
+        return prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness tells its caches of requests apart."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A chat as one text.
+
+        Raises:
+            PromptError: there is no chat template, or it does not take these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise PromptError("this model has no chat template: run its tasks without")
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except TemplateError as error:
+            raise PromptError(f"the model's chat template does not take these messages: {error}") from None
+        return text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text; None: with the tokenizer's own special tokens, but not with a second BOS."""
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None:
+            add_special_tokens = not (bos and string.startswith(bos))
+        return [int(i) for i in self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log-probability of continuations, and whether each is the greedy one (see the base class)."""
+        pairs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return pairs
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        most = self.decoder.target.context_len
+        texts = []
+        for _strings, context, continuation in requests:
+            if not 1 <= len(continuation) <= most:
+                raise PromptError(
+                    f"a continuation of {len(continuation)} tokens cannot be judged: "
+                    f"{self.decoder.target.name} takes 1 to {most}"
+                )
+            ids = (context + continuation)[-(most + 1) :]
+            texts.append(Text(ids, len(ids) - len(continuation)))
+        return self._judge(texts)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Log-probability of whole texts, in windows of the context; every token is judged once."""
+        texts: list[Text] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.decoder.target.context_len, context_len=1
+            )
+            for context, judged in map(make_disjoint_window, windows):
+                texts.append(Text(context + judged, len(context)))
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        for owner, (logprob, _is_greedy) in zip(owners, self._judge(texts), strict=True):
+            sums[owner] += logprob
+        return sums
+
+    def _judge(self, texts: Sequence[Text]) -> list[tuple[float, bool]]:
+        """Log-probability of the judged tokens of each text, and whether each of them is the most probable one."""
+
+        def measure(p: Forced) -> Tensor:
+            logprobs = p.logprobs()
+            return torch.stack([logprobs, (p.best_ids() != p.ids).to(logprobs.dtype)])
+
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # alike beside alike; the largest first
+        judged: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
+        if texts:
+            with self._progress("texts judged", len(texts)) as advance:
+                logprobs, num_missed = sums_by_text(
+                    [self.decoder.target],
+                    [texts[i] for i in order],
+                    measure,
+                    batch_size=self.batch_size,
+                    on_done=advance,
+                ).tolist()
+            for place, i in enumerate(order):
+                judged[i] = (logprobs[place], num_missed[place] == 0)
+        return judged
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """What the decoder writes after each prompt, up to a stop string of its task."""
+        rows = [self._row(*request.args, seed=self._seed + i) for i, request in enumerate(requests)]
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
+        texts = [""] * len(rows)
+        with self._progress("texts generated", len(rows)) as advance:
+            for eos_ids, alike in groupby(order, key=lambda i: rows[i].eos_ids):
+                decoder = replace(self.decoder, eos_ids=self.decoder.eos_ids | set(eos_ids))
+                for batch in _batches(list(alike), self.batch_size):
+                    samplings = [rows[i].sampling for i in batch]
+                    options: dict[str, Any] = {
+                        field.name: [getattr(sampling, field.name) for sampling in samplings]
+                        for field in fields(Sampling)
+                    }
+                    completions = decoder.generate([rows[i].ids for i in batch], **options)
+                    for i, completion in zip(batch, completions, strict=True):
+                        texts[i] = completion.text
+                        self._on_generated(requests[i].task_name, completion.stats)
+                    advance(len(batch))
+        return texts
+
+    def _row(self, prompt: str, gen_kwargs: Mapping[str, Any], *, seed: int) -> _Row:
+        sampling = task_sampling(gen_kwargs, self._overrides)
+        target = self.decoder.target
+        room = target.context_len - sampling.max_new_tokens
+        if room < 1:
+            raise OptionError(
+                "max_gen_toks", sampling.max_new_tokens, f"{target.name} takes {target.context_len} tokens in all"
+            )
+        # Special tokens have no text, so a stop string that is one is an end token, too.
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        eos_ids = tuple(sorted({special[string] for string in sampling.stop if string in special}))
+        ids = self.tok_encode(prompt)[-room:] or [self.prefix_token_id]
+        return _Row(ids, replace(sampling, seed=seed), eos_ids)
+
+
+def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (indices[begin : begin + size] for begin in range(0, len(indices), size))
+
+
+def load_lm(
+    target: str = "fable",
+    draft: str | None = None,
+    *,
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
+    acceptance: str = DEFAULT_ACCEPTANCE,
+    device: str = "auto",
+    dtype: str = "auto",
+    compile: bool = False,
+    models_file: str | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+) -> OutriderLM:
+    """A model of the harness by names. Arguments: see ``outrider.load`` and ``OutriderLM``.
+
+    Raises:
+        UsageError
+    """
+    decoder = load(
+        target,
+        draft,
+        device=device,
+        dtype=dtype,
+        acceptance=acceptance,
+        num_draft_tokens=num_draft_tokens,
+        compile=compile,
+        models_file=None if models_file is None else Path(models_file),
+    )
+    return OutriderLM(decoder, batch_size=batch_size, seed=seed)
+
+
+def main() -> None:
+    """The harness's own command line, with this model among its others."""
+    import lm_eval.models  # noqa: F401  the harness registers its own models only while it knows none
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+
+    register_model("outrider")(OutriderLM)
+    try:
+        cli_evaluate()
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

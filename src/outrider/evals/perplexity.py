@@ -1,0 +1,163 @@
+"""Perplexity of a text under a target and its draft, and how far the two agree on it.
+
+A text longer than the context is judged in windows. Each token but the very first is judged once, by the tokens before
+it in its window. Windows that follow one another without overlap cost least, and give the first tokens of each little
+to go by; a stride below the context makes them overlap, so that every token (after the first window) has at least
+context - stride + 1 tokens before it.
+
+Nothing is generated. This module does not know files, nor how the text was tokenized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.flow import Sampling
+from outrider.intervals import Interval, ratio_of_sums
+from outrider.lab.alpha import overlap
+from outrider.lab.forced import Forced, Text, sums_by_text
+from outrider.lm import LM
+from outrider.probs import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """How likely one model finds a text.
+
+    Attributes:
+        nats_per_token: the mean of -ln p over the tokens judged; the interval is over the windows.
+        bytes_per_token: of the text judged, in UTF-8.
+    """
+
+    model: str
+    nats_per_token: Interval
+    bytes_per_token: float
+
+    @property
+    def per_token(self) -> Interval:
+        """exp(nats per token): as uncertain as a choice among so many equally likely tokens."""
+        return _mapped(self.nats_per_token, math.exp)
+
+    @property
+    def per_byte(self) -> Interval:
+        """exp(nats per byte); can be compared between tokenizers."""
+        return _mapped(self.nats_per_token, lambda nats: math.exp(nats / self.bytes_per_token))
+
+    @property
+    def bits_per_byte(self) -> Interval:
+        return _mapped(self.nats_per_token, lambda nats: nats / self.bytes_per_token / math.log(2))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "nats_per_token": self.nats_per_token.to_json(),
+            "perplexity": self.per_token.to_json(),
+            "byte_perplexity": self.per_byte.to_json(),
+            "bits_per_byte": self.bits_per_byte.to_json(),
+        }
+
+
+def _mapped(interval: Interval, function: Callable[[float], float]) -> Interval:
+    """The interval of an increasing function of a number."""
+    ends = [None if end is None else function(end) for end in (interval.low, interval.high)]
+    return Interval(function(interval.value), ends[0], ends[1], interval.level)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What target and draft say of a text. Intervals are over the windows, which are taken as independent.
+
+    Attributes:
+        perplexities: of the target, then of the draft, if there is one.
+        agreement: share of tokens before which both models have the same most probable token; None without a draft.
+        alpha: mean of sum_v min(p(v), q(v)) = 1 - TV at temperature 1; None without a draft.
+    """
+
+    perplexities: tuple[Perplexity, ...]
+    agreement: Interval | None
+    alpha: Interval | None
+    num_windows: int
+    num_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "perplexities": [one.to_json() for one in self.perplexities],
+            "agreement": self.agreement.to_json() if self.agreement else None,
+            "alpha": self.alpha.to_json() if self.alpha else None,
+            "num_windows": self.num_windows,
+            "num_tokens": self.num_tokens,
+        }
+
+
+def windows(ids: Sequence[int], context: int, stride: int) -> list[Text]:
+    """The windows of a text, in which every token but the very first is judged once.
+
+    A window feeds ``context`` tokens and judges the one after them, too, so it holds one token more.
+
+    Args:
+        ids: two or more.
+        context: tokens that a model reads at once, at least 1.
+        stride: from the beginning of a window to that of the next, 1 <= stride <= context.
+    """
+    assert len(ids) >= 2 and 1 <= stride <= context
+    out: list[Text] = []
+    num_done = 1
+    for begin in range(0, len(ids) - 1, stride):
+        end = min(begin + context + 1, len(ids))
+        out.append(Text(ids[begin:end], num_done - begin))
+        num_done = end
+        if end == len(ids):
+            break
+    return out
+
+
+def judge(
+    target: LM,
+    draft: LM | None,
+    texts: Sequence[Text],
+    num_bytes: int,
+    *,
+    batch_size: int = 8,
+    on_done: Callable[[int], None] | None = None,
+) -> Judgement:
+    """Perplexities and agreement over the windows of a text; every window is read once by each model.
+
+    Args:
+        draft: has the target's tokens; None: the target alone.
+        texts: windows, at most one token longer than either model's context.
+        num_bytes: of the tokens that are judged, in UTF-8.
+        on_done: told the number of windows just done, for a progress bar.
+    """
+    setting = Settings.of([Sampling()], target.vocab_size, target.device)
+
+    def alone(p: Forced) -> Tensor:
+        return -p.logprobs()[None]
+
+    def pair(p: Forced, q: Forced) -> Tensor:
+        device = p.ids.device
+        is_same = p.best_ids() == q.best_ids().to(device)
+        return torch.stack(
+            [-p.logprobs(), -q.logprobs().to(device), is_same, overlap(p.probs(setting), q.probs(setting))]
+        )
+
+    lms = [target] if draft is None else [target, draft]
+    measure = alone if draft is None else pair
+    sums = sums_by_text(lms, texts, measure, batch_size=batch_size, on_done=on_done)
+    counts = [len(text.ids) - text.num_given for text in texts]
+    means = [ratio_of_sums(row.tolist(), counts) for row in sums]
+    bytes_per_token = num_bytes / sum(counts)
+    return Judgement(
+        perplexities=tuple(
+            Perplexity(lm.name, mean, bytes_per_token) for lm, mean in zip(lms, means[: len(lms)], strict=True)
+        ),
+        agreement=means[2] if draft else None,
+        alpha=means[3] if draft else None,
+        num_windows=len(texts),
+        num_tokens=sum(counts),
+    )
