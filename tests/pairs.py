@@ -14,6 +14,7 @@ from tokenizers.models import BPE, WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.api import Decoder, load
+from outrider.flow import DEFAULT_ACCEPTANCE
 from outrider.models.registry import resolve
 from toys import random_model
 
@@ -21,7 +22,7 @@ NUM_WORDS = 97
 
 
 @cache
-def embedded(dtype: str = "float32", acceptance: str = "rejection") -> Decoder:
+def embedded(dtype: str = "float32", acceptance: str = DEFAULT_ACCEPTANCE) -> Decoder:
     """The embedded target with its draft."""
     return load("fable", "fable-draft", device="cpu", dtype=dtype, acceptance=acceptance)
 
