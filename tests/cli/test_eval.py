@@ -20,7 +20,7 @@ def test_the_table_and_the_verdict(outrider: Outrider) -> None:
     words = [line.split() for line in ended.out.splitlines() if line.split()[1:3] and line.split()[2] == "of"]
     assert [line[0] for line in words] == ["plain", "speculative"]
     assert all(line[3] == "6" for line in words)
-    assert "fable with fable-draft, K = 4, rejection" in ended.out
+    assert "fable with fable-draft, K = 4, block" in ended.out
     assert "Speculative minus plain: " in ended.out
     assert "Within a margin of 5.0% the arms are not shown to be equivalent" in ended.out
 
