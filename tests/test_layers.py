@@ -35,6 +35,7 @@ ORDER = """
     cli.record
     cli.replay
     cli.shapes
+    cli.stored
     cli.findings
     cli.jsonl
     cli.output

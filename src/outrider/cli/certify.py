@@ -7,10 +7,8 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,8 +36,9 @@ from outrider.cli.output import (
     progress_bar,
     write_document,
 )
+from outrider.cli.stored import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.files import read_text, write_text
+from outrider.files import write_text
 from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBERS = {"alpha_level": float, "detect_tv": float | None, "num_tokens": int, "batch_size": int, "seed": int}
-_OWN = {"num_draft_tokens": int | str, "prompts": Path | None, "max_new_tokens": int, **_NUMBERS}
-_INPUTS = ("weights", "prompts_sha256")  # what must be the same to run a certificate again
 
 
 @flat
@@ -109,11 +105,10 @@ def certify(
         raise OptionError(*given[0], f"give one of {', '.join(sizes)}")
     stored: dict[str, Any] | None = None
     if again is not None:
-        _check_alone(context)
-        pair, sampling, own, stored = _read_again(again)
-        prompts = own["prompts"]
-        num_draft_tokens, max_new_tokens = str(own["num_draft_tokens"]), own["max_new_tokens"]
-        alpha_level, detect_tv, num_tokens, batch_size, seed = (own[name] for name in _NUMBERS)
+        check_alone(context)
+        pair, sampling, own, stored = read_certificate(again)
+        prompts, chosen_k, max_new_tokens, alpha_level, detect_tv, num_tokens, batch_size, seed = own
+        num_draft_tokens = str(chosen_k)
     check_outputs({"--html": html, "--json": json_target}, [prompts, pair.models, again])
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
@@ -140,7 +135,7 @@ def certify(
     decoder, job = job_of(pair, options, k, texts, alpha_level, batch_size, seed)
     inputs = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
     if stored is not None and stored != inputs:
-        what = " and ".join(name.split("_")[0] for name in _INPUTS if stored[name] != inputs[name])
+        what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != inputs[name])
         raise FileError(f"{again}: the {what} are other ones now, so it cannot be run again")
     pilot = fly(job)
     if num_tokens is None:
@@ -245,64 +240,11 @@ def _telling(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
         yield on_tokens
 
 
-def _check_alone(context: typer.Context) -> None:
-    """With --again all options come from the file. Raises OptionError."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in ("again", "html", "json_target"):
-            option = "--" + name.replace("_", "-")
-            raise OptionError(option, context.params[name], "with --again all options come from the file; leave it out")
-
-
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not match or float(match[1]) == 0:
         raise OptionError("--budget", text, "a time, like 90s or 5m")
     return float(match[1]) * _UNITS[match[2]]
-
-
-def _read_again(path: Path) -> tuple[PairOptions, SamplingOptions, dict[str, Any], dict[str, Any]]:
-    """What a certificate was made with.
-
-    Raises:
-        FileError: it is no certificate.
-    """
-    try:
-        document = json.loads(read_text(path))
-        is_one = isinstance(document, dict) and document.get("schema") == "outrider/certify/1"
-        if not is_one:
-            raise FileError(f"{path} is not a certificate: give a file that outrider certify --json has written")
-        options = document["options"]
-        groups = []
-        for group in (PairOptions, SamplingOptions):
-            hints = get_type_hints(group)
-            names = [field.name for field in fields(group)]
-            groups.append(group(**{name: _checked(name, options[name], hints[name]) for name in names}))
-        own = {name: _checked(name, options[name], hint) for name, hint in _OWN.items()}
-        inputs = {name: document[name] for name in _INPUTS}
-    except json.JSONDecodeError as error:
-        raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
-    except (KeyError, TypeError) as error:
-        raise FileError(f"{path} is not a whole certificate: {error} is missing in it, or not as it was") from None
-    pair, sampling = groups
-    assert isinstance(pair, PairOptions) and isinstance(sampling, SamplingOptions)
-    return pair, sampling, own, inputs
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value of a stored certificate, if it is of the kind that the option has. Raises TypeError."""
-    if not _is_of(value, hint):
-        raise TypeError(f"{name} = {value!r}")
-    return Path(value) if Path in (hint, *get_args(hint)) and value is not None else value
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_is_of(value, one) for one in get_args(hint))
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    kinds = {float: (int, float), Path: (str,)}.get(hint, (hint,))
-    return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
 
 
 def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:

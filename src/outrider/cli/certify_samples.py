@@ -49,8 +49,9 @@ def certify_samples(
     seed: Annotated[int, typer.Option(help="Of the tests' own randomness.")] = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Hold texts of any system against the law of its target. Sampling options are those that the texts are said to be
-    sampled with, where their lines do not say. Exit code 0: consistent, 1: not."""
+    """Hold texts of any system against the law of its target. Exit code 0: consistent, 1: not.
+
+    Sampling options are those that the texts are said to be sampled with, where their lines do not say."""
     check_outputs({"--json": json_target}, [file, machine.models])
     check_json_target(json_target)
     check_batch_size(batch_size)

@@ -51,8 +51,7 @@ def divergence(
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Write every text plainly and speculatively, which should give the same; explain the first difference of each that
-    does not: rounding, or a fault. Exit code 1 if there is a fault."""
+    """Explain where greedy speculation and plain decoding part: rounding, or a fault (exit code 1)."""
     check_json_target(json_target)
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
