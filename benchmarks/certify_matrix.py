@@ -2,11 +2,11 @@
 
     python benchmarks/certify_matrix.py --output matrix.jsonl [--num-tokens 3000] [--draft ngram ...] > matrix.txt
 
-240 certificates at a level of 0.001 each. Known mistakes are of `rejection` whatever rule is certified, so they are made
-once for all rules; so is the pilot run. Six prompts; where nothing alarms but a mistake was missed, all rules are given
-twice as many tokens, up to eight times as many (at temperature 0, all fifteen prompts). What is done is written to the
-output, so that a run that was cut off goes on where it was; several may share the work by --draft, each with an output
-of its own, and --report takes these together.
+240 certificates at a level of 0.001 each. Known mistakes are of `rejection` whatever rule is certified, so they are
+made once for all rules; so is the pilot run. Six prompts; where nothing alarms but a mistake was missed, all rules are
+given twice as many tokens, up to eight times as many (at temperature 0, all fifteen prompts). What is done is written
+to the output, so that a run that was cut off goes on where it was; several may share the work by --draft, each with an
+output of its own, and --report takes these together.
 
 In the tables stands the deviation in total variation towards the draft that would have been found out with 99%, or what
 went wrong; at temperature 0, where texts are compared, "same". The last line of standard output is one JSON document.
