@@ -167,6 +167,10 @@ def _miss(document: dict[str, Any]) -> None:
     document["controls"][1] |= {"is_caught": False, "p": 0.5}
 
 
+def _idle(document: dict[str, Any]) -> None:
+    document["is_idle"] = True
+
+
 def _break_the_rule(document: dict[str, Any]) -> None:
     document["exact"]["round_law"] = 2e-3
 
@@ -176,7 +180,7 @@ def _break_the_yardstick(document: dict[str, Any]) -> None:
 
 
 def _differ(document: dict[str, Any]) -> None:
-    difference = {"prompt": 1, "position": 7, "plain_id": 5, "other_id": None, "margin": None, "gap": 1e-6}
+    difference = {"prompt": 1, "position": 7, "plain_id": 5, "other_id": None, "margin": None, "gap": None}
     document["greedy"][0]["differences"] = [difference | {"verdict": "bug"}]
     document["greedy"][0]["is_ok"] = False
 
@@ -187,6 +191,7 @@ def _differ(document: dict[str, Any]) -> None:
         (_forbid, "does not allow 3 of the tokens"),
         (_want, "A deviation of 0.01% was to be found out"),
         (_miss, "not found out (accept-all: every draft kept)"),
+        (_idle, "there is nothing to certify"),
         (_break_the_rule, "one round is off by 2e-03, and 1e-09 is allowed"),
         (_break_the_yardstick, "teacher forcing is off by –"),
         (_differ, "Of 2 texts at temperature 0, 1 differ"),

@@ -80,6 +80,8 @@ def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
         wanted, least = statistical["wanted"], statistical["detectable"]
         if wanted is not None and (least is None or least > wanted):
             yield f"A deviation of {_share(wanted)} was to be found out, and might not have been: test more tokens."
+    if document["is_idle"]:
+        yield "No drafted token stood, or no mistake would have shown: with these options there is nothing to certify."
     for control in document["controls"]:
         if control["excuse"] is None and not control["is_caught"]:
             yield (

@@ -162,6 +162,7 @@ class Certificate:
     def to_json(self) -> dict[str, Any]:
         return {
             "is_certified": self.is_certified,
+            "is_idle": self.is_idle,
             "exact": self.exact.to_json(),
             "statistical": self.statistical and self.statistical.to_json(),
             "controls": [one.to_json() for one in self.controls],
