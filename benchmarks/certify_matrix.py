@@ -2,11 +2,11 @@
 
     python benchmarks/certify_matrix.py --output matrix.jsonl [--num-tokens 6000] [--draft ngram ...] > matrix.txt
 
-240 certificates at a level of 0.001 each. Known mistakes are of `rejection` whatever rule is certified, and what rows do
-beside each other does not change them, so they are made once for all rules, in batches of 4; so is the pilot run. What
-is done is written to the output, so that a run that was cut off goes on where it was. If it is run again with more
-tokens or more prompts, it does again what was not certified with fewer. Several may share the work by --draft, each with
-an output of its own, and --report takes these together.
+240 certificates at a level of 0.001 each. Known mistakes are of `rejection` whatever rule is certified, and what rows
+do beside each other does not change them, so they are made once for all rules, in batches of 4; so is the pilot run.
+What is done is written to the output, so that a run that was cut off goes on where it was. If it is run again with more
+tokens or more prompts, it does again what was not certified with fewer. Several may share the work by --draft, each
+with an output of its own, and --report takes these together.
 
 In the tables stands the deviation in total variation towards the draft that would have been found out with 99%, or what
 went wrong; at temperature 0, where texts are compared, "same". The last line of standard output is one JSON document.
