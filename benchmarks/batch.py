@@ -38,7 +38,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    pair = load(arguments.target, arguments.draft, device="cpu", dtype="float32", num_draft_tokens=arguments.k)
+    options = {"device": "cpu", "dtype": "float32", "acceptance": "rejection", "num_draft_tokens": arguments.k}
+    pair = load(arguments.target, arguments.draft, **options)
     fast = pair.compiled()
     decoders = {"plain": fast.plain(), f"speculative, K = {arguments.k}": fast}
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]

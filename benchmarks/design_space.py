@@ -130,7 +130,7 @@ def agreement(drafts: list[str], arguments: argparse.Namespace) -> list[Interval
 
 def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> list[ArmSummary]:
     """Plain decoding, and each draft at each K, at temperature 1."""
-    decoder = load(target, device="cpu", dtype="float32", compile=arguments.compile)
+    decoder = load(target, device="cpu", dtype="float32", acceptance="rejection", compile=arguments.compile)
     arms = [Arm("plain", decoder)]
     for draft in drafts:
         drafter = load_drafter(decoder, draft, device="cpu", dtype="float32")

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    target = load("fable")
+    target = load("fable", acceptance="rejection")
     model, ngram = (replace(target, drafter=load_drafter(target, name)) for name in ("fable-draft", "ngram"))
     arms = [Arm("plain", target)]
     for acceptance in ("rejection", "block"):

@@ -111,7 +111,7 @@ def measure_target(
     target: LlamaForCausalLM, drafts: dict[str, Any], bandwidth: float, num_prompts: int, num_tokens: int
 ) -> dict[str, Any]:
     """All arms of one target, against the plain one. ``drafts``: by label, a known name or a model in memory."""
-    plain = load(target, tokenizer=AutoTokenizer.from_pretrained(resolve(_SOURCE).location))
+    plain = load(target, tokenizer=AutoTokenizer.from_pretrained(resolve(_SOURCE).location), acceptance="rejection")
     arms = [Arm("plain", plain)]
     for name, draft in drafts.items():
         drafter = load_drafter(plain, draft, device=str(target.device), dtype="bfloat16")

@@ -107,7 +107,7 @@ Runs = list[tuple[Arm, Run]]
 
 
 def outrider_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> Runs:
-    plain = replace(load(target, dtype="float32"), tokenizer=None)
+    plain = replace(load(target, dtype="float32", acceptance="rejection"), tokenizer=None)
     eager = replace(plain, drafter=load_drafter(plain, draft, dtype="float32"))
     compiled = eager.compiled()
 

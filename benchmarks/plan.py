@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--acceptance", default="rejection")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     console = Console(width=100)
@@ -46,7 +47,8 @@ def main() -> None:
 def planned(target: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The document of ``outrider plan``."""
     command = [sys.executable, "-m", "outrider", "plan", "--measure", "--json", "-", "-k", "1,2,4,8"]
-    command += ["--target", target, "--threads", str(arguments.threads), "-t", str(arguments.temperature)]
+    command += ["--target", target, "--acceptance", arguments.acceptance]
+    command += ["--threads", str(arguments.threads), "-t", str(arguments.temperature)]
     command += ["-n", str(arguments.max_new_tokens), "--compile" if arguments.compile else "--no-compile"]
     for draft in arguments.draft or ["fable-draft", "ngram"]:
         command += ["--draft", draft]

@@ -184,7 +184,7 @@ def main() -> None:
     arguments = parser.parse_args()
     k = arguments.k
     torch.set_num_threads(arguments.threads)
-    eager = load(arguments.target, arguments.draft, device="cpu", dtype="float32")
+    eager = load(arguments.target, arguments.draft, device="cpu", dtype="float32", acceptance="rejection")
     if not isinstance(eager.drafter, ModelDrafter):
         parser.error(f"{arguments.draft} is not a language model")
     buffers = {"memory": _LARGE_BUFFER_BYTES}

@@ -189,7 +189,7 @@ class Decoder:
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             sampling = _row_sampling(options, index, len(prompts))
-            self._check_bias(sampling.logit_bias or {})
+            self.check_bias(sampling.logit_bias or {})
             if sampling.stop and self.tokenizer is None:
                 raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
             detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
@@ -198,7 +198,8 @@ class Decoder:
             texts.append(text)
         return requests, texts
 
-    def _check_bias(self, bias: Mapping[int, float]) -> None:
+    def check_bias(self, bias: Mapping[int, float]) -> None:
+        """Whether this target can be biased so. Raises OptionError."""
         vocab_size = self.target.vocab_size
         if max(bias, default=0) >= vocab_size:
             raise OptionError("logit_bias", max(bias), f"token ids are below {vocab_size}")

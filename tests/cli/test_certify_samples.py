@@ -40,6 +40,8 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert document["is_consistent"] and not document["is_text"] and document["greedy"] == []
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
     assert "CONSISTENT (a right system fails" in ended.err and "towards the draft" in ended.err
+    twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
+    assert "3 of the sampled texts are repeats" in outrider("certify-samples", "fable", twice).out
     # The same ids, said to be of another temperature.
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
     others = _write(tmp_path / "others", rows)
@@ -59,7 +61,7 @@ def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, t
     assert ended.code == 0 and "cut into tokens anew" in ended.out and "9 of 9 texts the same" in ended.out
     rows[4]["text"] = " and" * 5
     ended = outrider("certify-samples", "fable", _write(path, rows))
-    assert ended.code == 1 and "greedy text 4 differs from token 0 on" in ended.out and ": bug" in ended.out
+    assert ended.code == 1 and "line 5 differs from token 0 on" in ended.out and ": bug" in ended.out
 
 
 def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
@@ -80,6 +82,11 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "line 2: top_p = 2 is not possible" in error(good, good | {"options": {"top_p": 2}})
     assert "line 1: a token id outside" in error(good | {"token_ids": [10**6]}, good)
     assert "line 1: 2002 tokens" in error(good | {"token_ids": [3] * 2000}, good)
+    assert "logit_bias = 1000000" in error(good, good | {"options": {"logit_bias": ["1000000=1"]}})
+    assert "give its 'prompt_ids'" in error({"prompt": "a", "token_ids": [3], "settings": {"chat": True}})
+    assert "the options [] are not" in error(good | {"options": []})
+    half = {"prompt": "The", "text": "\ud800"}
+    assert "line 1: the prompt has half a character" in error(half)
     assert "--alpha-level" in outrider("certify-samples", "fable", path, "--alpha-level", 2).error
     assert "--seed" in outrider("certify-samples", "fable", path, "--seed", -1).error
     assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error

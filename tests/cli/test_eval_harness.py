@@ -21,7 +21,7 @@ def test_the_table(outrider: Outrider, folder: Path) -> None:
     assert ended.code == 0
     lines = [line.split() for line in ended.out.splitlines()]
     rows = {tuple(line[:2]): line[2:] for line in lines if line and line[0].endswith(":") and len(line) > 5}
-    assert "fable with fable-draft, K = 4, rejection" in ended.out
+    assert "fable with fable-draft, K = 4, block" in ended.out
     exact = rows["answers:", "exact_match"]
     assert exact[:4] == [str(len(PROMPTS)), "0", "0", "0.000"] and 1 <= float(exact[-1]) <= 5
     assert rows["answers:", "bleu"][3:5] == ["-", "-"]

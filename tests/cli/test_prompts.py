@@ -11,7 +11,9 @@ from pairs import embedded
 
 PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界", "The king's daughter, who lived far away,"]
 OPTIONS = ("-n", "5", "--seed", "20", "--dtype", "float64")
-ROW_KEYS = {"index", "prompt", "text", "token_ids", "origins", "finish_reason", "seed", "stats", "settings"}
+ROW_KEYS = {
+    "index", "prompt", "prompt_ids", "text", "token_ids", "origins", "finish_reason", "seed", "stats", "settings"
+}  # fmt: skip
 
 
 @pytest.fixture

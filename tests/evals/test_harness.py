@@ -11,6 +11,7 @@ from typing import Any
 
 import lm_eval.tasks
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
@@ -21,7 +22,7 @@ from outrider.errors import OptionError, PromptError
 from outrider.evals.harness import OutriderLM, main, task_sampling
 from outrider.evals.tasks import load_tasks, run_tasks
 from outrider.flow import Sampling, Stats
-from pairs import byte_level_tokenizer, embedded, random_llama, save, word_tokenizer
+from pairs import byte_level_tokenizer, embedded, metaspace_tokenizer, random_llama, save, word_tokenizer
 from toys import perturbed
 
 BOS, EOS = 256, 257
@@ -82,6 +83,20 @@ def test_answers_are_those_of_the_hf_model(folder: Path, task: str, adds_bos: bo
         got, want = ([logprob for logprob, _ in pairs] for pairs in (got, want))
     assert got == (want if task == "answers" else pytest.approx(want, abs=1e-6))
     assert len(set(map(str, got))) == len(got)  # no two are alike: the requests are not mixed up
+
+
+def test_text_is_decoded_as_the_hf_model_does(folder: Path) -> None:
+    """With a tokenizer that drops a leading space, as Llama 2's: of the generated tokens by themselves."""
+    tokenizer = metaspace_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    model = random_llama(len(tokenizer), 3, eos_token_id=tokenizer.eos_token_id)
+    with torch.no_grad():
+        model.lm_head.weight[257:264] *= 3  # whole words, so that some texts begin with a space
+    decoder = load(model, tokenizer=tokenizer)
+    want = responses(HFLM(model, tokenizer=tokenizer, batch_size=1), folder, "answers")
+    assert responses(OutriderLM(decoder), folder, "answers") == want
+    texts = [done.text for done in decoder.generate(["w s", "a"], temperature=0, max_new_tokens=12)]
+    assert any(text.startswith(" ") for text in texts), texts
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])

@@ -44,6 +44,7 @@ def test_the_statistics_are_those_of_the_rows() -> None:
                 for increments, x in (
                     (seen.score, [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
                     (seen.surprise, [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
+                    (seen.rank, [sum(p[:v]) + p[v] / 2 for v in range(6)]),
                 ):
                     centred = np.array(x) - p @ np.array(x)
                     assert increments.values[at] == pytest.approx(centred[y])

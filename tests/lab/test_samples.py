@@ -9,7 +9,7 @@ from outrider.decode import decode
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import PromptError
 from outrider.flow import Request, Sampling
-from outrider.lab.samples import Sample, check_samples, judge, judge_greedily
+from outrider.lab.samples import Sample, check_samples, judge, judge_greedily, num_repeats
 from outrider.lab.wrong import WRONG_RULES
 from outrider.lm import LM
 from outrider.stop import RowText
@@ -40,7 +40,7 @@ def _written(
         for row in round_.rows:
             ids[row.row] += row.token_ids
     return [
-        Sample(f"line {i}", tuple(request.prompt_ids), tuple(text), said or sampling)
+        Sample(i, tuple(request.prompt_ids), tuple(text), said or sampling)
         for i, (request, text) in enumerate(zip(requests, ids, strict=True))
     ]
 
@@ -57,7 +57,7 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     assert not report.is_alarm and report.places == [] and sum(told) == 120
     assert report.num_texts == 108 and report.num_tokens == sum(len(one.token_ids) for one in samples[12:])
     assert {test.name for test in report.tests} == {
-        "score", "likelihood", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt"
+        "score", "likelihood", "rank", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt"
     }  # fmt: skip
     assert report.estimate is not None and abs(report.estimate) < 5 * report.estimate_std
     assert report.pit_excess[0] == report.pit_excess[-1] == 0 and len(report.pit_excess) == 101
@@ -90,6 +90,18 @@ def test_without_a_draft_a_law_too_sharp_is_found_out() -> None:
     score = report.tests[0]
     assert score.is_alarm and score.statistic > 5 and report.surprise_excess < -0.05
     assert not _is_alarm(target, NoDrafter(), _written(target, NoDrafter(), 600, options))
+
+
+def test_a_forbidden_token_is_seen_in_any_text() -> None:
+    """Also in the first ones, by which the stakes are chosen."""
+    target, drafter = table_pair(6)
+    options = Sampling(top_k=2, max_new_tokens=20)
+    right = _written(target, drafter, 60, options)
+    wrong = _written(target, drafter, 6, Sampling(max_new_tokens=20), said=options)
+    for samples in ([*wrong, *right], [*right, *wrong]):
+        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        assert report.num_forbidden > 0 and report.is_alarm
+    assert num_repeats(right) == 60 - len({(one.prompt_ids, one.token_ids) for one in right}) > 0
 
 
 def test_each_text_is_held_against_its_own_options() -> None:
@@ -138,6 +150,6 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
     ids=str,
 )
 def test_what_cannot_be_judged(change: dict, message: str) -> None:
-    one = dataclasses.replace(Sample("line 0", (1, 2), (3,), Sampling()), **change)
+    one = dataclasses.replace(Sample(0, (1, 2), (3,), Sampling()), **change)
     with pytest.raises(PromptError, match=message):
         check_samples([one], 6, 41)

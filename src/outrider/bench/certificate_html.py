@@ -20,12 +20,14 @@ from outrider.intervals import normal_limit, uniform_bins, uniform_distance, wil
 TESTS = {
     "score": ("pushed towards the draft", "z"),
     "likelihood": ("too sharp or too flat", "z"),
+    "rank": ("pushed towards high or low token ids", "z"),
     "pit-ks": ("bent along q − p, by Kolmogorov-Smirnov", "D"),
     "pit-chi2": ("bent along q − p, by chi-square", "χ²"),
     "score-by-place": ("pushed towards the draft at some place in the round", "log W"),
     "score-by-position": ("pushed towards the draft in some stretch of the text", "log W"),
     "score-by-prompt": ("pushed towards the draft after some prompt", "log W"),
     "likelihood-by-place": ("too sharp or too flat at some place in the round", "log W"),
+    "rank-by-place": ("pushed towards high or low token ids at some place in the round", "log W"),
 }
 
 

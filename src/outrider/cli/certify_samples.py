@@ -51,7 +51,8 @@ def certify_samples(
 ) -> None:
     """Hold texts of any system against the law of its target. Exit code 0: consistent, 1: not.
 
-    Sampling options are those that the texts are said to be sampled with, where their lines do not say."""
+    Sampling options are those that the texts are said to be sampled with, where their lines do not say. Each text must
+    have been sampled with randomness of its own."""
     check_outputs({"--json": json_target}, [file, machine.models])
     check_json_target(json_target)
     check_batch_size(batch_size)
@@ -64,14 +65,17 @@ def certify_samples(
     from outrider.bench.report import new_table
     from outrider.drafters.base import NoDrafter
     from outrider.drafters.model import ModelDrafter
-    from outrider.lab.samples import check_samples, judge, judge_greedily
+    from outrider.lab.samples import check_samples, judge, judge_greedily, num_repeats
 
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
     decoder = pair.load()
     drafter = pair.load_draft(decoder, draft)
     samples = list(_samples(decoder, file, lines, sampling))
     lms = [decoder.target, *([drafter.lm] if isinstance(drafter, ModelDrafter) else [])]
-    check_samples(samples, decoder.target.vocab_size, min(lm.context_len for lm in lms))
+    try:
+        check_samples(samples, decoder.target.vocab_size, min(lm.context_len for lm in lms))
+    except PromptError as error:
+        raise FileError(f"{file}, {error}") from None
     greedy = [one for one in samples if one.sampling.temperature == 0]
     sampled = [one for one in samples if one.sampling.temperature > 0]
     if len(sampled) == 1 or not samples:
@@ -96,12 +100,18 @@ def certify_samples(
     if report is not None:
         tell_deviation(console, report, "a sharper law" if isinstance(drafter, NoDrafter) else "the draft")
     if greedy_report is not None:
-        tell_differences(console, greedy_report, "greedy text", decoder.tokenizer)
+        tell_differences(console, greedy_report, "line", decoder.tokenizer)
     is_text = any(isinstance(line.output, str) for line in lines)
     if is_text:
         console.print(
             "Texts were cut into tokens anew, perhaps into other ones than were sampled: a right system can fail. "
             "Token ids are better."
+        )
+    repeats = num_repeats(sampled)
+    if repeats:
+        console.print(
+            f"{repeats} of the sampled texts are repeats of others. If they share a seed or were kept from an earlier "
+            "answer, rather than being sampled anew, the tests do not hold: leave them out."
         )
     is_consistent = (report is None or report.is_ok) and (greedy_report is None or greedy_report.is_ok)
     false_alarm = "" if report is None else f" (a right system fails the tests with probability {alpha_level:g})"
@@ -109,6 +119,7 @@ def certify_samples(
     body: dict[str, Any] = {
         "is_consistent": is_consistent,
         "is_text": is_text,
+        "num_repeats": repeats,
         "statistical": report and report.to_json(),
         "greedy": [] if greedy_report is None else [greedy_report.to_json()],
     }
@@ -135,15 +146,18 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
         given = replace(sampling, **line.options)
         try:
             law = Sampling(**given.to_options(seed=None, num_seeds=1))
+            decoder.check_bias(law.logit_bias or {})
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
+            whole = prompt_ids
+            if isinstance(line.output, str):
+                assert isinstance(line.prompt, str)
+                whole = tuple(decoder.encode(line.prompt + line.output))
         except (OptionError, PromptError) as error:
             raise FileError(f"{where}: {error}") from None
         if isinstance(line.output, tuple):
-            yield Sample(where, prompt_ids, line.output, law)
+            yield Sample(line.number, prompt_ids, line.output, law)
             continue
-        assert isinstance(line.prompt, str)
-        whole = tuple(decoder.encode(line.prompt + line.output))
         # The last token of the prompt may have grown by the first characters of the output: then it is judged, too.
         differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
         num_shared = next(differing, len(prompt_ids))
-        yield Sample(where, whole[:num_shared], whole[num_shared:], law)
+        yield Sample(line.number, whole[:num_shared], whole[num_shared:], law)

@@ -220,6 +220,7 @@ class _Run:
         row: dict[str, Any] = {
             "index": index,
             "prompt": self.lines[index].text,
+            "prompt_ids": self.decoder.encode(self.inputs[index]),
             "text": "".join(chunk.text for chunk in chunks),
             "token_ids": [i for chunk in chunks for i in chunk.token_ids],
             "origins": [origin for chunk in chunks for origin in chunk.origins],

@@ -114,13 +114,17 @@ def _sample_of(path: Path, number: int, line: str, known: Sequence[str]) -> Samp
         raise FileError(f"{path}, line {number}: give {ids_key!r}, a list of token ids, or {text_key!r}, a text")
 
     own, settings = row.get("options"), row.get("settings")
-    options = (settings if own is None else own) or {}
+    options = settings if own is None else own
+    if options is None:
+        options = {}
     if not isinstance(options, dict):
         raise FileError(f"{path}, line {number}: the options {options!r} are not a JSON object")
     strange = sorted(set(own or ()) - set(known))
     if strange:
         raise FileError(f"{path}, line {number}: there is no option {strange[0]!r}; those are {', '.join(known)}")
     kept = {name: value for name, value in options.items() if name in known}
+    if options.get("chat") and "prompt_ids" not in row:
+        raise FileError(f"{path}, line {number}: the prompt of a chat is not what was fed: give its 'prompt_ids'")
     bias = kept.get("logit_bias")
     if bias is not None and not (isinstance(bias, list) and all(isinstance(item, str) for item in bias)):
         raise FileError(f'{path}, line {number}: logit_bias is a list of texts, like ["42=-5"]')

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from torch import Tensor
 from tqdm import tqdm
@@ -279,7 +279,9 @@ class OutriderLM(TemplateLM):
                     }
                     completions = decoder.generate([rows[i].ids for i in batch], **options)
                     for i, completion in zip(batch, completions, strict=True):
-                        texts[i] = completion.text
+                        # As the harness's own models decode: by themselves, and not after the prompt.
+                        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                        texts[i] = postprocess_generated_text(text, list(rows[i].sampling.stop), None)
                         self._on_generated(requests[i].task_name, completion.stats)
                     advance(len(batch))
         return texts

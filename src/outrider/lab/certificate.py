@@ -82,7 +82,7 @@ class ControlReport:
     """What became of a mistake that was made on purpose.
 
     Attributes:
-        excuse: why it is none here; then it was not made.
+        excuse: why it is none here: it was not made, or what it wrote is too near to what is right.
         num_tokens: after which it was found out, or not.
         by: the test with the smallest p, and that p.
     """

@@ -51,9 +51,10 @@ _SPLITS = {
 _ROUND_SPLITS = {
     "score-by-place": _Split(lambda o: o.score, lambda o: o.places),
     "likelihood-by-place": _Split(lambda o: o.surprise, lambda o: o.places),
+    "rank-by-place": _Split(lambda o: o.rank, lambda o: o.places),
 }
 _ALL_SPLITS = _ROUND_SPLITS | _SPLITS
-_NUM_WHOLE = 4  # tests of all tokens together: score, likelihood, two of the PIT
+_NUM_WHOLE = 5  # tests of all tokens together: score, likelihood, rank, two of the PIT
 
 
 def num_tests(*, has_rounds: bool) -> int:
@@ -73,6 +74,7 @@ class Design:
     level: float
     score: Bet
     surprise: Bet
+    rank: Bet
     splits: Mapping[str, Accounts]
 
     @classmethod
@@ -101,17 +103,19 @@ class Design:
             level=single,
             score=Bet.for_sample(pilot.score, num_tokens, single),
             surprise=Bet.for_sample(pilot.surprise, num_tokens, single),
+            rank=Bet.for_sample(pilot.rank, num_tokens, single),
             splits={name: accounts(name, split) for name, split in splits.items()},
         )
 
     def tests(self, observed: Observed, level: float) -> list[Finding]:
         """All tests of the tokens, with thresholds under which any of them is an alarm with probability ``level``."""
-        score, surprise = observed.score, observed.surprise
-        found = [
-            Finding("score", score.z, p_value(self.score.log_wealth(score))),
-            Finding("likelihood", surprise.z, p_value(self.surprise.log_wealth(surprise))),
-            *pit_tests(observed.pits),
-        ]
+        wholes = {
+            "score": (self.score, observed.score),
+            "likelihood": (self.surprise, observed.surprise),
+            "rank": (self.rank, observed.rank),
+        }
+        found = [Finding(name, one.z, p_value(bet.log_wealth(one))) for name, (bet, one) in wholes.items()]
+        found += pit_tests(observed.pits)
         for name, accounts in self.splits.items():
             split = _ALL_SPLITS[name]
             wealth = accounts.log_wealth(split.increments(observed), split.kinds(observed))

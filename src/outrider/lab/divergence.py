@@ -134,6 +134,8 @@ def explain(
     scores = [_scores(one, seen, sampling)[[a, b]] for one in (logits, *others)]
     gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
     margin = float(scores[0][0] - scores[0][1])
+    if not all(score.isfinite().all() for score in scores):  # a token that a bias forbids
+        return Divergence(prompt, at, a, b, None, None, "bug")
     if sampling.temperature > 0:
         assert sampling.seed is not None
         noise = gumbels(torch.tensor([sampling.seed]), torch.tensor([[len(prefix)]]), target.vocab_size)[0, 0]

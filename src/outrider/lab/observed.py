@@ -1,13 +1,15 @@
 """Tokens that a loop has written, held against p and q: what the tests of outrider.lab.evidence are fed with.
 
 p comes from a teacher-forced pass of the target over the finished texts, which shares no cache, no rollback and no rule
-with the loop that wrote them; q likewise from the draft. Three statistics of a token y:
+with the loop that wrote them; q likewise from the draft. Statistics of a token y:
 
 - ``pits``: P(v before y) + w p(y), where tokens are ordered by q - p and w is a uniform number of its own. A wrong rule
   tends to push towards the draft, that is, to large values.
 - ``score``: min(q(y)/p(y), 30). The derivative of the log-likelihood of (1 - e) p + e q at e = 0 is q/p - 1, so without
   the clip this is the locally most powerful test against a mixture with the draft.
 - ``surprise``: min(-log p(y), 20). A law that is too sharp or too flat shows in it.
+- ``rank``: P(v < y) + p(y)/2 over the ids of tokens. Tokens are drawn by ids in order, so a uniform number that is used
+  twice, or that a condition was put on, pushes towards high or low ids.
 
 Their means under p are taken off exactly, clip included. A token that p forbids (filtered out by top-k, say) is no
 matter of chance: it is counted, unless rounding may have moved it across the edge of what p allows.
@@ -75,6 +77,7 @@ class Observed:
     pits: Floats
     score: Increments
     surprise: Increments
+    rank: Increments
     drift: Drift
     places: Integers
     positions: Integers
@@ -93,6 +96,7 @@ class Observed:
             pits=self.pits[part],
             score=self.score[part],
             surprise=self.surprise[part],
+            rank=self.rank[part],
             drift=Drift(drift.means[part], drift.seconds[part], drift.distances[part]),
             places=self.places[part],
             positions=self.positions[part],
@@ -132,6 +136,7 @@ def observe(
         pits=whole["pits"],
         score=increments("score"),
         surprise=increments("surprise"),
+        rank=increments("rank"),
         drift=Drift(whole["drift"], whole["drift_m2"], whole["distance"]),
         places=np.concatenate([np.array(one.places, dtype=np.int64) for one in written]),
         positions=np.concatenate([np.arange(len(one.token_ids)) for one in written]),
@@ -245,7 +250,8 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
     is_allowed = p > 0
     ratio = torch.where(is_allowed, q / torch.where(is_allowed, p, 1.0), 0.0).clamp_max(MAX_RATIO)
     surprise = torch.where(is_allowed, -p.log(), 0.0).clamp_max(MAX_SURPRISE)
-    for name, x in (("score", ratio), ("surprise", surprise)):
+    rank = p.cumsum(1) - p / 2
+    for name, x in (("score", ratio), ("surprise", surprise), ("rank", rank)):
         x = torch.where(is_allowed, x - (p * x).sum(1, keepdim=True), 0.0)
         x = torch.where(x.amax(1, keepdim=True) - x.amin(1, keepdim=True) < _LEAST_RANGE, 0.0, x)
         columns[f"{name}_values"] = x.gather(1, at)[:, 0]

@@ -4,6 +4,7 @@ The statistical layer of a certificate (outrider.lab.design) for texts of which 
 rounds, no seeds, no way to have more of them. The first texts settle the stakes and are not tested; all tokens of the
 others are. Texts that are said to be greedy are held against plain decoding, token by token (outrider.lab.divergence).
 
+Each text must have been sampled with randomness of its own: texts that share a seed, or are copies, are not n texts.
 How many tokens there are may depend on what they are, where texts end by an end token. The sums of the tests by stakes
 are martingales that end with the last text, so their p-values hold as they are; for those of the PIT it holds up to
 what the limit theorem leaves (docs/certify.md).
@@ -34,12 +35,12 @@ class Sample:
     """A text that another system has written.
 
     Attributes:
-        where: it comes from, for messages.
+        line: its number in the file, for messages.
         token_ids: what was written after the prompt, with the end token if there was one.
         sampling: as it is said to have been sampled; its limits, seed and stop strings do not matter.
     """
 
-    where: str
+    line: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: Sampling
@@ -52,13 +53,13 @@ def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) 
         PromptError: it is empty, too long, or has ids beyond the vocabulary.
     """
     for one in samples:
-        whole = (*one.prompt_ids, *one.token_ids)
+        whole, where = (*one.prompt_ids, *one.token_ids), f"line {one.line}"
         if not one.prompt_ids or not one.token_ids:
-            raise PromptError(f"{one.where}: there must be at least one token of the prompt, and one of the output")
+            raise PromptError(f"{where}: there must be at least one token of the prompt, and one of the output")
         if len(whole) > context_len:
-            raise PromptError(f"{one.where}: {len(whole)} tokens, but here a text has at most {context_len}: cut it")
+            raise PromptError(f"{where}: {len(whole)} tokens, but here a text has at most {context_len}: cut it")
         if max(whole) >= vocab_size or min(whole) < 0:
-            raise PromptError(f"{one.where}: a token id outside 0..{vocab_size - 1}")
+            raise PromptError(f"{where}: a token id outside 0..{vocab_size - 1}")
 
 
 def judge(
@@ -106,13 +107,25 @@ def judge(
     pilot, tested = observed(range(num_pilots)), observed(range(num_pilots, len(samples)))
     num_tokens = len(pilot) * num_tested // num_pilots  # not len(tested), which may depend on the tokens
     design = Design.of(pilot, num_tokens, level, len(prompts), has_rounds=False)
-    return design.report(tested, level, num_tested, None)
+    report = design.report(tested, level, num_tested, None)
+    # What the target forbids is no matter of chance, in whichever text.
+    return replace(
+        report,
+        num_forbidden=report.num_forbidden + int(pilot.is_forbidden.sum()),
+        num_at_edge=report.num_at_edge + int(pilot.is_at_edge.sum()),
+    )
+
+
+def num_repeats(samples: Sequence[Sample]) -> int:
+    """How many sampled texts are equal to an earlier one of the same prompt."""
+    texts = [(one.prompt_ids, one.token_ids) for one in samples]
+    return len(texts) - len(set(texts))
 
 
 def judge_greedily(
     target: LM, samples: Sequence[Sample], batch_size: int, on_texts: Callable[[int], None] = lambda done: None
 ) -> GreedyReport:
-    """Hold greedy texts against plain decoding."""
+    """Hold greedy texts against plain decoding. Differences carry the number of the line in the place of a prompt's."""
     requests = []
     for one in samples:
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
@@ -122,4 +135,5 @@ def judge_greedily(
     num_tokens, differences = against_plain(
         target, REJECTION, requests, texts, num_draft_tokens=k, batch_size=batch_size, on_texts=on_texts
     )
+    differences = [replace(one, prompt=samples[one.prompt].line) for one in differences]
     return GreedyReport(len(samples), num_tokens, differences, has_noise=False)
