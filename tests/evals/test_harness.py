@@ -89,7 +89,7 @@ def test_text_is_decoded_as_the_hf_model_does(folder: Path) -> None:
     """With a tokenizer that drops a leading space, as Llama 2's: of the generated tokens by themselves."""
     tokenizer = metaspace_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "</s>"})
-    model = random_llama(len(tokenizer), 3, eos_token_id=tokenizer.eos_token_id)
+    model = random_llama(len(tokenizer), 5, eos_token_id=tokenizer.eos_token_id)
     with torch.no_grad():
         model.lm_head.weight[257:264] *= 3  # whole words, so that some texts begin with a space
     decoder = load(model, tokenizer=tokenizer)
