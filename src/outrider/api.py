@@ -77,6 +77,12 @@ class Decoder:
         _check_acceptance(self.acceptance)
         _check_num_draft_tokens(self.num_draft_tokens)
 
+    @property
+    def context_len(self) -> int:
+        """Tokens that both models can take, where the drafter has one."""
+        own = self.target.context_len
+        return min(own, self.drafter.lm.context_len) if isinstance(self.drafter, ModelDrafter) else own
+
     def plain(self) -> Decoder:
         """The same target without a draft: the baseline of every comparison."""
         return replace(self, drafter=NoDrafter())

@@ -53,3 +53,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Ended(int(stop.value.code or 0), captured.out, captured.err)
 
     return ended
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of two. (Modules that need others have a fixture of their own.)"""
+    path = tmp_path / "prompts"
+    path.write_text("The king\nThe fox and the hen\n")
+    return path

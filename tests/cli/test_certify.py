@@ -20,13 +20,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrong, "CONTROLS", wrong.CONTROLS[1:4:2])
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts"
-    path.write_text("The king\nThe fox and the hen\n")
-    return path
-
-
 def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     file, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
     arguments = "--prompts", prompts, "--num-tokens", 400, "-n", 24, "-k", 3, "--top-k", 500

@@ -8,13 +8,6 @@ from commands import Outrider, only_document
 from outrider.lab import certify, wrong
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts"
-    path.write_text("The king\nThe fox and the hen\n")
-    return path
-
-
 def test_the_same_texts(outrider: Outrider, prompts: Path) -> None:
     ended = outrider("divergence", "--prompts", prompts, "-n", 30, "-k", 3, "--json", "-")
     assert ended.code == 0 and "2 of 2 texts the same" in ended.err

@@ -20,6 +20,7 @@ from outrider.cli.options import (
     BatchSizeOption,
     JsonOption,
     PairOptions,
+    PromptsOption,
     SamplingOptions,
     SeedOption,
     check_alpha_level,
@@ -66,9 +67,7 @@ def certify(
             "-k", "--num-draft-tokens", help="K, tokens drafted per round, or auto.", rich_help_panel="Models"
         ),
     ] = str(DEFAULT_NUM_DRAFT_TOKENS),
-    prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
-    ] = None,
+    prompts: PromptsOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
     ] = 64,

@@ -64,16 +64,15 @@ def certify_samples(
 
     from outrider.bench.report import new_table
     from outrider.drafters.base import NoDrafter
-    from outrider.drafters.model import ModelDrafter
     from outrider.lab.samples import check_samples, judge, judge_greedily, num_repeats
 
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
-    decoder = pair.load()
-    drafter = pair.load_draft(decoder, draft)
+    plain = pair.load()
+    drafter = pair.load_draft(plain, draft)
+    decoder = replace(plain, drafter=drafter)
     samples = list(_samples(decoder, file, lines, sampling))
-    lms = [decoder.target, *([drafter.lm] if isinstance(drafter, ModelDrafter) else [])]
     try:
-        check_samples(samples, decoder.target.vocab_size, min(lm.context_len for lm in lms))
+        check_samples(samples, decoder.target.vocab_size, decoder.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
     greedy = [one for one in samples if one.sampling.temperature == 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +16,7 @@ from outrider.cli.options import (
     JsonOption,
     NumDraftTokensOption,
     PairOptions,
+    PromptsOption,
     SamplingOptions,
     SeedOption,
     check_batch_size,
@@ -41,9 +41,7 @@ def divergence(
     pair: PairOptions,
     sampling: _GreedyOptions,
     num_draft_tokens: NumDraftTokensOption = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
-    ] = None,
+    prompts: PromptsOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
     ] = 128,
@@ -55,9 +53,7 @@ def divergence(
     check_json_target(json_target)
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
-    draft = pair.single_draft
-    if draft == "none":
-        raise OptionError("--draft", draft, "there would be nothing to compare: choose a model or ngram")
+    draft = pair.compared_draft
     if sampling.temperature > 0 and pair.acceptance != "gumbel":
         remedy = f"under {pair.acceptance} sampled texts differ, by right: take 0, or --acceptance gumbel"
         raise OptionError("--temperature", sampling.temperature, remedy)

@@ -62,7 +62,7 @@ def harness(
     Text is sampled as the task says, but for the sampling options given here. Tasks that score the likelihood of given
     text are run once: a draft has no part in them.
     """
-    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.single_draft
+    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise OptionError("--tasks", tasks, "name one or more, with commas between them")
@@ -72,8 +72,6 @@ def harness(
         raise OptionError("--num-fewshot", num_fewshot, "a whole number >= 0")
     if not margin > 0:
         raise OptionError("--margin", margin, "a number above 0")
-    if draft == "none":
-        raise OptionError("--draft", draft, "there would be nothing to compare: choose a model or ngram")
     check_batch_size(batch_size)
     Sampling(seed=seed)
     overrides = sampling.to_options(max_new_tokens=max_new_tokens)

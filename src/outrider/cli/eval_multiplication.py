@@ -37,15 +37,13 @@ def multiplication(
     json_target: JsonOption = None,
 ) -> None:
     """Multiplication sheets: is the first line after "a * b = " the product?"""
-    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.single_draft
+    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
     if num_prompts < 1:
         raise OptionError("--num-prompts", num_prompts, "a whole number >= 1")
     if batch_size < 1:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
     if not 0 < margin < 1:
         raise OptionError("--margin", margin, "a number between 0 and 1")
-    if draft == "none":
-        raise OptionError("--draft", draft, "there would be nothing to compare: choose a model or ngram")
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
     check_json_target(json_target)
 

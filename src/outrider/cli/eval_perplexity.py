@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,10 +52,10 @@ def perplexity(
     text = read_text(file)
     if not text.strip():
         raise FileError(f"{file} has no text in it")
-    decoder = pair.load()
-    target, drafter = decoder.target, pair.load_draft(decoder, name)
+    plain = pair.load()
+    decoder = replace(plain, drafter=pair.load_draft(plain, name))
+    target, drafter, most = decoder.target, decoder.drafter, decoder.context_len
     draft = drafter.lm if isinstance(drafter, ModelDrafter) else None
-    most = target.context_len if draft is None else min(target.context_len, draft.context_len)
     if context is not None and context > most:
         raise OptionError("--context", context, f"{target.name} with {name} can take {most} tokens")
     context = most if context is None else context

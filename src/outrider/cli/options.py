@@ -102,6 +102,17 @@ class PairOptions:
             raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
         return self.draft_names[0]
 
+    @property
+    def compared_draft(self) -> str:
+        """The same for commands that hold it against plain decoding.
+
+        Raises:
+            OptionError: several were given, or none.
+        """
+        if self.single_draft == "none":
+            raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
+        return self.single_draft
+
     def load(self, num_tokens: int = 0) -> Decoder:
         """The target, without a draft.
 
@@ -269,6 +280,9 @@ NumDraftTokensOption = Annotated[
 NumDraftTokensListOption = Annotated[
     str,
     typer.Option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.", rich_help_panel=_MODELS),
+]
+PromptsOption = Annotated[
+    Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Prompts at once.", rich_help_panel=_MACHINE)]
 AlphaLevelOption = Annotated[

@@ -69,17 +69,10 @@ class Job:
         assert self.prompts and self.batch_size >= 1
         if not 0 < self.level < 1:
             raise OptionError("--alpha-level", self.level, "a number between 0 and 1")
-        most = self.context_len - 3  # the exact layer looks two tokens ahead
+        most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
         for index, ids in enumerate(self.prompts):
             if len(ids) >= most:
                 raise PromptError(f"prompt {index} has {len(ids)} tokens, but here a prompt has less than {most}")
-
-    @property
-    def context_len(self) -> int:
-        """What both models can take."""
-        drafter = self.decoder.drafter
-        own = self.decoder.target.context_len
-        return min(own, drafter.lm.context_len) if isinstance(drafter, ModelDrafter) else own
 
     @property
     def num_draft_tokens(self) -> int:
@@ -97,7 +90,7 @@ class Job:
     def request(self, text: int) -> Request:
         """The request of a text, ended by what ends texts of the decoder."""
         ids = self.prompts[self.prompt_of(text)]
-        most = min(self.sampling.max_new_tokens, self.context_len - len(ids))
+        most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
         sampling = replace(self.sampling, seed=self.seed + text, max_new_tokens=most)
         stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, ())
         return Request(ids, sampling, stop)
@@ -259,7 +252,7 @@ def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]
     """Prefixes of texts, here and there."""
     for i in range(_NUM_CONTEXTS):
         one = written[i % len(written)]
-        text = (*one.prompt_ids, *one.token_ids)[: job.context_len - 3]
+        text = (*one.prompt_ids, *one.token_ids)[: job.decoder.context_len - 3]
         yield text[: max(len(one.prompt_ids), len(text) * (i + 1) // _NUM_CONTEXTS)]
 
 
