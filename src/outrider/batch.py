@@ -43,6 +43,7 @@ class Batch:
         ids: column j holds the token at position j; beyond a row's length it holds nothing of meaning. [B, N]
         lengths: tokens so far, prompt included. [B]
         last_ids: the last token of each row, which no model has been fed yet. [B]
+        is_open: 1 where a row goes on, else 0. [B]
         seeds: [B]
         settings: sampling options.
         seen: tokens that occur so far, None where no row has a repetition penalty. [B, V]
@@ -69,7 +70,7 @@ class Batch:
         self.ids = buffer.to(device)
         self.lengths = torch.tensor([row.length for row in self.rows], device=device)
         self.last_ids = torch.tensor([row.request.prompt_ids[-1] for row in self.rows], device=device)
-        self._is_open = torch.ones_like(self.lengths)
+        self.is_open = torch.ones_like(self.lengths)
         self.seeds = torch.tensor([row.request.sampling.seed for row in self.rows], device=device)
         self._vocab_size = vocab_size
         self.settings = self._settings()
@@ -89,19 +90,19 @@ class Batch:
     def max_length(self) -> int:
         return max(row.length for row in self.rows)
 
-    def commit(self, committed: Tensor, num_accepted: Tensor) -> None:
+    def commit(self, committed: Tensor, places: Tensor, lengths: Tensor) -> None:
         """Append to each row its accepted tokens and the one after them.
 
         Args:
-            committed: columns beyond ``num_accepted`` repeat the last token. [B, K+1]
-            num_accepted: [B]
+            committed: columns beyond those repeat the last token. [B, K+1]
+            places: of the columns in the text. [B, K+1]
+            lengths: of the rows from now on. [B]
         """
-        offsets = torch.arange(committed.shape[1], device=self.ids.device)
-        self.ids.scatter_(1, self.lengths[:, None] + offsets, committed)
+        self.ids.scatter_(1, places, committed)
         if self.seen is not None:
             self.seen.scatter_(1, committed, True)
-        self.last_ids = committed[:, -1].clone()  # a prepared step writes over its results
-        self.lengths = self.lengths + (num_accepted + 1) * self._is_open
+        # Copies, since a prepared step writes over its results.
+        self.last_ids, self.lengths = committed[:, -1].clone(), lengths.clone()
 
     def close(self, round_rows: Callable[[int], int]) -> Tensor | None:
         """Take out rows that are done.
@@ -120,7 +121,7 @@ class Batch:
         index = None
         if num_kept < len(self.rows):
             index = self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
-        self._is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
+        self.is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
         return index
 
     def _keep(self, kept: Sequence[int]) -> Tensor:

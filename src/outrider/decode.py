@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,13 +72,13 @@ def decode(
         draft = draft.padded(target.execution.round_drafts(draft.ids.shape[1], k))
         draft_s = clock.lap()
         view_len = target.view_len(batch.max_length + draft.ids.shape[1], cache)
-        arguments = (cache, batch.last_ids, batch.lengths, draft, batch.settings, batch.seen, noise)
-        logits, committed, num_accepted, ratio, is_good = target.run(_verify_step, (rule, view_len), *arguments)
+        arguments = (cache, batch.last_ids, batch.lengths, batch.is_open, draft, batch.settings, batch.seen, noise)
+        judged = _Judged(*target.run(_verify_step, (rule, view_len), *arguments))
         verify_s = clock.lap()
-        batch.commit(committed, num_accepted)
-        _check_finite(batch, draft, is_good, target.name, drafter.name)
-        logprobs = _logprobs(batch, logits, committed)
-        row_rounds = _close_rows(batch, draft, committed, num_accepted, ratio, logprobs)
+        batch.commit(judged.committed, judged.places, judged.lengths)
+        if not judged.is_fine:
+            _raise_for_numbers(batch, draft, judged.is_finite, target.name, drafter.name)
+        row_rounds = _close_rows(batch, draft, judged, _logprobs(batch, judged.logits, judged.committed))
         schedule.learn(row_rounds)
         kept = batch.close(target.execution.round_rows)
         if kept is not None:
@@ -109,6 +109,29 @@ class _Clock:
         return lap_s
 
 
+class _Judged(NamedTuple):
+    """What a verify step gives.
+
+    Attributes:
+        logits: [B, K+1, V]
+        committed: the tokens that stand and the one after them, which fills the remaining columns. [B, K+1]
+        num_accepted, rejected_ratio: see ``Verdict``. [B], [B]
+        places: of the committed tokens in the text. [B, K+1]
+        lengths: of the texts with them. [B]
+        is_finite: whether the logits of each position are. [B, K+1]
+        is_fine: whether they are wherever they count, of target and draft. []
+    """
+
+    logits: Tensor
+    committed: Tensor
+    num_accepted: Tensor
+    rejected_ratio: Tensor
+    places: Tensor
+    lengths: Tensor
+    is_finite: Tensor
+    is_fine: Tensor
+
+
 def _verify_step(
     lm: LM,
     rule: Rule,
@@ -116,44 +139,53 @@ def _verify_step(
     cache: SlotCache,
     last_ids: Tensor,
     lengths: Tensor,
+    is_open: Tensor,
     draft: Draft,
     settings: Settings,
     seen: Tensor | None,
     noise: Any,
 ) -> tuple[Tensor, ...]:
-    """Feed each row's last token [B] and its drafted tokens, and judge them.
-
-    Returns:
-        logits: [B, K+1, V]
-        committed: the tokens that stand and the one after them, which fills the remaining columns. [B, K+1]
-        num_accepted, rejected_ratio: see ``Verdict``. [B], [B]
-        is_good: whether p is finite, or not needed. [B, K+1]
-    """
+    """Feed each row's last token [B] and its drafted tokens, and judge them. Gives the parts of a ``_Judged``."""
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     is_fed = offsets <= draft.num_drafted[:, None]
     ids = torch.cat((last_ids[:, None], draft.ids), dim=1)
-    logits = lm.forward(ids, torch.where(is_fed, lengths[:, None] - 1 + offsets, -1), cache, view_len)
+    places = lengths[:, None] + offsets  # of the tokens after those that are fed
+    logits = lm.forward(ids, torch.where(is_fed, places - 1, -1), cache, view_len)
     probs = to_probs(logits, settings, None if seen is None else mark_seen(seen, draft.ids))  # [B, K+1, V]
     verdict = rule.verify(probs, draft, noise)
     padded = torch.cat((draft.ids, verdict.next_ids[:, None]), dim=1)
-    committed = torch.where(offsets < verdict.num_accepted[:, None], padded, verdict.next_ids[:, None])
-    return logits, committed, verdict.num_accepted, verdict.rejected_ratio, is_finite(logits) | ~is_fed
-
-
-def _check_finite(batch: Batch, draft: Draft, is_good: Tensor, target_name: str, draft_name: str) -> None:
-    """Raise NumericsError if a probability of this round came from logits that were not finite."""
-    checks = [(target_name, is_good)]
+    num_accepted = verdict.num_accepted
+    committed = torch.where(offsets < num_accepted[:, None], padded, verdict.next_ids[:, None])
+    is_good = is_finite(logits)
+    is_fine = (is_good | ~is_fed).all()
     if draft.is_finite is not None:
-        offsets = torch.arange(draft.ids.shape[1], device=is_good.device)
-        checks.append((draft_name, draft.is_finite | (offsets >= draft.num_drafted[:, None])))
-    for name, is_fine in checks:
-        if not bool(is_fine.all()):
-            b, offset = (~is_fine).nonzero()[0].tolist()
-            row = batch.rows[b]
-            raise NumericsError(
-                f"the model {name} gave NaN or infinite logits for position {row.length + offset} of prompt "
-                f"{row.index}; its weights may be damaged, or its dtype too narrow (try --dtype float32)"
-            )
+        is_fine = is_fine & (draft.is_finite | ~is_fed[:, 1:]).all()
+    return (
+        logits,
+        committed,
+        num_accepted,
+        verdict.rejected_ratio,
+        places,
+        lengths + (num_accepted + 1) * is_open,
+        is_good,
+        is_fine,
+    )
+
+
+def _raise_for_numbers(batch: Batch, draft: Draft, is_good: Tensor, target_name: str, draft_name: str) -> NoReturn:
+    """Say which model gave logits that are not finite, and where first."""
+    offsets = torch.arange(is_good.shape[1], device=is_good.device)
+    is_fed = offsets <= draft.num_drafted[:, None]
+    name, is_fine = target_name, is_good | ~is_fed
+    if is_fine.all():
+        assert draft.is_finite is not None
+        name, is_fine = draft_name, draft.is_finite | ~is_fed[:, 1:]
+    b, offset = (~is_fine).nonzero()[0].tolist()
+    row = batch.rows[b]
+    raise NumericsError(
+        f"the model {name} gave NaN or infinite logits for position {row.length + offset} of prompt "
+        f"{row.index}; its weights may be damaged, or its dtype too narrow (try --dtype float32)"
+    )
 
 
 def _logprobs(batch: Batch, logits: Tensor, committed: Tensor) -> list[list[TokenLogprob]] | None:
@@ -176,17 +208,12 @@ def _logprobs(batch: Batch, logits: Tensor, committed: Tensor) -> list[list[Toke
 
 
 def _close_rows(
-    batch: Batch,
-    draft: Draft,
-    committed: Tensor,
-    num_accepted: Tensor,
-    rejected_ratio: Tensor,
-    logprobs: list[list[TokenLogprob]] | None,
+    batch: Batch, draft: Draft, judged: _Judged, logprobs: list[list[TokenLogprob]] | None
 ) -> list[RowRound]:
     """Read the round back to the host, and let each row's stop act on it token by token."""
-    tokens = committed.tolist()
-    accepted, num_drafted = num_accepted.tolist(), draft.num_drafted.tolist()
-    ratios = rejected_ratio.tolist()
+    tokens = judged.committed.tolist()
+    accepted, num_drafted = judged.num_accepted.tolist(), draft.num_drafted.tolist()
+    ratios = judged.rejected_ratio.tolist()
     row_rounds = []
     for b, row in enumerate(batch.rows):
         if row.is_done:

@@ -20,10 +20,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 MAX_THIN_ROWS = 8  # beyond it a matrix library is as fast
 
-_NUM_PARTS = 4  # of large weights, read at the same time: memory gives more to several streams than to one
+# Weights are read as several parts at the same time: memory gives more to several streams than to one.
+_MOST_PARTS = 4
 _LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, which has no such preference
+_MANY_ROWS = 5  # so many rows are bound by loading them, and two parts load each of them once for two sums
 
-MAX_SUMS = MAX_THIN_ROWS * _NUM_PARTS  # of one product, which are to be one loop
+MAX_SUMS = MAX_THIN_ROWS * _MOST_PARTS  # of one product, which are to be one loop
 
 _aten = torch.ops.aten
 
@@ -44,7 +46,7 @@ class ThinProducts(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the keys under which compiled code is kept: to be changed with the pass."""
-        return "outrider-thin-products-8"
+        return "outrider-thin-products-9"
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
@@ -68,8 +70,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
         strides = [width, 1] if is_weight else [num_rows * width, width, 1]
         rows = call(torch.ops.prims.inductor_force_stride_order.default, rows, strides)
         num_columns = matrix.meta["val"].shape[-1]
-        is_large = is_weight and matrix.meta["val"].nbytes >= _LARGE_BYTES
-        parts = _parts(num_columns, _NUM_PARTS if is_large else 1)
+        parts = _parts(num_columns, _num_parts(matrix.meta["val"], num_rows) if is_weight else 1)
         sums = []
         for t in range(num_rows):
             row = call(_aten.unsqueeze.default, call(_aten.select.int, rows, -2, t), -1)  # [..., I, 1]
@@ -85,6 +86,13 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bia
         result = call(_aten.view.default, result, [*x.shape[:-1], num_columns])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _num_parts(weights: Any, num_rows: int) -> int:
+    """In how many parts weights are read."""
+    if weights.nbytes >= _LARGE_BYTES:
+        return _MOST_PARTS
+    return 2 if num_rows >= _MANY_ROWS else 1
 
 
 def _parts(num_columns: int, num_parts: int) -> list[tuple[int, int]]:

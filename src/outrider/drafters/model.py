@@ -38,7 +38,7 @@ def _draft_steps(
     k: int,
     cache: SlotCache,
     fed: Tensor,
-    positions: Tensor,
+    cached: Tensor,
     lengths: Tensor,
     num_drafted: Tensor,
     settings: Settings,
@@ -48,8 +48,9 @@ def _draft_steps(
     """Draft K tokens, one after the other.
 
     Args:
-        fed, positions: tokens that come first; the last of them is the last committed one. [B, T]
-        lengths, num_drafted: [B]
+        fed: tokens that come first, of which the last is the last committed one. Not in rows where the cache has them
+            already (it has ``cached``), nor in those that nothing is drafted for. [B, T]
+        cached, lengths, num_drafted: [B]
 
     Returns:
         ids [B, K], q [B, K, V], whether q is finite [B, K]
@@ -57,6 +58,10 @@ def _draft_steps(
     ids: list[Tensor] = []
     probs: list[Tensor] = []
     finite: list[Tensor] = []
+    num_fed = fed.shape[1]
+    positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
+    is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
+    positions = torch.where(is_owed, positions, -1)
     for i in range(k):
         step_seen = None
         if seen is not None:
@@ -100,34 +105,29 @@ class ModelSession:
             return empty_draft(batch)
         k = lm.execution.round_drafts(max(wanted), k)
         num_drafted = torch.tensor(wanted, device=device)
-        fed, positions = self._owed(batch, num_drafted > 0, wanted)
+        cached = torch.tensor(self._cached, device=device)
+        fed = self._fed(batch, cached, num_drafted, wanted)
         view_len = lm.view_len(min(batch.max_length + k - 1, lm.context_len), self._cache)
-        arguments = (self._cache, fed, positions, batch.lengths, num_drafted, batch.settings, batch.seen, noise)
+        arguments = (self._cache, fed, cached, batch.lengths, num_drafted, batch.settings, batch.seen, noise)
         ids, probs, is_good = lm.run(_draft_steps, (rule, view_len, k), *arguments)
         self._cached = [
-            row.length + n - 1 if n > 0 else cached
-            for row, n, cached in zip(batch.rows, wanted, self._cached, strict=True)
+            row.length + n - 1 if n > 0 else before
+            for row, n, before in zip(batch.rows, wanted, self._cached, strict=True)
         ]
         return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
 
-    def _owed(self, batch: Batch, is_on: Tensor, wanted: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The committed tokens that the cache lacks, in the rows that are to be drafted for, and their positions.
-
-        A row owes one token after a rejection, two after a full acceptance (the last drafted token was never fed). What
-        is owed beyond that, after rounds without drafts, is fed here.
+    def _fed(self, batch: Batch, cached: Tensor, num_drafted: Tensor, wanted: Sequence[int]) -> Tensor:
+        """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache lacks
+        that. It does after a full acceptance, since the last drafted token was never fed. What a cache lacks beyond
+        these, after rounds without drafts, is fed here.
 
         Returns:
-            Right-aligned: the last column is every row's last token. [B, 1 or 2], [B, 1 or 2]
+            [B, 1 or 2]
         """
-        ends = batch.lengths - 1
         owed = [row.length - 1 - n for row, n, num in zip(batch.rows, self._cached, wanted, strict=True) if num > 0]
-        last = batch.last_ids[:, None], torch.where(is_on, ends, -1)[:, None]
-        if max(owed) == 0:
-            return last
-        cached = torch.tensor(self._cached, device=ends.device)
+        if max(owed) == 1:
+            columns = torch.stack((batch.lengths - 2, batch.lengths - 1), dim=1)
+            return batch.ids.gather(1, columns.clamp_min(0))
         if max(owed) > 1:
-            self._lm.prefill(batch.ids, cached, torch.where(is_on, ends, cached), self._cache)
-            return last
-        columns = torch.stack((ends - 1, ends), dim=1)  # [B, 2]
-        positions = torch.where((columns >= cached[:, None]) & is_on[:, None], columns, -1)
-        return batch.ids.gather(1, columns.clamp_min(0)), positions
+            self._lm.prefill(batch.ids, cached, torch.where(num_drafted > 0, batch.lengths - 1, cached), self._cache)
+        return batch.last_ids[:, None]
