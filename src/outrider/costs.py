@@ -32,7 +32,7 @@ from outrider.verify import Rule
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
-_NUM_ROUNDS = 4  # in each pass
+_NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
 
@@ -79,7 +79,7 @@ class CostArm:
 
 def tokens_needed(most_k: int) -> int:
     """How many tokens the timed rounds may add to a row."""
-    return _NUM_ROUNDS * (most_k + 1)
+    return (1 + _NUM_ROUNDS) * (most_k + 1)
 
 
 def time_rounds(
@@ -104,7 +104,8 @@ def time_rounds(
         on_pass: called after each pass, and after the one that warms up.
 
     Returns:
-        For each arm its rounds; a first round holds the prefill too.
+        For each arm its rounds, without the first of each run: it comes after the prefill, which has swept the
+        processor's caches, and a text has one of it in many. The second holds the prefill in its place.
     """
     generator = torch.Generator().manual_seed(0)
     taken: list[list[Timing]] = [[] for _ in arms]
@@ -117,7 +118,8 @@ def time_rounds(
         # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
         drafter = _Repeater(arm.drafter) if isinstance(arm.drafter, NgramDrafter) else arm.drafter
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
-        return [round_.timing for round_ in islice(loop, _NUM_ROUNDS)]
+        first, second, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
+        return [second + Timing(prefill_s=first.prefill_s, total_s=first.prefill_s), *others]
 
     for arm in arms:
         rounds(arm)  # whatever happens only once
