@@ -18,6 +18,7 @@ from outrider.cli.options import (
     DEFAULT_ALPHA_LEVEL,
     AlphaLevelOption,
     BatchSizeOption,
+    HtmlOption,
     JsonOption,
     PairOptions,
     PromptsOption,
@@ -90,10 +91,7 @@ def certify(
     again: Annotated[
         Path | None, typer.Option(help="Run a certificate once more, from the JSON document of it.")
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the certificate as a page to read: one HTML file with figures."),
-    ] = None,
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
@@ -121,7 +119,7 @@ def certify(
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
 
-    from outrider.bench.certificate_html import render
+    from outrider.bench.certificate_html import render_certificate
     from outrider.bench.plots import check_plot_file
     from outrider.lab.certify import LEAST_NUM_TOKENS, fly
     from outrider.lab.certify import certify as judge
@@ -157,7 +155,7 @@ def certify(
     if json_target is not None:
         write_document(json_target, document)
     if html is not None:
-        write_text(html, render(document))
+        write_text(html, render_certificate(document))
     if not certificate.is_certified:
         raise typer.Exit(1)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
@@ -44,6 +45,33 @@ class Sample:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesReport:
+    """All findings.
+
+    Attributes:
+        statistical: of the sampled texts; None if there are none.
+        greedy: of the texts of temperature 0; empty if there are none.
+        num_repeats: see the function.
+    """
+
+    statistical: StatisticalReport | None
+    greedy: Sequence[GreedyReport]
+    num_repeats: int
+
+    @property
+    def is_consistent(self) -> bool:
+        return all(one.is_ok for one in self.greedy) and (self.statistical is None or self.statistical.is_ok)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "is_consistent": self.is_consistent,
+            "num_repeats": self.num_repeats,
+            "statistical": self.statistical and self.statistical.to_json(),
+            "greedy": [one.to_json() for one in self.greedy],
+        }
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) -> None:
