@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
 from outrider.intervals import normal_limit, uniform_bins, uniform_distance, wilson
+from outrider.lab.exact import comparisons
 
 # What each test would have found of the law, and what its statistic is.
 TESTS = {
@@ -58,7 +59,7 @@ def render_certificate(document: Mapping[str, Any]) -> str:
         towards="the draft",
         reasons=reasons,
         figures=figures,
-        exact_rows=list(_exact_rows(document["exact"])),
+        exact_rows=list(comparisons(document["exact"])),
         sampling=list(_sampling(options)),
     )
 
@@ -107,19 +108,9 @@ def _render(template: str, document: Mapping[str, Any], *, towards: str, **more:
     )
 
 
-def _exact_rows(exact: Mapping[str, Any]) -> Iterator[tuple[str, float | None, float, bool]]:
-    """What was compared, how far it is off, how far it may be, and whether it is no farther."""
-    for name, key, tolerance in (
-        ("one token", "identity", exact["tolerance"]),
-        ("one round", "round_law", exact["tolerance"]),
-        ("teacher forcing", "forcing", exact["forcing_tolerance"]),
-    ):
-        yield name, exact[key], tolerance, exact[key] is not None and exact[key] <= tolerance
-
-
 def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
     """Why it is not certified; none if it is."""
-    for name, gap, tolerance, is_ok in _exact_rows(document["exact"]):
+    for name, gap, tolerance, is_ok in comparisons(document["exact"]):
         if not is_ok:
             yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
     yield from _statistical_reasons(document["statistical"], "the draft")

@@ -246,6 +246,7 @@ def _seconds(text: str) -> float:
 
 def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
     from outrider.bench.report import new_table
+    from outrider.lab.exact import comparisons
 
     decoder = job.decoder
     title = (
@@ -253,13 +254,8 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         f"temperature {job.sampling.temperature:g}"
     )
     table = new_table(title, "layer", "found", "verdict")
-    exact = certificate.exact
-    for name, gap, tolerance in (
-        ("one token", exact.identity, exact.tolerance),
-        ("a round", exact.round_law, exact.tolerance),
-        ("teacher forcing", exact.forcing, exact.forcing_tolerance),
-    ):
-        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(gap <= tolerance))
+    for name, gap, _, is_ok in comparisons(certificate.exact.to_json()):
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(is_ok))
     statistical = certificate.statistical
     if statistical is None:
         table.add_row("statistical", "nothing is left to chance", "-")
