@@ -21,7 +21,7 @@ from outrider.errors import PromptError
 from outrider.flow import Request, Sampling
 from outrider.lab.certificate import GreedyReport, StatisticalReport
 from outrider.lab.design import Design
-from outrider.lab.divergence import against_plain
+from outrider.lab.divergence import against_plain, plain_batches
 from outrider.lab.observed import Observed, Written, joined, observe
 from outrider.lm import LM
 from outrider.stop import RowText
@@ -159,9 +159,9 @@ def judge_greedily(
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
         requests.append(Request(one.prompt_ids, sampling, RowText(None, (), ())))
     texts = [one.token_ids for one in samples]
-    k = _LARGEST_BLOCK - 1
+    plain = plain_batches(target, REJECTION, requests, batch_size)
     num_tokens, differences = against_plain(
-        target, REJECTION, requests, texts, num_draft_tokens=k, batch_size=batch_size, on_texts=on_texts
+        target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_texts=on_texts
     )
     differences = [replace(one, prompt=samples[one.prompt].line) for one in differences]
     return GreedyReport(len(samples), num_tokens, differences, has_noise=False)
