@@ -1,4 +1,5 @@
-"""Certificates of toys as pages: whole, closed in themselves, and of one mind with the document."""
+"""Certificates of toys, and findings about their texts, as pages: whole, closed in themselves, of one mind with the
+document."""
 
 import copy
 import re
@@ -11,14 +12,16 @@ from xml.etree import ElementTree
 import pytest
 
 from outrider.api import Decoder
-from outrider.bench.certificate_html import TESTS, render
+from outrider.bench.certificate_html import TESTS, render_certificate, render_samples
 from outrider.cli.options import PairOptions, SamplingOptions
 from outrider.cli.output import make_document, options_json
+from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.flow import Sampling
 from outrider.intervals import uniform_distance
 from outrider.lab import certify as module
-from outrider.lab.certify import Job, certify, fly
+from outrider.lab.certify import Job, certify, fly, write
+from outrider.lab.samples import Sample, SamplesReport, judge, judge_greedily
 from outrider.lab.wrong import ACCEPT_ALL, Control
 from toys import llama_pair
 
@@ -96,13 +99,51 @@ def _certified(kind: str) -> dict[str, Any]:
     return make_document("certify", settings, certificate.to_json() | {"weights": weights}, target)
 
 
+@cache
+def _sampled(kind: str) -> dict[str, Any]:
+    """The document of real findings about texts of a tiny model: sampled ones, greedy ones, or "wrong" ones of both."""
+    target, drafter = llama_pair()
+    decoder = Decoder(target, None, frozenset({0}), NoDrafter(), "rejection", num_draft_tokens=4)
+
+    def texts(written: Sampling, said: Sampling, num_texts: int) -> list[Sample]:
+        found = write(Job(decoder, written, [(1, 2), (3,)], 1e-3, batch_size=64, seed=7), range(num_texts))
+        return [Sample(one.index + 1, one.prompt_ids, one.token_ids, said) for one in found]
+
+    warm, greedy = Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.0)
+    drafts = drafter if kind == "draft" else NoDrafter()
+    statistical, found = None, []
+    if kind != "greedy":
+        written = Sampling(max_new_tokens=24, temperature=0.5 if kind == "wrong" else 1.0)
+        statistical = judge(target, drafts, texts(written, warm, 60), level=1e-3, seed=3, batch_size=64)
+    if kind in ("greedy", "wrong"):
+        found = [judge_greedily(target, texts(warm if kind == "wrong" else greedy, greedy, 4), 64)]
+    shared = SamplingOptions().to_options(seed=None, num_seeds=1)
+    del shared["seed"]
+    if kind == "wrong":
+        del shared["temperature"]
+    report = SamplesReport(statistical, found, num_repeats=0)
+    return make_document(
+        "certify-samples",
+        options_json(PairOptions("toy", ["small" if kind == "draft" else "none"]), {}, file="texts", alpha_level=1e-3),
+        report.to_json() | {"is_text": False, "shared_options": shared | {"top_k": 20}},
+        target,
+    )
+
+
 KINDS = ["right", "gumbel", "greedy", "ngram", "wrong"]
+SAMPLED_KINDS = ["draft", "none", "greedy", "wrong"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_page_is_whole_and_fetches_nothing(kind: str) -> None:
-    html = render(_certified(kind))
-    assert html == render(_certified(kind)) and html.startswith("<!DOCTYPE html>")
+@pytest.mark.parametrize(
+    ("render", "document_of", "kind"),
+    [(render_certificate, _certified, kind) for kind in KINDS]
+    + [(render_samples, _sampled, kind) for kind in SAMPLED_KINDS],
+)
+def test_a_page_is_whole_and_fetches_nothing(
+    render: Callable[[dict[str, Any]], str], document_of: Callable[[str], dict[str, Any]], kind: str
+) -> None:
+    html = render(document_of(kind))
+    assert html == render(document_of(kind)) and html.startswith("<!DOCTYPE html>")
     page = Page(html)
     assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in page.tags}
     for tag, attrs in page.tags:
@@ -121,7 +162,7 @@ def test_a_page_is_whole_and_fetches_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_says_what_the_document_says(kind: str) -> None:
     document = _certified(kind)
-    page, text = Page(render(document)), Page(render(document)).text
+    page, text = Page(render_certificate(document)), Page(render_certificate(document)).text
     assert document["is_certified"] == (kind != "wrong")
     assert text.startswith("Certified: toy with small" if document["is_certified"] else "Not certified: toy with small")
     assert ("Every layer passed" in text) == document["is_certified"]
@@ -138,14 +179,14 @@ def test_a_page_says_what_the_document_says(kind: str) -> None:
     assert len(page.figures) == 4 and all(page.figures)
     assert "top-k 20" in text and f"{statistical['detectable']:.2%}" in text
     for test in statistical["tests"]:
-        assert TESTS[test["name"]][0] in text and f"{test['p']:.3g}" in text
+        assert TESTS[test["name"]][0].format(towards="the draft") in text and f"{test['p']:.3g}" in text
     assert ("ALARM" in text) == (kind == "wrong")
 
 
 def test_why_it_is_not_certified() -> None:
     """A loop that keeps every draft: each layer that fails is named, and the curve sags as its caption says."""
     document = _certified("wrong")
-    text = Page(render(document)).text
+    text = Page(render_certificate(document)).text
     verdict = text[: text.index("Tested:")]
     assert "pushed towards the draft (score, p = " in verdict and "differ from plain decoding" in verdict
     assert "exact layer" not in verdict and "was not found out" not in verdict
@@ -201,16 +242,62 @@ def test_each_reason_has_its_sentence(change: Callable[[dict[str, Any]], None], 
     document = copy.deepcopy(_certified("right"))
     change(document)
     with pytest.raises(AssertionError):
-        render(document)  # of two minds
-    text = Page(render(document | {"is_certified": False})).text
+        render_certificate(document)  # of two minds
+    text = Page(render_certificate(document | {"is_certified": False})).text
     assert text.startswith("Not certified") and reason in text[: text.index("Tested:")]
+
+
+@pytest.mark.parametrize("kind", SAMPLED_KINDS)
+def test_a_page_of_samples_says_what_the_document_says(kind: str) -> None:
+    document = _sampled(kind)
+    page = Page(render_samples(document))
+    text, statistical = page.text, document["statistical"]
+    assert document["is_consistent"] == (kind != "wrong")
+    headline = "Consistent" if document["is_consistent"] else "Not consistent"
+    assert text.startswith(f"{headline}: texts and toy") and "top-k 20" in text
+    assert (
+        ("temperature 1, top-k 20:" in text) == (kind != "wrong") == ("what each line says of temperature:" not in text)
+    )
+    assert "acceptance" not in text and "tokens anew" not in text and "Repeats" not in text
+    assert len(page.figures) == (0 if kind == "greedy" else 2)
+    assert ("no text is said to be of temperature 0" in text) == (kind in ("draft", "none"))
+    if kind == "greedy":
+        assert statistical is None and "4 greedy texts." in text and "4 of 4 texts are" in text
+        return
+    assert f"{statistical['num_tokens']:,} sampled tokens of 54 texts" in text
+    towards = "the draft" if kind == "draft" else "a sharper law"
+    for test in statistical["tests"]:
+        assert TESTS[test["name"]][0].format(towards=towards) in text and f"{test['p']:.3g}" in text
+    assert f"{statistical['detectable']:.2%}" in text and f"{statistical['estimate']:.2%}" in text
+    assert ("the draft small" in text) == (kind == "draft") == ("sharper law" not in text)
+
+
+def test_why_texts_are_not_consistent() -> None:
+    document = copy.deepcopy(_sampled("wrong")) | {"is_text": True, "num_repeats": 3}
+    page = Page(render_samples(document))
+    verdict = page.text[: page.text.index("Tested:")]
+    assert "pushed towards a sharper law (score, p = " in verdict and "texts at temperature 0, 4 differ" in verdict
+    assert "ALARM" in page.text and "BUG" in page.text and "leaves it" in page.text
+    assert "cut into tokens anew" in page.text and "Repeats among the sampled texts: 3." in page.text
+    with pytest.raises(AssertionError):
+        render_samples(document | {"is_consistent": True})  # of two minds
+
+
+def test_names_of_samples_are_escaped() -> None:
+    document = copy.deepcopy(_sampled("draft"))
+    document["options"] |= {"target": "<script>alert(1)</script>", "draft": ['"><img src=x>'], "file": "<b>.jsonl"}
+    document["shared_options"] |= {"logit_bias": ["<i>"]}
+    page = Page(render_samples(document))
+    assert not {"script", "img", "i"} & {tag for tag, _ in page.tags}
+    for name in ("<script>alert(1)</script>", '"><img src=x>', "<b>.jsonl", "logit-bias <i>"):
+        assert name in page.text
 
 
 def test_names_are_escaped() -> None:
     document = copy.deepcopy(_certified("right"))
     document["options"] |= {"target": "<script>alert(1)</script>", "draft": ['"><img src=x>'], "prompts": "<b>.txt"}
     document["provenance"]["argv"] = ["certify", "<i>&amp;"]
-    page = Page(render(document))
+    page = Page(render_certificate(document))
     assert not {"script", "img", "i"} & {tag for tag, _ in page.tags}
     for name in ("<script>alert(1)</script>", '"><img src=x>', "<b>.txt", "<i>&amp;"):
         assert name in page.text
@@ -222,11 +309,11 @@ def test_a_stored_document() -> None:
     statistical = document["statistical"]
     del statistical["pit_excess"]
     statistical |= {"estimate": None, "estimate_std": None, "detectable": None, "num_at_edge": 2}
-    page = Page(render(document))
+    page = Page(render_certificate(document))
     assert len(page.figures) == 3 and "Estimated deviation" not in page.text
     assert "2 more stood on the very edge" in page.text and "draft alone" in page.text
     statistical |= {"estimate": -0.0123, "estimate_std": 0.0045, "surprise_excess": 0.0321}
-    text = Page(render(document)).text
+    text = Page(render_certificate(document)).text
     assert "-1.23% ± 0.45%" in text and "0.0321 nats" in text
 
 
@@ -235,7 +322,7 @@ def test_a_k_that_changes() -> None:
     document = copy.deepcopy(_certified("right")) | {"prompts_sha256": "3d" * 32}
     document["options"]["num_draft_tokens"] = "auto"
     document["statistical"]["places"] = [{"num_tokens": 1000, "z": 0.0}]
-    page = Page(render(document))
+    page = Page(render_certificate(document))
     assert "as seem to pay" in page.text and "3d" * 32 in page.text and len(page.figures) == 4
 
 

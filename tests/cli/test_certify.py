@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.bench.certificate_html import render
+from outrider.bench.certificate_html import render_certificate
 from outrider.lab import certify, wrong
 
 
@@ -28,7 +28,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     assert "CERTIFIED (a right rule fails the tests with probability 0.001)" in ended.out
     assert "400 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
-    assert page.read_text(encoding="utf-8") == render(first)
+    assert page.read_text(encoding="utf-8") == render_certificate(first)
     assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
     assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 400
     again = only_document(outrider("certify", "--again", file, "--json", "-").out, "certify")

@@ -1,11 +1,13 @@
 """``outrider certify-samples``."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from commands import Outrider, only_document
+from outrider.bench.certificate_html import render_samples
 
 
 @pytest.fixture
@@ -34,9 +36,12 @@ def _write(path: Path, rows: list[dict]) -> Path:
 
 
 def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    ended = outrider("certify-samples", "fable", samples, "--draft", "fable-draft", "--json", "-")
+    page = tmp_path / "page.html"
+    ended = outrider("certify-samples", "fable", samples, "--draft", "fable-draft", "--html", page, "--json", "-")
     assert ended.code == 0, ended
     document = only_document(ended.out, "certify-samples")
+    assert page.read_text(encoding="utf-8") == render_samples(document)
+    assert document["shared_options"]["temperature"] == 0.8 and document["options"]["temperature"] == 1
     assert document["is_consistent"] and not document["is_text"] and document["greedy"] == []
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
     assert "CONSISTENT (a right system fails" in ended.err and "towards the draft" in ended.err
@@ -46,8 +51,32 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
     others = _write(tmp_path / "others", rows)
     assert outrider("certify-samples", "fable", others, "-t", 0.8).code == 0
-    ended = outrider("certify-samples", "fable", others, "-t", 2)
+    ended = outrider("certify-samples", "fable", others, "-t", 2, "--html", page)
     assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper law" in ended.out
+    text = page.read_text(encoding="utf-8")
+    assert "Not consistent" in text and "The law of the text is pushed towards a sharper law" in text
+
+
+def test_options_that_lines_have_of_their_own(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
+    rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
+    for row in rows[::2]:
+        row["options"] = {"top_p": 1, "temperature": 0.8}
+    ended = outrider("certify-samples", "fable", _write(tmp_path / "mixed", rows), "-t", 0.9, "--json", "-")
+    shared = only_document(ended.out, "certify-samples")["shared_options"]
+    assert shared["top_p"] == 1 and "temperature" not in shared
+
+
+def test_a_page_is_refused_before_the_work(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded"))
+    page = tmp_path / "page.html"
+    command = "certify-samples", "fable", _write(page, [{"prompt_ids": [1], "token_ids": [2]}] * 2)
+    assert "choose another file" in outrider(*command, "--html", page).error
+    other = tmp_path / "other.html"
+    assert "choose another file" in outrider(*command, "--html", other, "--json", other).error
+    assert "must end in .html" in outrider(*command, "--html", tmp_path / "page.json").error
+    assert "there is no folder" in outrider(*command, "--html", tmp_path / "nowhere" / "page.html").error
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'outrider[plot]'" in outrider(*command, "--html", other).error
 
 
 def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

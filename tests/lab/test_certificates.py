@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from outrider.errors import OptionError, PromptError
 from outrider.flow import Sampling
 from outrider.lab import certify as module
 from outrider.lab.certificate import Certificate
-from outrider.lab.certify import Job, Pilot, Sample, certify, check_greedily, fly
+from outrider.lab.certify import Job, Pilot, Sample, certify, check_greedily, fly, plain_texts
 from outrider.lab.design import Design
+from outrider.lab.divergence import plain_batches
 from outrider.lab.evidence import detectable
 from outrider.lab.observed import Observed
 from outrider.lab.wrong import CONTROLS, Control
@@ -221,9 +224,26 @@ def test_the_same_job_gives_the_same_certificate(monkeypatch: pytest.MonkeyPatch
 def test_greedy_texts_are_held_against_plain_ones() -> None:
     """The control: a rule that keeps everything writes another text, and not by rounding."""
     job = _job(llama_pair(), temperature=0.0, batch_size=2)
-    report = check_greedily(job, job.sampling, CONTROLS[1])
+    report = check_greedily(job, plain_texts(job), CONTROLS[1])
     assert report.num_texts == 3 and not report.is_ok
     assert all(one.verdict == "bug" for one in report.differences)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_texts_are_written_once(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for each control: three prompts of 24 tokens at most, greedily, and above 0 with the noise as well."""
+    written = []
+
+    def counting(*arguments: Any) -> Iterator[list[list[int]]]:
+        for batch in plain_batches(*arguments):
+            written.extend(batch)
+            yield batch
+
+    monkeypatch.setattr(module, "plain_batches", counting)
+    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
+    job = _job(llama_pair(), "gumbel", temperature=temperature)
+    certificate = certify(job, fly(job), 200, controls=CONTROLS[1:4])
+    assert len(certificate.controls) == 3 and len(written) == 3 * len(certificate.greedy) == (6 if temperature else 3)
 
 
 def test_prompts_must_leave_room() -> None:

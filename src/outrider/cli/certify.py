@@ -18,6 +18,7 @@ from outrider.cli.options import (
     DEFAULT_ALPHA_LEVEL,
     AlphaLevelOption,
     BatchSizeOption,
+    HtmlOption,
     JsonOption,
     PairOptions,
     PromptsOption,
@@ -90,10 +91,7 @@ def certify(
     again: Annotated[
         Path | None, typer.Option(help="Run a certificate once more, from the JSON document of it.")
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the certificate as a page to read: one HTML file with figures."),
-    ] = None,
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
@@ -121,7 +119,7 @@ def certify(
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
 
-    from outrider.bench.certificate_html import render
+    from outrider.bench.certificate_html import render_certificate
     from outrider.bench.plots import check_plot_file
     from outrider.lab.certify import LEAST_NUM_TOKENS, fly
     from outrider.lab.certify import certify as judge
@@ -157,7 +155,7 @@ def certify(
     if json_target is not None:
         write_document(json_target, document)
     if html is not None:
-        write_text(html, render(document))
+        write_text(html, render_certificate(document))
     if not certificate.is_certified:
         raise typer.Exit(1)
 
@@ -248,6 +246,7 @@ def _seconds(text: str) -> float:
 
 def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
     from outrider.bench.report import new_table
+    from outrider.lab.exact import comparisons
 
     decoder = job.decoder
     title = (
@@ -255,13 +254,8 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         f"temperature {job.sampling.temperature:g}"
     )
     table = new_table(title, "layer", "found", "verdict")
-    exact = certificate.exact
-    for name, gap, tolerance in (
-        ("one token", exact.identity, exact.tolerance),
-        ("a round", exact.round_law, exact.tolerance),
-        ("teacher forcing", exact.forcing, exact.forcing_tolerance),
-    ):
-        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(gap <= tolerance))
+    for name, gap, _, is_ok in comparisons(certificate.exact.to_json()):
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(is_ok))
     statistical = certificate.statistical
     if statistical is None:
         table.add_row("statistical", "nothing is left to chance", "-")

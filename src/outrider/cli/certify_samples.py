@@ -15,6 +15,7 @@ from outrider.cli.options import (
     DEFAULT_ALPHA_LEVEL,
     AlphaLevelOption,
     BatchSizeOption,
+    HtmlOption,
     JsonOption,
     MachineOptions,
     PairOptions,
@@ -23,12 +24,23 @@ from outrider.cli.options import (
     check_batch_size,
     flat,
 )
-from outrider.cli.output import check_json_target, check_outputs, console_for, options_json, progress_bar, write_json
+from outrider.cli.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    make_document,
+    options_json,
+    progress_bar,
+    write_document,
+)
 from outrider.errors import FileError, OptionError, PromptError
+from outrider.files import write_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outrider.api import Decoder
-    from outrider.lab.samples import Sample
+    from outrider.lab.samples import Sample, SamplesReport
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
@@ -47,13 +59,14 @@ def certify_samples(
     alpha_level: AlphaLevelOption = DEFAULT_ALPHA_LEVEL,
     batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Of the tests' own randomness.")] = 0,
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Hold texts of any system against the law of its target. Exit code 0: consistent, 1: not.
 
     Sampling options are those that the texts are said to be sampled with, where their lines do not say. Each text must
     have been sampled with randomness of its own."""
-    check_outputs({"--json": json_target}, [file, machine.models])
+    check_outputs({"--html": html, "--json": json_target}, [file, machine.models])
     check_json_target(json_target)
     check_batch_size(batch_size)
     check_alpha_level(alpha_level)
@@ -61,70 +74,32 @@ def certify_samples(
         raise OptionError("--seed", seed, "a whole number >= 0")
     options = sampling.to_options(seed=None, num_seeds=1)
     lines = read_samples(file, _NAMES)
+    is_text = any(isinstance(line.output, str) for line in lines)
 
-    from outrider.bench.report import new_table
-    from outrider.drafters.base import NoDrafter
-    from outrider.lab.samples import check_samples, judge, judge_greedily, num_repeats
+    from outrider.bench.certificate_html import render_samples
+    from outrider.bench.plots import check_plot_file
+    from outrider.lab.samples import check_samples
 
+    if html is not None:
+        check_plot_file(html, (".html",))
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
     plain = pair.load()
-    drafter = pair.load_draft(plain, draft)
-    decoder = replace(plain, drafter=drafter)
+    decoder = replace(plain, drafter=pair.load_draft(plain, draft))
     samples = list(_samples(decoder, file, lines, sampling))
     try:
         check_samples(samples, decoder.target.vocab_size, decoder.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
-    greedy = [one for one in samples if one.sampling.temperature == 0]
-    sampled = [one for one in samples if one.sampling.temperature > 0]
-    if len(sampled) == 1 or not samples:
-        raise FileError(f"{file}: the tests need two sampled texts or more, since some settle how others are tested")
-    with progress_bar("texts", len(samples)) as advance:
-        greedy_report = judge_greedily(decoder.target, greedy, batch_size, advance) if greedy else None
-        report = (
-            judge(
-                decoder.target, drafter, sampled, level=alpha_level, seed=seed, batch_size=batch_size, on_texts=advance
-            )
-            if sampled
-            else None
-        )
-    console = console_for(json_target)
-    table = new_table(f"{file} against {decoder.target.name}", "layer", "found", "verdict")
-    if report is not None:
-        for row in statistical_rows(report):
-            table.add_row(*row)
-    if greedy_report is not None:
-        table.add_row(*greedy_row(greedy_report))
-    console.print(table)
-    if report is not None:
-        tell_deviation(console, report, "a sharper law" if isinstance(drafter, NoDrafter) else "the draft")
-    if greedy_report is not None:
-        tell_differences(console, greedy_report, "line", decoder.tokenizer)
-    is_text = any(isinstance(line.output, str) for line in lines)
-    if is_text:
-        console.print(
-            "Texts were cut into tokens anew, perhaps into other ones than were sampled: a right system can fail. "
-            "Token ids are better."
-        )
-    repeats = num_repeats(sampled)
-    if repeats:
-        console.print(
-            f"{repeats} of the sampled texts are repeats of others. If they share a seed or were kept from an earlier "
-            "answer, rather than being sampled anew, the tests do not hold: leave them out."
-        )
-    is_consistent = (report is None or report.is_ok) and (greedy_report is None or greedy_report.is_ok)
-    false_alarm = "" if report is None else f" (a right system fails the tests with probability {alpha_level:g})"
-    console.print(("CONSISTENT" if is_consistent else "NOT CONSISTENT") + false_alarm, style="bold")
-    body: dict[str, Any] = {
-        "is_consistent": is_consistent,
-        "is_text": is_text,
-        "num_repeats": repeats,
-        "statistical": report and report.to_json(),
-        "greedy": [] if greedy_report is None else [greedy_report.to_json()],
-    }
-    more = {"file": file, "alpha_level": alpha_level, "batch_size": batch_size, "seed": seed}
-    write_json(json_target, "certify-samples", options_json(pair, options, **more), body, decoder.target)
-    if not is_consistent:
+    report = _judge(decoder, file, samples, alpha_level, seed, batch_size)
+    _show(console_for(json_target), decoder, file, report, is_text, alpha_level)
+    settings = options_json(pair, options, file=file, alpha_level=alpha_level, batch_size=batch_size, seed=seed)
+    body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
+    document = make_document("certify-samples", settings, body, decoder.target)
+    if json_target is not None:
+        write_document(json_target, document)
+    if html is not None:
+        write_text(html, render_samples(document))
+    if not report.is_consistent:
         raise typer.Exit(1)
 
 
@@ -160,3 +135,69 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
         differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
         num_shared = next(differing, len(prompt_ids))
         yield Sample(line.number, whole[:num_shared], whole[num_shared:], law)
+
+
+def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
+    """The options that are the same for all texts."""
+    first, *others = (asdict(replace(sampling, **line.options)) for line in lines)
+    return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
+
+
+def _judge(
+    decoder: Decoder, file: Path, samples: Sequence[Sample], level: float, seed: int, batch_size: int
+) -> SamplesReport:
+    """Raises FileError: there are too few texts."""
+    from outrider.lab.samples import SamplesReport, judge, judge_greedily, num_repeats
+
+    target = decoder.target
+    greedy = [one for one in samples if one.sampling.temperature == 0]
+    sampled = [one for one in samples if one.sampling.temperature > 0]
+    if len(sampled) == 1 or not samples:
+        raise FileError(f"{file}: the tests need two sampled texts or more, since some settle how others are tested")
+    report = SamplesReport(None, [], num_repeats(sampled))
+    with progress_bar("texts", len(samples)) as advance:
+        if greedy:
+            report = replace(report, greedy=[judge_greedily(target, greedy, batch_size, advance)])
+        if sampled:
+            found = judge(
+                target,
+                decoder.drafter,
+                sampled,
+                level=level,
+                seed=seed,
+                batch_size=batch_size,
+                on_texts=advance,
+            )
+            report = replace(report, statistical=found)
+    return report
+
+
+def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport, is_text: bool, level: float) -> None:
+    from outrider.bench.report import new_table
+    from outrider.drafters.base import NoDrafter
+
+    table = new_table(f"{file} against {decoder.target.name}", "layer", "found", "verdict")
+    if report.statistical is not None:
+        for row in statistical_rows(report.statistical):
+            table.add_row(*row)
+    for one in report.greedy:
+        table.add_row(*greedy_row(one))
+    console.print(table)
+    false_alarm = ""
+    if report.statistical is not None:
+        is_draft = not isinstance(decoder.drafter, NoDrafter)
+        tell_deviation(console, report.statistical, "the draft" if is_draft else "a sharper law")
+        false_alarm = f" (a right system fails the tests with probability {level:g})"
+    for one in report.greedy:
+        tell_differences(console, one, "line", decoder.tokenizer)
+    if is_text:
+        console.print(
+            "Texts were cut into tokens anew, perhaps into other ones than were sampled: a right system can fail. "
+            "Token ids are better."
+        )
+    if report.num_repeats:
+        console.print(
+            f"{report.num_repeats} of the sampled texts are repeats of others. If they share a seed or were kept from "
+            "an earlier answer, rather than being sampled anew, the tests do not hold: leave them out."
+        )
+    console.print(("CONSISTENT" if report.is_consistent else "NOT CONSISTENT") + false_alarm, style="bold")

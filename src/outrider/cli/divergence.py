@@ -61,11 +61,11 @@ def divergence(
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
 
     from outrider.bench.report import new_table
-    from outrider.lab.certify import check_greedily
+    from outrider.lab.certify import check_greedily, plain_texts
 
     decoder, job = job_of(pair, options, k, texts, DEFAULT_ALPHA_LEVEL, batch_size, seed)
     with progress_bar("texts", len(job.prompts)) as advance:
-        report = check_greedily(job, job.sampling, on_texts=advance)
+        report = check_greedily(job, plain_texts(job), on_texts=advance)
     console = console_for(json_target)
     title = f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {k}, temperature {sampling.temperature:g}"
     table = new_table(title, "texts", "found", "verdict")

@@ -31,6 +31,10 @@ _LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and c
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write one JSON document; '-' is standard output.")
 ]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write it as a page to read: one HTML file with figures."),
+]
 
 
 def set_threads(threads: int | None) -> None:

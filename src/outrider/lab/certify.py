@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from outrider.errors import OptionError, PromptError
 from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS, Request, Sampling
 from outrider.lab.certificate import Certificate, ControlReport, GreedyReport
 from outrider.lab.design import Design, num_tests
-from outrider.lab.divergence import against_plain, first_difference
+from outrider.lab.divergence import against_plain, first_difference, plain_batches
 from outrider.lab.evidence import rate_bound, tokens_needed
 from outrider.lab.exact import check_exactly
 from outrider.lab.observed import Observed, Written, joined, observe
@@ -224,10 +224,11 @@ def certify(
     decoder = job.decoder
     contexts = list(_contexts(job, pilot.written))
     exact = check_exactly(decoder.target, decoder.drafter, job.sampling, RULES[decoder.acceptance], contexts)
-    greedy = [check_greedily(job, sampling) for sampling in _deterministic(job)]
+    checks = [(there, list(plain_texts(there))) for there in _deterministic(job)]
+    greedy = [check_greedily(there, plain) for there, plain in checks]
     made = CONTROLS if controls is None else controls
     if pilot.observed is None:
-        return Certificate(exact, None, [_greedy_control(job, control) for control in made], greedy)
+        return Certificate(exact, None, [_greedy_control(*checks[0], control) for control in made], greedy)
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts))
 
     def telling(what: str) -> Callable[[int], None]:
@@ -256,36 +257,43 @@ def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]
         yield text[: max(len(one.prompt_ids), len(text) * (i + 1) // _NUM_CONTEXTS)]
 
 
-def _deterministic(job: Job) -> list[Sampling]:
-    """Options under which the text is that of plain decoding."""
-    found = [replace(job.sampling, temperature=0.0)]
+def _deterministic(job: Job) -> Iterator[Job]:
+    """The same with options under which the text is that of plain decoding."""
+    yield replace(job, sampling=replace(job.sampling, temperature=0.0))
     if job.decoder.acceptance == GUMBEL.name and not job.is_greedy:
-        found.append(job.sampling)
-    return found
+        yield job
+
+
+def plain_texts(job: Job) -> Iterator[list[list[int]]]:
+    """Of all prompts, by plain decoding, a batch at a time."""
+    requests = [job.request(index) for index in range(len(job.prompts))]
+    return plain_batches(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 
 
 def check_greedily(
     job: Job,
-    sampling: Sampling,
+    plain: Iterable[Sequence[Sequence[int]]],
     control: Control | None = None,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> GreedyReport:
-    """Texts of all prompts against plain decoding, each explained where they differ."""
-    there = replace(job, sampling=sampling)
+    """Texts of all prompts against plain decoding, each explained where they differ.
+
+    Args:
+        plain: its texts (``plain_texts``).
+    """
     indices = range(len(job.prompts))
     texts = []
     for begin in range(0, len(indices), job.batch_size):
-        texts += [one.token_ids for one in write(there, indices[begin : begin + job.batch_size], control)]
+        texts += [one.token_ids for one in write(job, indices[begin : begin + job.batch_size], control)]
     num_tokens, differences = against_plain(
         job.decoder.target,
-        RULES[job.decoder.acceptance],
-        [there.request(index) for index in indices],
+        [job.request(index) for index in indices],
+        plain,
         texts,
         num_draft_tokens=job.num_draft_tokens,
-        batch_size=job.batch_size,
         on_texts=on_texts,
     )
-    return GreedyReport(len(job.prompts), num_tokens, differences, sampling.temperature > 0)
+    return GreedyReport(len(job.prompts), num_tokens, differences, job.sampling.temperature > 0)
 
 
 def _excuse(job: Job, control: Control) -> str | None:
@@ -349,9 +357,9 @@ def _most_off(right: Sequence[Written], written: Sequence[Written]) -> float:
     return rate_bound(num_apart, num_tokens)
 
 
-def _greedy_control(job: Job, control: Control) -> ControlReport:
+def _greedy_control(job: Job, plain: Sequence[Sequence[Sequence[int]]], control: Control) -> ControlReport:
     excuse = _excuse(job, control)
     if excuse is not None:
         return ControlReport(control, excuse)
-    report = check_greedily(job, job.sampling, control)
+    report = check_greedily(job, plain, control)
     return ControlReport(control, None, not report.is_ok, report.num_tokens, "text")

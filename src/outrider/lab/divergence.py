@@ -10,7 +10,7 @@ of that, it is "numerics"; if not, it is "bug".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -63,20 +63,35 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(plain) == len(other) else min(len(plain), len(other))
 
 
+def plain_batches(target: LM, rule: Rule, requests: Sequence[Request], batch_size: int) -> Iterator[list[list[int]]]:
+    """What plain decoding writes, a batch at a time.
+
+    Args:
+        requests: not used before.
+    """
+    for begin in range(0, len(requests), batch_size):
+        batch = requests[begin : begin + batch_size]
+        plain: list[list[int]] = [[] for _ in batch]
+        for round_ in decode(target, NoDrafter(), batch, rule, num_draft_tokens=0):
+            for row in round_.rows:
+                plain[row.row] += row.token_ids
+        yield plain
+
+
 def against_plain(
     target: LM,
-    rule: Rule,
     requests: Sequence[Request],
+    batches: Iterable[Sequence[Sequence[int]]],
     texts: Sequence[Sequence[int]],
     *,
     num_draft_tokens: int,
-    batch_size: int,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> tuple[int, list[Divergence]]:
     """Hold texts against those of plain decoding.
 
     Args:
-        requests: what plain decoding is to do; not used before.
+        requests: what was asked for.
+        batches: what plain decoding wrote.
         texts: what was written otherwise, for each request.
         num_draft_tokens: K of those.
         on_texts: told how many were just compared.
@@ -84,19 +99,16 @@ def against_plain(
     Returns:
         How many tokens plain decoding wrote, and the first difference of each two texts that differ.
     """
-    num_tokens = 0
+    index = num_tokens = 0
     differences = []
-    for begin in range(0, len(requests), batch_size):
-        batch = requests[begin : begin + batch_size]
-        plain: list[list[int]] = [[] for _ in batch]
-        for round_ in decode(target, NoDrafter(), batch, rule, num_draft_tokens=0):
-            for row in round_.rows:
-                plain[row.row] += row.token_ids
-        num_tokens += sum(map(len, plain))
-        for index, (request, own) in enumerate(zip(batch, plain, strict=True), start=begin):
-            found = explain(target, index, request.prompt_ids, own, texts[index], request.sampling, num_draft_tokens)
+    for batch in batches:
+        for plain in batch:
+            one = requests[index]
+            found = explain(target, index, one.prompt_ids, plain, texts[index], one.sampling, num_draft_tokens)
             if found is not None:
                 differences.append(found)
+            index += 1
+            num_tokens += len(plain)
         on_texts(len(batch))
     return num_tokens, differences
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
 from outrider.flow import Request, Sampling
 from outrider.lab.certificate import GreedyReport, StatisticalReport
 from outrider.lab.design import Design
-from outrider.lab.divergence import against_plain
+from outrider.lab.divergence import against_plain, plain_batches
 from outrider.lab.observed import Observed, Written, joined, observe
 from outrider.lm import LM
 from outrider.stop import RowText
@@ -44,6 +45,33 @@ class Sample:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesReport:
+    """All findings.
+
+    Attributes:
+        statistical: of the sampled texts; None if there are none.
+        greedy: of the texts of temperature 0; empty if there are none.
+        num_repeats: see the function.
+    """
+
+    statistical: StatisticalReport | None
+    greedy: Sequence[GreedyReport]
+    num_repeats: int
+
+    @property
+    def is_consistent(self) -> bool:
+        return all(one.is_ok for one in self.greedy) and (self.statistical is None or self.statistical.is_ok)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "is_consistent": self.is_consistent,
+            "num_repeats": self.num_repeats,
+            "statistical": self.statistical and self.statistical.to_json(),
+            "greedy": [one.to_json() for one in self.greedy],
+        }
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) -> None:
@@ -131,9 +159,9 @@ def judge_greedily(
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
         requests.append(Request(one.prompt_ids, sampling, RowText(None, (), ())))
     texts = [one.token_ids for one in samples]
-    k = _LARGEST_BLOCK - 1
+    plain = plain_batches(target, REJECTION, requests, batch_size)
     num_tokens, differences = against_plain(
-        target, REJECTION, requests, texts, num_draft_tokens=k, batch_size=batch_size, on_texts=on_texts
+        target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_texts=on_texts
     )
     differences = [replace(one, prompt=samples[one.prompt].line) for one in differences]
     return GreedyReport(len(samples), num_tokens, differences, has_noise=False)
