@@ -48,6 +48,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from outrider.api import Decoder, load, load_drafter
 from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import interval_text, new_table
+from outrider.flow import DEFAULT_ACCEPTANCE
 from outrider.intervals import paired_ratio
 from outrider.models.registry import resolve
 from outrider.provenance import provenance
@@ -106,8 +107,8 @@ class Record:
 Runs = list[tuple[Arm, Run]]
 
 
-def outrider_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> Runs:
-    plain = replace(load(target, dtype="float32", acceptance="rejection"), tokenizer=None)
+def outrider_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int, acceptance: str) -> Runs:
+    plain = replace(load(target, dtype="float32", acceptance=acceptance), tokenizer=None)
     eager = replace(plain, drafter=load_drafter(plain, draft, dtype="float32"))
     compiled = eager.compiled()
 
@@ -347,6 +348,7 @@ def main() -> None:
     parser.add_argument("--target", default="fable", help="a known name, or a folder")
     parser.add_argument("--draft", default="fable-draft", help="a known name, or a folder")
     parser.add_argument("--k", default="2,4", help="drafted tokens per round, separated by commas")
+    parser.add_argument("--acceptance", default=DEFAULT_ACCEPTANCE, help="Outrider's rule")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=len(PROMPTS))
@@ -366,7 +368,10 @@ def main() -> None:
     num_threads = arguments.threads
     versions = {"transformers": version("transformers")}
     with TemporaryDirectory() as folder:
-        workers = [Worker(outrider_arms, common, num_threads), Worker(hf_arms, common, num_threads)]
+        workers = [
+            Worker(outrider_arms, (*common, arguments.acceptance), num_threads),
+            Worker(hf_arms, common, num_threads),
+        ]
         if find_spec("xllamacpp") is None or find_spec("gguf") is None:
             left_out["llama.cpp"] = "not installed (it needs xllamacpp and gguf)"
         else:
@@ -395,6 +400,7 @@ def main() -> None:
         console.print(f"left out: {name}: {reason}")
     document = {
         "results": results,
+        "acceptance": arguments.acceptance,
         "left_out": left_out,
         "versions": versions,
         "provenance": provenance("cpu"),

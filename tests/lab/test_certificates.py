@@ -194,6 +194,18 @@ def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) ->
     assert "off by less than 0.2" in excuses[0] and excuses[1] is None
 
 
+def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
+    """A draft that agrees so seldom that none is accepted whole leaves no bonus to be forgotten. That says something
+    from 922 tokens on."""
+    drafter = ModelDrafter(as_lm(tiny_llama(seed=1)))
+    job = _job((as_lm(tiny_llama()), drafter), temperature=0.0, max_new_tokens=240, ignore_eos=True, batch_size=6)
+    for prompts, is_enough in ((PROMPTS, False), ([*PROMPTS, *(ids[::-1] for ids in PROMPTS)], True)):
+        _, certificate = _certificate(dataclasses.replace(job, prompts=prompts), 1000)
+        by_name = {one.control.name: one for one in certificate.controls}
+        assert by_name["accept-all"].is_caught and not by_name["replace-last"].is_caught
+        assert certificate.is_certified == is_enough == bool(by_name["replace-last"].excuse)
+
+
 def test_where_no_mistake_would_show_nothing_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of one token are never drafted; and a look-up that never finds anything is no speculation."""
     monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)

@@ -197,7 +197,7 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
         )
     if report.num_repeats:
         console.print(
-            f"{report.num_repeats} of the sampled texts are repeats of others. If they share a seed or were kept from "
-            "an earlier answer, rather than being sampled anew, the tests do not hold: leave them out."
+            f"Repeats among the sampled texts: {report.num_repeats}. If they share a seed or were kept from an earlier "
+            "answer, rather than being sampled anew, the tests do not hold: leave them out."
         )
     console.print(("CONSISTENT" if report.is_consistent else "NOT CONSISTENT") + false_alarm, style="bold")
