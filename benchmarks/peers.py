@@ -52,6 +52,7 @@ from outrider.flow import DEFAULT_ACCEPTANCE
 from outrider.intervals import paired_ratio
 from outrider.models.registry import resolve
 from outrider.provenance import provenance
+from outrider.verify import RULES
 
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next
 _EXACT = "exact"
@@ -348,7 +349,7 @@ def main() -> None:
     parser.add_argument("--target", default="fable", help="a known name, or a folder")
     parser.add_argument("--draft", default="fable-draft", help="a known name, or a folder")
     parser.add_argument("--k", default="2,4", help="drafted tokens per round, separated by commas")
-    parser.add_argument("--acceptance", default=DEFAULT_ACCEPTANCE, help="Outrider's rule")
+    parser.add_argument("--acceptance", default=DEFAULT_ACCEPTANCE, choices=RULES, help="Outrider's rule")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=len(PROMPTS))

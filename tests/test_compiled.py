@@ -133,10 +133,10 @@ def _products(lm: Any, rows: Tensor, weight: Tensor, bias: Tensor, keys: Tensor)
     return plain, functional.linear(normed, weight, bias), torch.bmm(normed.softmax(-1)[None].expand(2, -1, -1), keys)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, MAX_THIN_ROWS, MAX_THIN_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_THIN_ROWS, MAX_THIN_ROWS + 1])
 def test_thin_products(num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
-    shapes = (num_rows, 40), (24, 40), (24,), (2, 40, 9)
+    shapes = (num_rows, 40), (25, 40), (25,), (2, 40, 9)  # an odd number of columns, of which one part is left over
     arguments = tuple(torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
     got = llama_pair()[0].compiled().run(_products, (), *arguments)
     for one, other in zip(got, _products(None, *arguments), strict=True):

@@ -305,3 +305,17 @@ def test_what_is_not_judged_may_be_bad(rule: Rule) -> None:
     table[4] = torch.nan
     outputs = tokens(table_lm(table), NgramDrafter(), _requests([(1, 2, 1, 2, 1), (0,), (3, 3, 3)]), rule, 4)
     assert all(4 not in text for text in outputs)
+
+
+@ALL_RULES
+def test_what_is_not_drafted_may_be_bad(rule: Rule) -> None:
+    """The second row drafts 1 and 2, which end it; in the columns that only the first row drafts, the draft model is
+    fed that 2, after which its logits are no numbers."""
+    table = torch.zeros(6, 6)
+    for token_id, next_id in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 5)):
+        table[token_id, next_id] = 9.0
+    bad = table.clone()
+    bad[2] = torch.nan
+    requests = [request((start,), temperature=0.0, max_new_tokens=n) for start, n in ((5, 12), (0, 3))]
+    outputs = tokens(table_lm(table), ModelDrafter(table_lm(bad)), requests, rule, 6)
+    assert outputs == [(5,) * 12, (1, 2, 3)]

@@ -11,15 +11,16 @@ import torch
 from outrider import costs as costs_module
 from outrider.api import Decoder
 from outrider.batch import Row
-from outrider.costs import round_costs
+from outrider.costs import CostArm, measure_round_costs, round_costs, time_rounds
 from outrider.decode import decode
 from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
-from outrider.flow import Request, RowRound, Sampling
+from outrider.flow import Request, Round, RowRound, Sampling, Timing
 from outrider.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.verify import RULES, Rule
-from toys import table_pair, tokens
+from toys import random_table, table_lm, table_pair, tokens
 
 # Seconds of a round by K: a draft that is dear, one that is middling, one that is cheap beside its target.
 COSTS = {
@@ -149,6 +150,23 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     # A look-up finds nothing in random text; its rounds are measured all the same.
     by_k = round_costs(target, NgramDrafter(), RULES["rejection"], 1, 60)
     assert set(by_k) == set(first)
+
+
+def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is the only one. What the prefill took is kept all the same. (The times are made up.)"""
+    timings = [Timing(8.0, 0.5, 0.5, 9.5), *[Timing(0.0, 0.25, 0.5, 1.0)] * 9]
+    arm = CostArm(*table_pair(5), 2)
+    for num_rounds, wanted in ((10, [Timing(8.0, 0.25, 0.5, 9.0), *timings[2:5]]), (1, timings[:1])):
+        rounds = [Round((), timing) for timing in timings[:num_rounds]]
+        monkeypatch.setattr(costs_module, "decode", lambda *_, rounds=rounds, **__: iter(rounds))
+        assert time_rounds([arm], RULES["rejection"], num_rows=1, length=4, num_passes=1) == [wanted]
+
+
+def test_costs_of_a_model_with_hardly_any_context() -> None:
+    """Every text ends in its first round or two."""
+    model = table_lm(random_table(5, 0), context_len=4)
+    costs = measure_round_costs(model, ModelDrafter(model), RULES["rejection"], 1, 4)
+    assert min(costs.values()) > 0
 
 
 def test_auto_through_the_door() -> None:

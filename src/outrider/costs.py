@@ -33,6 +33,7 @@ from outrider.verify import Rule
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
+_METHOD = 2  # to be changed with what is timed, or how: costs that were kept are of another number then
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
 
@@ -104,8 +105,8 @@ def time_rounds(
         on_pass: called after each pass, and after the one that warms up.
 
     Returns:
-        For each arm its rounds, without the first of each run: it comes after the prefill, which has swept the
-        processor's caches, and a text has one of it in many. The second holds the prefill in its place.
+        For each arm its rounds. If a run has several, without the first: it comes after the prefill, which has swept
+        the processor's caches, and a text has one of its kind. The second holds the prefill in its place.
     """
     generator = torch.Generator().manual_seed(0)
     taken: list[list[Timing]] = [[] for _ in arms]
@@ -118,8 +119,11 @@ def time_rounds(
         # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
         drafter = _Repeater(arm.drafter) if isinstance(arm.drafter, NgramDrafter) else arm.drafter
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
-        first, second, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
-        return [second + Timing(prefill_s=first.prefill_s, total_s=first.prefill_s), *others]
+        first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
+        if not others:  # the context is full
+            return [first]
+        others[0] += Timing(prefill_s=first.prefill_s, total_s=first.prefill_s)
+        return others
 
     for arm in arms:
         rounds(arm)  # whatever happens only once
@@ -165,5 +169,5 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
     lms = [target, drafter.lm] if isinstance(drafter, ModelDrafter) else [target]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     machine = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), device
-    what = [facts(lm) for lm in lms], drafter.name, rule.name, num_rows, machine, target.execution.favoured_k
+    what = [facts(lm) for lm in lms], drafter.name, rule.name, num_rows, machine, target.execution.favoured_k, _METHOD
     return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

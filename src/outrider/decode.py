@@ -77,7 +77,7 @@ def decode(
         verify_s = clock.lap()
         batch.commit(judged.committed, judged.places, judged.lengths)
         if not judged.is_fine:
-            _raise_for_numbers(batch, draft, judged.is_finite, target.name, drafter.name)
+            _raise_for_numbers(batch, draft, judged.is_good, target.name, drafter.name)
         row_rounds = _close_rows(batch, draft, judged, _logprobs(batch, judged.logits, judged.committed))
         schedule.learn(row_rounds)
         kept = batch.close(target.execution.round_rows)
@@ -118,8 +118,8 @@ class _Judged(NamedTuple):
         num_accepted, rejected_ratio: see ``Verdict``. [B], [B]
         places: of the committed tokens in the text. [B, K+1]
         lengths: of the texts with them. [B]
-        is_finite: whether the logits of each position are. [B, K+1]
-        is_fine: whether they are wherever they count, of target and draft. []
+        is_good: whether the logits at each position are finite. [B, K+1]
+        is_fine: whether they are wherever they count, those of the draft too. []
     """
 
     logits: Tensor
@@ -128,7 +128,7 @@ class _Judged(NamedTuple):
     rejected_ratio: Tensor
     places: Tensor
     lengths: Tensor
-    is_finite: Tensor
+    is_good: Tensor
     is_fine: Tensor
 
 

@@ -1,6 +1,7 @@
 """The exact layer: right rules are right to float64, and what is off by little is found to be off."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -31,6 +32,14 @@ def test_right_rules_are_exact(rule: Rule, sampling: Sampling) -> None:
     assert report.is_ok and report.identity < 1e-14 and report.round_law < 1e-14
     assert report.num_contexts == 2 and report.num_rows == 2 * (1 + 4 + 16)
     assert report.to_json()["is_ok"] and not dataclasses.replace(report, round_law=float("nan")).is_ok
+
+
+def test_what_is_no_number_is_not_lost_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A maximum that NaN has no part in would call the second context as good as the first."""
+    gaps = iter([1e-16, float("nan")])
+    monkeypatch.setattr("outrider.lab.exact.round_gap", lambda *_: next(gaps))
+    report = check_exactly(*table_pair(6), Sampling(), REJECTION, CONTEXTS)
+    assert not report.is_ok and math.isnan(report.round_law)
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)

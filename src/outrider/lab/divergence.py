@@ -110,6 +110,7 @@ def against_plain(
             index += 1
             num_tokens += len(plain)
         on_texts(len(batch))
+    assert index == len(requests) == len(texts)
     return num_tokens, differences
 
 

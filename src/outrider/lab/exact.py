@@ -123,10 +123,10 @@ def check_exactly(
     return ExactReport(
         num_contexts=len(contexts),
         num_rows=num_rows,
-        identity=max(identities),
-        round_law=max(laws),
+        identity=_largest(identities),
+        round_law=_largest(laws),
         distance=sum(distances) / len(distances),
-        forcing=max(forcing_gap(target, context) for context in contexts),
+        forcing=_largest([forcing_gap(target, context) for context in contexts]),
         forcing_tolerance=_FORCING_TOLERANCE[target.dtype],
     )
 
@@ -144,7 +144,12 @@ def forcing_gap(target: LM, text: Sequence[int]) -> float:
         forced = wide(chunk.logits).softmax(-1)
         gaps.append(float((wide(plain[begin : begin + len(forced)]).softmax(-1) - forced).abs().sum(-1).max() / 2))
         begin += len(forced)
-    return max(gaps)
+    return _largest(gaps)
+
+
+def _largest(gaps: Sequence[float]) -> float:
+    """NaN if one of them is, which ``max`` would lose."""
+    return float(torch.tensor(gaps, dtype=torch.float64).max())
 
 
 def identity_gap(p: Tensor, q: Tensor) -> float:
