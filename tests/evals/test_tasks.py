@@ -156,6 +156,9 @@ def test_tasks_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
         load_tasks(["zzz"], folder)
     with pytest.raises(OptionError, match="--include-path = '.*nowhere' is not possible: there is no such folder"):
         load_tasks(["answers"], tmp_path / "nowhere")
+    write_group(tmp_path, "empty", [], [])
+    with pytest.raises(OptionError, match="--tasks = 'empty' is not possible: there is no task in it"):
+        load_tasks(["empty"], tmp_path)
     damaged = write_tasks(tmp_path)
     (damaged / "answers.jsonl").unlink()
     with pytest.raises(OptionError, match=r"--tasks = 'answers' is not possible: it cannot be loaded \(\w+: .*answers"):

@@ -52,6 +52,8 @@ def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[st
         except Exception as error:  # whatever a damaged file or missing data makes the libraries stumble over
             reason = " ".join(str(error).split())[:300]
             raise OptionError("--tasks", name, f"it cannot be loaded ({type(error).__name__}: {reason})") from None
+        if not loaded["tasks"]:
+            raise OptionError("--tasks", name, "there is no task in it")
         groups |= loaded["groups"]
         members = [task for group in loaded["groups"].values() for task in group.get_all_tasks()]
         for task in [*loaded["tasks"].values(), *members]:
