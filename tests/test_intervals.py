@@ -205,6 +205,34 @@ def test_the_interval_of_the_difference_covers_the_truth() -> None:
     assert at_least <= covered <= at_most < covered_by_control
 
 
+@pytest.mark.parametrize(("num", "rate"), [(5, 0.5), (12, 0.4), (60, 0.3)])
+def test_a_difference_is_seldom_found_where_there_is_none(num: int, rate: float) -> None:
+    """The exact level, where each arm alone succeeds in half of ``rate`` of the trials. The control is the normal law
+    by itself, 10% for 5 trials."""
+    level = level_of_control = 0.0
+    for num_differing in range(num + 1):
+        for only_first in range(num_differing + 1):
+            first = [True] * only_first + [False] * (num - only_first)
+            second = [False] * only_first + [True] * (num_differing - only_first) + [False] * (num - num_differing)
+            paired = paired_difference(first, second, margin=0.1)
+            low, high = ends(paired.difference)
+            probability = stats.binom.pmf(num_differing, num, rate) * stats.binom.pmf(only_first, num_differing, 0.5)
+            level += probability * (paired.difference_p < 0.05)
+            level_of_control += probability * (not low <= 0 <= high)
+    assert level <= 0.05 < level_of_control
+
+
+def test_a_difference_by_hand() -> None:
+    """Of 8 trials that differ one goes the other way: McNemar's exact p is 2 * (1 + 8) / 2^8. Of as many either way,
+    and of none, it is 1."""
+    only_second, only_first = ([True] * 7 + [False] * 93, [False] * 7 + [True] + [False] * 92)
+    assert paired_difference(only_first, only_second, 0.1).difference_p == pytest.approx(18 / 256)
+    assert paired_difference([0, 1, 0], [1, 0, 0], 0.1).difference_p == 1
+    assert paired_difference([0, 1, 0], [0, 1, 0], 0.1).difference_p == 1
+    steady = paired_difference([0.0] * 100, [0.04, 0.05] * 50, 0.1)
+    assert steady.difference_p == pytest.approx(2 * stats.norm.sf(4.5 / math.sqrt(0.205 + 1 - 0.2025)), rel=1e-6)
+
+
 def test_bands_of_uniform_numbers_hold_as_often_as_they_say() -> None:
     """4,000 samples of 300 numbers in 20 bins, at 95%. The bounds fail with a probability of 1e-6 each if the bands are
     right; a band for another level is outside of them."""

@@ -52,6 +52,7 @@ ORDER = """
     bench.prompts
     evals.tasks
     evals.harness
+    evals.scores
     evals.perplexity
     lab.plan
     lab.rounds

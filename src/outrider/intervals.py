@@ -103,6 +103,8 @@ class PairedDifference:
         tost_p: p-value of the two one-sided tests against a difference of at least ``margin`` either way
             (Schuirmann 1987), each by the normal law or, where that is larger, by the binomial law of faults that go
             one way. Below 0.05: equivalent within the margin.
+        difference_p: two-sided p-value against no difference at all: the normal one or, where that is larger, that of
+            the sign test over the trials in which the arms differ (for successes: McNemar's exact test).
     """
 
     only_first: int
@@ -110,6 +112,7 @@ class PairedDifference:
     difference: Interval
     margin: float
     tost_p: float
+    difference_p: float
 
     @property
     def is_equivalent(self) -> bool:
@@ -136,12 +139,16 @@ def paired_difference(
     se = math.sqrt(float((differences**2).sum()) + span**2 - n * value**2) / n
     half = _z(level) * se
     tost_p = max(_p_of_worse(value, se, margin, span, n), _p_of_worse(-value, se, margin, span, n))
+    only_first, only_second = int((differences < 0).sum()), int((differences > 0).sum())
+    # A few differences that all go one way are not normal: five of five have p = 0.04 by that law, and 0.06 in truth.
+    sign_p = 2 * stats.binom.cdf(min(only_first, only_second), only_first + only_second, 0.5)
     return PairedDifference(
-        only_first=int((differences < 0).sum()),
-        only_second=int((differences > 0).sum()),
+        only_first=only_first,
+        only_second=only_second,
         difference=Interval(value, value - half, value + half, level),
         margin=margin,
         tost_p=float(tost_p),
+        difference_p=float(min(1.0, max(2 * stats.norm.sf(abs(value) / se), sign_p))),
     )
 
 

@@ -1,12 +1,15 @@
 """``outrider eval harness``: the harness's tasks, run for real on files of their own."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
-from harness_tasks import CHOICES, PAGES, PROMPTS, write_tasks
+from harness_tasks import CHOICES, PAGES, PROMPTS, write_groups, write_tasks
+from outrider.drafters.base import NoDrafter
+from outrider.evals import tasks
 
 EVAL = ("eval", "harness", "--tasks", "answers,endings,pages", "--include-path")
 
@@ -25,12 +28,99 @@ def test_the_table(outrider: Outrider, folder: Path) -> None:
     exact = rows["answers:", "exact_match"]
     assert exact[:4] == [str(len(PROMPTS)), "0", "0", "0.000"] and 1 <= float(exact[-1]) <= 5
     assert rows["answers:", "bleu"][3:5] == ["-", "-"]
-    assert rows["endings:", "acc"][0] == str(len(CHOICES)) and rows["endings:", "acc"][2:] == ["-"] * 4
-    assert rows["pages:", "bits_per_byte"][0] == str(len(PAGES)) and rows["pages:", "bits_per_byte"][2:] == ["-"] * 4
+    assert exact[-2] == "1"
+    assert rows["endings:", "acc"][0] == str(len(CHOICES)) and rows["endings:", "acc"][2:] == ["-"] * 5
+    assert rows["pages:", "bits_per_byte"][0] == str(len(PAGES)) and rows["pages:", "bits_per_byte"][2:] == ["-"] * 5
     text = " ".join(ended.out.split())
-    assert "difference of 0.6 or more" in text and "within that margin: 1 of 1" in text
+    assert "difference of 0.6 or more" in text
     assert "Scored once: endings, pages. The likelihood of given text is the target's own" in text
-    assert "No number for each document, so no test: answers bleu." in text
+    assert "Not the mean of a number for each document, so no test: answers: bleu." in text
+    assert text.endswith("Verdict, 5% error for each claim: all equivalent within 0.6 (1 of 1); none shown to differ.")
+
+
+def test_groups(outrider: Outrider, tmp_path: Path) -> None:
+    """Their aggregates are rows of their own, and are compared if the documents make them."""
+    arguments = ("eval", "harness", "--tasks", "all", "--include-path", write_groups(tmp_path), "--dtype", "float64")
+    ended = outrider(*arguments, "--json", tmp_path / "a.json")
+    assert ended.code == 0
+    document = only_document((tmp_path / "a.json").read_text(), "eval-harness")
+    groups = {(score["task"], score["metric"]): score for score in document["scores"] if score["weighting"]}
+    assert {key: score["weighting"] for key, score in groups.items()} == {
+        ("all", "acc"): "size",
+        ("all", "exact_match"): "size",
+        ("fables", "exact_match"): "equal",
+        ("fables", "bleu"): "equal",
+    }
+    assert groups["fables", "bleu"]["paired"] is None is groups["all", "acc"]["speculative"]
+    paired = groups["fables", "exact_match"]["paired"]
+    assert (paired["only_first"], paired["only_second"], paired["is_different"]) == (0, 0, False)
+    assert document["groups"] == [
+        {"group": "all", "tasks": ["endings", "answers", "few"]},
+        {"group": "fables", "tasks": ["answers", "few"]},
+    ]
+    assert document["verdict"] == {
+        "num_compared": 4,
+        "num_equivalent": 0,
+        "num_different": 0,
+        "is_equivalent": False,
+        "is_different": False,
+    }
+    text = " ".join(ended.out.split())
+    assert "group fables: exact_match" in text
+    assert "so no test: answers: bleu; few: bleu; group fables: bleu." in text
+    assert "not all shown to be equivalent within 0.05 (0 of 4 are, each by itself); none shown to differ." in text
+
+
+def test_ctrl_c_reports_the_tasks_that_are_complete(
+    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both arms; a group with another task has no row. Exit code 130."""
+    folder = write_groups(tmp_path)
+    num_left = 0
+    run_task = tasks.run_task
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_left
+        if num_left == 0:
+            raise KeyboardInterrupt
+        num_left -= 1
+        return run_task(*arguments, **options)
+
+    monkeypatch.setattr(tasks, "run_task", interrupted)
+    command = ("eval", "harness", "--tasks", "fables,endings", "--include-path", folder, "--limit", 1)
+    num_left = 3  # both arms of the first task, and one of the second
+    ended = outrider(*command, "--json", tmp_path / "a.json")
+    assert ended.code == 130 and "Interrupted: 1 of 3 tasks are complete." in ended.out
+    assert "Verdict" in ended.out and "Scored once" not in ended.out
+    document = only_document((tmp_path / "a.json").read_text(), "eval-harness")
+    assert document["is_interrupted"]
+    assert [(score["task"], score["metric"]) for score in document["scores"]] == [
+        ("answers", "exact_match"),
+        ("answers", "bleu"),
+    ]
+    assert [task["task"] for task in document["tasks"]] == ["answers"] == [one["task"] for one in document["documents"]]
+    num_left = 1
+    ended = outrider(*command, "--json", tmp_path / "b.json")
+    assert (ended.code, ended.out) == (130, "Interrupted: 0 of 3 tasks are complete.\n")
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_a_difference_is_named(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made up: one task in which speculation loses every document, of two."""
+    folder = write_groups(tmp_path)
+    run_task = tasks.run_task
+
+    def made_up(lm: Any, task: Any, **options: Any) -> Any:
+        result = run_task(lm, task, **options)
+        value = float(task.task_name == "few" and isinstance(lm.decoder.drafter, NoDrafter))
+        samples = [{**result.samples[0], "doc_id": i, "exact_match": value} for i in range(100)]
+        return replace(result, samples=samples)
+
+    monkeypatch.setattr(tasks, "run_task", made_up)
+    ended = outrider("eval", "harness", "--tasks", "answers,few", "--include-path", folder, "--limit", 1)
+    text = " ".join(ended.out.split())
+    assert ended.code == 0
+    assert text.endswith("equivalent within 0.05 (1 of 2 are, each by itself); 1 of 2 differs: few: exact_match.")
 
 
 def test_the_document(outrider: Outrider, folder: Path) -> None:
@@ -46,6 +136,7 @@ def test_the_document(outrider: Outrider, folder: Path) -> None:
         2,
     )
     assert first["paired"]["difference"]["value"] == 0 and not first["paired"]["is_equivalent"]
+    assert first["paired"]["difference_p"] == 1 and document["groups"] == [] and not document["is_interrupted"]
     assert [score["paired"] for score in document["scores"][1:]] == [None] * 4
     tasks = {task["task"]: task for task in document["tasks"]}
     assert tasks["answers"]["speculative"]["num_draft_tokens"] > 0

@@ -20,7 +20,7 @@ from harness_tasks import PAGES, PROMPTS, write_tasks
 from outrider.api import Decoder, load
 from outrider.errors import OptionError, PromptError
 from outrider.evals.harness import OutriderLM, main, task_sampling
-from outrider.evals.tasks import load_tasks, run_tasks
+from outrider.evals.tasks import load_tasks, run_task
 from outrider.flow import Sampling, Stats
 from pairs import byte_level_tokenizer, embedded, metaspace_tokenizer, random_llama, save, word_tokenizer
 from toys import perturbed
@@ -59,8 +59,9 @@ def folder_of_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def responses(lm: Any, folder: Path, task: str, *, is_chat: bool = False) -> list[Any]:
     """What a model answers to all requests of a task, document by document."""
-    results = run_tasks(lm, load_tasks([task], folder), limit=None, is_chat=is_chat)
-    return [request[0] for sample in results["samples"][task] for request in sample["resps"]]
+    tasks, _ = load_tasks([task], folder)
+    result = run_task(lm, tasks[task], limit=None, is_chat=is_chat)
+    return [request[0] for sample in result.samples for request in sample["resps"]]
 
 
 def generate(lm: OutriderLM, prompts: list[str], **gen_kwargs: Any) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,13 +23,12 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import check_json_target, console_for, options_json, progress_bar, write_json
 from outrider.errors import MissingExtra, OptionError
-from outrider.flow import Sampling, Stats
+from outrider.flow import Sampling
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.api import Decoder
-    from outrider.evals.tasks import Score
+    from outrider.evals.scores import ArmResult, Score, TaskResult, Verdict
 
 
 @flat
@@ -79,61 +77,63 @@ def harness(
     if find_spec("lm_eval") is None:
         raise MissingExtra("lm-eval", "eval")
 
-    from outrider.evals.harness import OutriderLM
-    from outrider.evals.tasks import (
-        compare,
-        documents_json,
-        is_generated,
-        load_tasks,
-        most_new_tokens,
-        run_tasks,
-        set_fewshot,
-    )
+    from outrider.evals.scores import compare, documents_json, verdict
+    from outrider.evals.tasks import is_generated, load_tasks, most_new_tokens, run_in_turn, set_fewshot
 
-    loaded = load_tasks(names, include_path)
+    loaded, groups = load_tasks(names, include_path)
     set_fewshot(loaded, num_fewshot)
-    generated = {name: task for name, task in loaded.items() if is_generated(task)}
     decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # by each of two arms, but most answers are shorter
-
-    def run(arm: str, by: Decoder, tasks: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Stats]]:
-        """What the harness says of tasks, and the counts of each that is generated."""
-        counts: dict[str, Stats] = {}
-
-        def count(task: str, more: Stats) -> None:
-            counts[task] = counts.get(task, Stats()) + more
-
-        def bar(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-            return progress_bar(f"{arm}: {what}", total)
-
-        lm = OutriderLM(by, batch_size=batch_size, seed=seed, overrides=overrides, progress=bar, on_generated=count)
-        return run_tasks(lm, tasks, limit=limit, is_chat=chat), counts
-
-    plain, plain_stats = run("plain", decoder, loaded)
-    speculative: dict[str, Any] | None = None
-    speculative_stats: dict[str, Stats] = {}
-    if generated:
+    drafted = None
+    if any(map(is_generated, loaded.values())):
         drafted = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
-        speculative, speculative_stats = run("speculative", drafted, generated)
-    scores = compare(plain, speculative, margin)
-
     console = console_for(json_target)
-    with_draft = f" with {draft}, K = {k}, {decoder.acceptance}" if generated else ""
-    console.print(_table(scores, f"{decoder.target.name}{with_draft}", speculative_stats))
+    results: list[TaskResult] = []
+    is_interrupted = False
+    try:
+        for result in run_in_turn(
+            loaded.values(),
+            decoder,
+            drafted,
+            batch_size=batch_size,
+            seed=seed,
+            overrides=overrides,
+            limit=limit,
+            is_chat=chat,
+            progress=progress_bar,
+        ):
+            results.append(result)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        console.print(f"Interrupted: {len(results)} of {len(loaded)} tasks are complete.")
+        if not results:
+            raise typer.Exit(130) from None
+    scores = compare(results, groups, margin)
+    overall = verdict(scores)
+
+    with_draft = f" with {draft}, K = {k}, {decoder.acceptance}" if drafted else ""
+    console.print(_table(scores, f"{decoder.target.name}{with_draft}", results))
     for line in _notes(scores, margin):
         console.print(line)
+    if overall is not None:
+        console.print(_verdict_text(overall, margin), style="bold")
     body: dict[str, Any] = {
         "scores": [score.to_json() for score in scores],
+        "verdict": overall.to_json() if overall else None,
         "tasks": [
             {
-                "task": name,
-                "output_type": task.OUTPUT_TYPE,
-                "num_fewshot": task.get_config("num_fewshot"),
-                "plain": plain_stats[name].to_json() if name in plain_stats else None,
-                "speculative": speculative_stats[name].to_json() if name in speculative_stats else None,
+                "task": result.name,
+                "output_type": loaded[result.name].OUTPUT_TYPE,
+                "num_fewshot": loaded[result.name].get_config("num_fewshot"),
+                "plain": _stats_json(result.plain),
+                "speculative": _stats_json(result.speculative),
             }
-            for name, task in loaded.items()
+            for result in results
         ],
-        "documents": documents_json(plain, speculative),
+        "groups": [
+            {"group": group.name, "tasks": [task.task_name for task in group.get_all_tasks()]} for group in groups
+        ],
+        "documents": documents_json(results),
+        "is_interrupted": is_interrupted,
     }
     settings = options_json(
         pair,
@@ -148,22 +148,35 @@ def harness(
         margin=margin,
     )
     write_json(json_target, "eval-harness", settings, body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
 
 
-def _table(scores: list[Score], title: str, stats: dict[str, Stats]) -> Table:
+def _stats_json(arm: ArmResult | None) -> dict[str, Any] | None:
+    return None if arm is None or arm.stats is None else arm.stats.to_json()
+
+
+def _table(scores: Sequence[Score], title: str, results: Sequence[TaskResult]) -> Table:
     from outrider.bench.report import interval_text, new_table
 
-    table = new_table(title, "task: metric, filter", "n", "plain", "spec.", "difference, 95%", "p", "tau")
+    taus = {
+        result.name: result.speculative.stats.mean_acceptance_length
+        for result in results
+        if result.speculative and result.speculative.stats
+    }
+    columns = ("n", "plain", "spec.", "difference, 95%", "p equal", "p diff.", "tau")
+    table = new_table(title, "task: metric, filter", *columns)
     for score in scores:
         paired = score.paired
-        tau = stats[score.task].mean_acceptance_length if score.task in stats else None
+        tau = taus.get(score.task)
         table.add_row(
-            f"{score.task}: {score.metric}" + (f", {score.filter}" if score.filter != "none" else ""),
+            score.label,
             str(score.num_documents),
             _number(score.plain),
             _number(score.speculative),
             interval_text(paired.difference, 3) if paired else "-",
             f"{paired.tost_p:.2g}" if paired else "-",
+            f"{paired.difference_p:.2g}" if paired else "-",
             f"{tau:.2f}" if tau else "-",
         )
     return table
@@ -173,14 +186,13 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _notes(scores: list[Score], margin: float) -> list[str]:
+def _notes(scores: Sequence[Score], margin: float) -> list[str]:
     """What the table does not say by itself."""
     notes = []
-    verdicts = [score.paired.is_equivalent for score in scores if score.paired is not None]
-    if verdicts:
+    if any(score.paired for score in scores):
         notes.append(
-            f"p: two one-sided tests against a difference of {margin:g} or more. Below 0.05 the arms are equivalent "
-            f"within that margin: {sum(verdicts)} of {len(verdicts)} (more documents may decide the others)."
+            f"p equal: two one-sided tests against a difference of {margin:g} or more; below 0.05 that row, taken by "
+            "itself, is equivalent within the margin. p diff.: against no difference at all."
         )
     once = dict.fromkeys(score.task for score in scores if score.speculative is None)
     if once:
@@ -188,9 +200,22 @@ def _notes(scores: list[Score], margin: float) -> list[str]:
             f"Scored once: {', '.join(once)}. The likelihood of given text is the target's own: "
             "a draft has no part in it."
         )
-    unpaired = [
-        f"{score.task} {score.metric}" for score in scores if score.speculative is not None and not score.paired
-    ]
+    unpaired = [score.label for score in scores if score.speculative is not None and not score.paired]
     if unpaired:
-        notes.append(f"No number for each document, so no test: {', '.join(unpaired)}.")
+        notes.append(f"Not the mean of a number for each document, so no test: {'; '.join(unpaired)}.")
     return notes
+
+
+def _verdict_text(overall: Verdict, margin: float) -> str:
+    """The two claims that are made of all rows together."""
+    counts = f"{overall.num_equivalent} of {overall.num_compared}"
+    if overall.is_equivalent:
+        equivalent = f"all equivalent within {margin:g} ({counts})"
+    else:
+        equivalent = f"not all shown to be equivalent within {margin:g} ({counts} are, each by itself)"
+    num_different = len(overall.differing)
+    different = "none shown to differ"
+    if num_different:
+        verb = "differs" if num_different == 1 else "differ"
+        different = f"{num_different} of {overall.num_compared} {verb}: {'; '.join(overall.differing)}"
+    return f"Verdict, 5% error for each claim: {equivalent}; {different}."

@@ -1,0 +1,309 @@
+"""The scores of two arms held against each other, document by document, and what may be said of many at once.
+
+What the harness made of its tasks comes in; nothing is run here. A claim about one score has its own error rate of 5%.
+For several there are two claims, each of which errs with a probability of at most 5%, however the scores depend on
+each other:
+
+- All are equivalent, if each of them is by its own test. If one is not in truth, its test alone has to err
+  (intersection-union test, Berger 1982), so no correction is needed.
+- Some differ, and these: by Holm's procedure over all that are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from lm_eval.api.group import Group
+
+from outrider.flow import Stats
+from outrider.intervals import PairedDifference, paired_difference
+from outrider.lab.evidence import Finding, holm
+
+LEVEL = 0.05  # of each claim; that of ``PairedDifference.is_equivalent``, too
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """What the harness says of one task by one arm.
+
+    Attributes:
+        metrics: its aggregates, by ``metric,filter``; and ``sample_len``, the number of documents.
+        samples: its record of every document, once for each filter.
+        stats: of what was generated; None if nothing was.
+    """
+
+    metrics: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]]
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """A task by both arms; ``speculative`` is None where a draft has no part in it."""
+
+    name: str
+    plain: ArmResult
+    speculative: ArmResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One metric of one task or group.
+
+    Attributes:
+        task: its name, or that of the group.
+        filter: by which the harness takes the answer out of the text.
+        plain, speculative: as the harness aggregates them; None for an arm that was not run.
+        paired: speculative minus plain, in the mean of the documents' own numbers (for a group weighted as the group
+            says); None where there is one arm, or where these numbers do not make the score (BLEU over a corpus, say).
+        weighting: of the tasks in a group: "size" or "equal"; None for a task.
+        is_different: it is said to differ, by Holm's procedure over all scores that are compared.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    num_documents: int
+    plain: float
+    speculative: float | None
+    paired: PairedDifference | None
+    weighting: str | None = None
+    is_different: bool = False
+
+    @property
+    def label(self) -> str:
+        group = "" if self.weighting is None else "group "
+        return f"{group}{self.task}: {self.metric}" + (f", {self.filter}" if self.filter != "none" else "")
+
+    def to_json(self) -> dict[str, Any]:
+        judged = {} if self.paired is None else {"is_equivalent": self.paired.is_equivalent}
+        return {
+            "task": self.task,
+            "weighting": self.weighting,
+            "metric": self.metric,
+            "filter": self.filter,
+            "num_documents": self.num_documents,
+            "plain": self.plain,
+            "speculative": self.speculative,
+            "paired": asdict(self.paired) | judged | {"is_different": self.is_different} if self.paired else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all scores that are compared say together; each of the two claims errs with probability ``LEVEL`` at most.
+
+    Attributes:
+        differing: by label.
+    """
+
+    num_compared: int
+    num_equivalent: int
+    differing: tuple[str, ...]
+
+    @property
+    def is_equivalent(self) -> bool:
+        """All are."""
+        return self.num_equivalent == self.num_compared
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_compared": self.num_compared,
+            "num_equivalent": self.num_equivalent,
+            "num_different": len(self.differing),
+            "is_equivalent": self.is_equivalent,
+            "is_different": bool(self.differing),
+        }
+
+
+def verdict(scores: Sequence[Score]) -> Verdict | None:
+    """Of the scores that ``compare`` gave; None if none could be compared."""
+    compared = [(score, score.paired) for score in scores if score.paired is not None]
+    if not compared:
+        return None
+    return Verdict(
+        num_compared=len(compared),
+        num_equivalent=sum(paired.is_equivalent for _, paired in compared),
+        differing=tuple(score.label for score, _ in compared if score.is_different),
+    )
+
+
+def compare(results: Sequence[TaskResult], groups: Sequence[Group], margin: float) -> list[Score]:
+    """The scores of both arms, paired by document: those of the tasks, then those of the groups.
+
+    Args:
+        groups: of the harness. One with a task that is not among the results has no score.
+        margin: means closer than this are equivalent, in the unit of each metric.
+    """
+    scores = [score for result in results for score in _task_scores(result, margin)]
+    by_name = {result.name: result for result in results}
+    for group in groups:
+        names = [task.task_name for task in group.get_all_tasks()]
+        if all(name in by_name for name in names):
+            scores += _group_scores(group, [by_name[name] for name in names], margin)
+    findings = holm(
+        [
+            Finding(str(place), score.paired.difference.value, score.paired.difference_p)
+            for place, score in enumerate(scores)
+            if score.paired is not None
+        ],
+        LEVEL,
+    )
+    for finding in findings:
+        place = int(finding.name)
+        scores[place] = replace(scores[place], is_different=finding.is_alarm)
+    return scores
+
+
+def _task_scores(result: TaskResult, margin: float) -> list[Score]:
+    scores = []
+    for metric, filter_ in _metrics(result.plain.samples):
+        key = f"{metric},{filter_}"
+        pairs = _pairs(result, metric, filter_)
+        scores.append(
+            Score(
+                task=result.name,
+                metric=metric,
+                filter=filter_,
+                num_documents=sum(sample["filter"] == filter_ for sample in result.plain.samples),
+                plain=result.plain.metrics[key],
+                speculative=result.speculative.metrics[key] if result.speculative else None,
+                paired=paired_difference(*pairs, margin, span=_span(pairs)) if pairs is not None else None,
+            )
+        )
+    return scores
+
+
+def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) -> list[Score]:
+    """The aggregates of a group, as the harness forms them: weighted means over its tasks, those of its subgroups, too.
+
+    Args:
+        results: of its tasks; one that is in two of its subgroups is there twice, and counts twice.
+    """
+    plain = {result.name: dict(result.plain.metrics) for result in results}
+    # What a draft has no part in is the same in both arms.
+    other = {result.name: dict((result.speculative or result.plain).metrics) for result in results}
+    first, second = group.aggregate(plain), group.aggregate(other)
+    is_by_size = {one.metric: one.weight_by_size for one in group.aggregate_metric_list or ()}
+    scores = []
+    for key, num_documents in first.get("sample_count", {}).items():
+        metric, filter_ = key.split(",", 1)
+        members = [result for result in results if key in result.plain.metrics]
+        weights = [result.plain.metrics["sample_len"] if is_by_size[metric] else 1 for result in members]
+        scores.append(
+            Score(
+                task=group.name,
+                metric=metric,
+                filter=filter_,
+                num_documents=num_documents,
+                plain=first[key],
+                speculative=second[key] if any(result.speculative for result in members) else None,
+                paired=_group_paired(members, weights, metric, filter_, margin),
+                weighting="size" if is_by_size[metric] else "equal",
+            )
+        )
+    return scores
+
+
+def _group_paired(
+    members: Sequence[TaskResult], weights: Sequence[float], metric: str, filter_: str, margin: float
+) -> PairedDifference | None:
+    """The difference of two weighted means of tasks, over the documents of all that are generated.
+
+    With weights w that add to 1, n documents of a task and N of all, a document's number times N w/n makes the weighted
+    mean of means a mean over documents. Their variance then contains that between tasks, which are not drawn at random:
+    the interval is rather too wide. In the tasks that are scored once the arms do not differ; they only have their
+    share of the weights.
+
+    Returns:
+        None where no task is generated, or where one has a score that is not the mean of its documents' numbers.
+    """
+    pairs, shares = [], []
+    for result, weight in zip(members, weights, strict=True):
+        if result.speculative is None:
+            continue
+        pair = _pairs(result, metric, filter_)
+        if pair is None:
+            return None
+        for arm, values in zip((result.plain, result.speculative), pair, strict=True):
+            if not math.isclose(arm.metrics[f"{metric},{filter_}"], sum(values) / len(values), abs_tol=1e-9):
+                return None
+        pairs.append(pair)
+        shares.append(weight / sum(weights) / len(pair[0]))
+    if not pairs:
+        return None
+    num_documents = sum(len(first) for first, _ in pairs)
+    scales = [num_documents * share for share in shares]
+    first, second = (
+        [scale * value for scale, pair in zip(scales, pairs, strict=True) for value in pair[arm]] for arm in (0, 1)
+    )
+    span = max(scale * _span(pair) for scale, pair in zip(scales, pairs, strict=True))
+    return paired_difference(first, second, margin, span=span)
+
+
+def _pairs(result: TaskResult, metric: str, filter_: str) -> tuple[list[float], list[float]] | None:
+    """A metric's numbers for the same documents by plain and by speculative; None where they do not have them alike."""
+    if result.speculative is None:
+        return None
+    arms = (result.plain.samples, result.speculative.samples)
+    ids = [{sample["doc_id"] for sample in samples} for samples in arms]
+    assert ids[0] == ids[1], "the arms have run other documents"
+    first, second = (_numbers(samples, metric, filter_) for samples in arms)
+    if first is None or second is None or first.keys() != second.keys():
+        return None
+    return list(first.values()), [second[doc_id] for doc_id in first]
+
+
+def _span(pairs: tuple[list[float], list[float]]) -> float:
+    """The most that a document's numbers are taken to differ by."""
+    return max(1.0, max(map(max, pairs)) - min(map(min, pairs)))
+
+
+def documents_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
+    """Every document: what the arms wrote, and its numbers in each metric."""
+    documents = []
+    for result in results:
+        arms = {"plain": result.plain.samples}
+        if result.speculative:
+            arms["speculative"] = result.speculative.samples
+        numbers = {
+            (metric, filter_): [_numbers(arm, metric, filter_) or {} for arm in arms.values()]
+            for metric, filter_ in _metrics(result.plain.samples)
+        }
+        texts = {arm: {sample["doc_id"]: sample["resps"] for sample in arms[arm]} for arm in arms}
+        for doc_id in texts["plain"]:
+            documents.append(
+                {
+                    "task": result.name,
+                    "doc_id": doc_id,
+                    "texts": {arm: texts[arm][doc_id] for arm in arms} if len(arms) > 1 else None,
+                    "numbers": [
+                        {"metric": metric, "filter": filter_}
+                        | {arm: values.get(doc_id) for arm, values in zip(arms, by_arm, strict=True)}
+                        for (metric, filter_), by_arm in numbers.items()
+                    ],
+                }
+            )
+    return documents
+
+
+def _metrics(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The metrics of a task, each with its filter."""
+    return list(dict.fromkeys((metric, sample["filter"]) for sample in samples for metric in sample["metrics"]))
+
+
+def _numbers(samples: Sequence[Mapping[str, Any]], metric: str, filter_: str) -> dict[int, float] | None:
+    """A metric's number for each document; None where a document has none, or none that is finite."""
+    values = {
+        sample["doc_id"]: sample[metric]
+        for sample in samples
+        if sample["filter"] == filter_ and metric in sample["metrics"]
+    }
+    if not all(isinstance(value, (Real, np.bool_)) and math.isfinite(value) for value in values.values()):
+        return None
+    return {doc_id: float(value) for doc_id, value in values.items()}
