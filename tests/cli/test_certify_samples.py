@@ -46,7 +46,7 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
     assert "CONSISTENT (a right system fails" in ended.err and "towards the draft" in ended.err
     twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
-    assert "3 of the sampled texts are repeats" in outrider("certify-samples", "fable", twice).out
+    assert "Repeats among the sampled texts: 3" in outrider("certify-samples", "fable", twice).out
     # The same ids, said to be of another temperature.
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
     others = _write(tmp_path / "others", rows)
