@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.findings import greedy_row, statistical_rows, tell_deviation, tell_differences, verdict
+from outrider.cli.findings import (
+    greedy_row,
+    statistical_rows,
+    tell_deviation,
+    tell_differences,
+    verdict,
+    write_findings,
+)
 from outrider.cli.jsonl import read_prompts
 from outrider.cli.options import (
     DEFAULT_ALPHA_LEVEL,
@@ -36,11 +43,9 @@ from outrider.cli.output import (
     make_document,
     options_json,
     progress_bar,
-    write_document,
 )
 from outrider.cli.stored import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.files import write_text
 from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
@@ -152,10 +157,7 @@ def certify(
         batch_size=batch_size,
     )
     document = make_document("certify", settings, {**certificate.to_json(), **inputs}, decoder.target)
-    if json_target is not None:
-        write_document(json_target, document)
-    if html is not None:
-        write_text(html, render_certificate(document))
+    write_findings(document, json_target, html, render_certificate)
     if not certificate.is_certified:
         raise typer.Exit(1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.findings import greedy_row, statistical_rows, tell_deviation, tell_differences
+from outrider.cli.findings import greedy_row, statistical_rows, tell_deviation, tell_differences, write_findings
 from outrider.cli.jsonl import SampleLine, read_samples
 from outrider.cli.options import (
     DEFAULT_ALPHA_LEVEL,
@@ -31,10 +31,8 @@ from outrider.cli.output import (
     make_document,
     options_json,
     progress_bar,
-    write_document,
 )
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,10 +93,7 @@ def certify_samples(
     settings = options_json(pair, options, file=file, alpha_level=alpha_level, batch_size=batch_size, seed=seed)
     body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
     document = make_document("certify-samples", settings, body, decoder.target)
-    if json_target is not None:
-        write_document(json_target, document)
-    if html is not None:
-        write_text(html, render_samples(document))
+    write_findings(document, json_target, html, render_samples)
     if not report.is_consistent:
         raise typer.Exit(1)
 
@@ -154,12 +149,12 @@ def _judge(
     sampled = [one for one in samples if one.sampling.temperature > 0]
     if len(sampled) == 1 or not samples:
         raise FileError(f"{file}: the tests need two sampled texts or more, since some settle how others are tested")
-    report = SamplesReport(None, [], num_repeats(sampled))
+    statistical, greedy_reports = None, []
     with progress_bar("texts", len(samples)) as advance:
         if greedy:
-            report = replace(report, greedy=[judge_greedily(target, greedy, batch_size, advance)])
+            greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
         if sampled:
-            found = judge(
+            statistical = judge(
                 target,
                 decoder.drafter,
                 sampled,
@@ -168,8 +163,7 @@ def _judge(
                 batch_size=batch_size,
                 on_texts=advance,
             )
-            report = replace(report, statistical=found)
-    return report
+    return SamplesReport(statistical, greedy_reports, num_repeats(sampled))
 
 
 def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport, is_text: bool, level: float) -> None:

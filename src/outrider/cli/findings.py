@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.output import write_document
+from outrider.files import write_text
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from rich.console import Console
 
@@ -62,6 +66,19 @@ def tell_differences(console: Console, report: GreedyReport, what: str, tokenize
             f"margin {margin}, rounding {gap}: {one.verdict}",
             markup=False,
         )
+
+
+def write_findings(
+    document: dict[str, Any],
+    json_target: str | None,
+    html: Path | None,
+    render: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """The document, and the page of it, where they were asked for."""
+    if json_target is not None:
+        write_document(json_target, document)
+    if html is not None:
+        write_text(html, render(document))
 
 
 def _token(tokenizer: Any | None, token_id: int | None) -> str:

@@ -146,16 +146,9 @@ def compare(results: Sequence[TaskResult], groups: Sequence[Group], margin: floa
         names = [task.task_name for task in group.get_all_tasks()]
         if all(name in by_name for name in names):
             scores += _group_scores(group, [by_name[name] for name in names], margin)
-    findings = holm(
-        [
-            Finding(str(place), score.paired.difference.value, score.paired.difference_p)
-            for place, score in enumerate(scores)
-            if score.paired is not None
-        ],
-        LEVEL,
-    )
-    for finding in findings:
-        place = int(finding.name)
+    compared = {place: score.paired for place, score in enumerate(scores) if score.paired is not None}
+    found = [Finding(scores[i].label, one.difference.value, one.difference_p) for i, one in compared.items()]
+    for place, finding in zip(compared, holm(found, LEVEL), strict=True):
         scores[place] = replace(scores[place], is_different=finding.is_alarm)
     return scores
 
