@@ -54,11 +54,9 @@ class SpyDrafter:
         self.session = self.inner.open(batch)
         return self
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
         self.num_rounds += 1
-        if self.is_pausing and self.num_rounds % 3 == 0:
-            num_wanted = [0] * len(num_wanted)
-        return self.session.propose(batch, num_wanted, k, rule, noise)
+        return self.session.propose(batch, 0 if self.is_pausing and self.num_rounds % 3 == 0 else k, rule, noise)
 
     def keep(self, rows: Tensor) -> None:
         self.session.keep(rows)
@@ -216,8 +214,8 @@ def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = as_lm(tiny_llama())
     ids, cache = _random_ids(4, 70), lm.new_cache(4, 70)
     middles, ends = torch.tensor([3, 0, 12, 70]), torch.tensor([20, 0, 66, 70])
-    lm.prefill(ids, torch.zeros(4, dtype=torch.long), middles, cache)
-    lm.prefill(ids, middles, ends, cache)
+    lm.prefill(ids, torch.zeros(4, dtype=torch.long), middles, cache, latest=0, num_columns=70)
+    lm.prefill(ids, middles, ends, cache, latest=70, num_columns=54)
     for row, end in enumerate(ends.tolist()):
         _assert_holds(lm, cache, row, ids[row, :end].tolist())
 
@@ -225,7 +223,7 @@ def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kept_takes_rows_in_order() -> None:
     lm = as_lm(tiny_llama())
     ids, cache = _random_ids(4, 12), lm.new_cache(4, 16)
-    lm.prefill(ids, torch.zeros(4, dtype=torch.long), torch.tensor([12, 5, 9, 1]), cache)
+    lm.prefill(ids, torch.zeros(4, dtype=torch.long), torch.tensor([12, 5, 9, 1]), cache, latest=0, num_columns=12)
     cache = lm.kept(cache, torch.tensor([3, 0, 2]))
     for row, (source, end) in enumerate(((3, 1), (0, 12), (2, 9))):
         _assert_holds(lm, cache, row, ids[source, :end].tolist())

@@ -81,6 +81,7 @@ ORDER = """
     api
     costs
     decode
+    reading
     drafters.model
     drafters.ngram
     drafters.base
@@ -102,6 +103,7 @@ ORDER = """
     tokens
     intervals
     provenance
+    clock
     flow
     files
     rounding

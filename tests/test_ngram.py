@@ -31,13 +31,13 @@ def _expected(text: Sequence[int], wanted: int, max_ngram: int) -> list[int]:
 
 def _proposed(texts: Sequence[Sequence[int]], wanted: Sequence[int], max_ngram: int) -> list[list[int]]:
     batch = Batch(
-        [request(text, max_new_tokens=9) for text in texts],
+        [request(text, max_new_tokens=n + 1) for text, n in zip(texts, wanted, strict=True)],
         vocab_size=5,
         context_len=100,
         device=torch.device("cpu"),
         k=K,
     )
-    draft = NgramDrafter(max_ngram).open(batch).propose(batch, wanted, max(wanted), REJECTION, None)
+    draft = NgramDrafter(max_ngram).open(batch).propose(batch, max(wanted), REJECTION, None)
     assert draft.probs is None
     return [ids[:n] for ids, n in zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)]
 

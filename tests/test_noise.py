@@ -220,7 +220,8 @@ def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for(monkeypatch: pyt
 
 @pytest.mark.parametrize("make_noise", [REJECTION.make_noise, GUMBEL.make_noise], ids=["uniforms", "gumbels"])
 def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any) -> None:
-    """Rows that advance each at its own pace, and rows that are taken out: always what the round alone would get."""
+    """Rows that advance each at its own pace, of which the host knows bounds, and rows that are taken out: always what
+    the round alone would get."""
     generator = torch.Generator().manual_seed(0)
     seeds, lengths = torch.tensor([5, 2**62, 0]), torch.tensor([1, 90, 4])
     ahead = NoiseAhead(make_noise, 3, 7)
@@ -228,7 +229,8 @@ def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any) -> None:
         if step == 60:
             seeds, lengths = seeds[[0, 2]], lengths[[0, 2]]
         k = int(torch.randint(4, (1,), generator=generator))
-        got = ahead.at(seeds, lengths, lengths.tolist(), k)
+        shortest = [max(1, length - step % 4) for length in lengths.tolist()]
+        got = ahead.at(seeds, lengths, shortest, (lengths + step % 3).tolist(), k)
         want = make_noise(seeds, lengths, k, 7)
         for offset in range(k):
             a, b = got.at(offset), want.at(offset)

@@ -1,14 +1,16 @@
 """Batch: the rows being written, as the loop and the drafters see them.
 
-Token buffer, lengths and sampling settings live on the device; a few whole numbers that shapes depend on live on the
-host beside them. Rows that end are taken out, so that the tensors hold unfinished rows only, or a few finished ones too
-where an execution wants certain batch sizes: what is computed for those is not looked at.
+Token buffer, lengths and sampling settings live on the device. The host reads what a round committed, and may start the
+next rounds before it has: of a row's length on the device it knows bounds, and no shape depends on more.
+
+Rows that end are taken out: the tensors hold unfinished rows only, or a few finished ones too where an execution
+wants certain batch sizes: what is computed for those is not looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +25,10 @@ class Row:
 
     Attributes:
         index: of its request.
-        length: tokens so far, prompt included.
+        length: tokens that were read so far, prompt included.
         limit: the length at which the row ends.
         is_done: it has ended.
+        is_full: all that was drafted in its last round with drafts stands, as far as is known.
     """
 
     index: int
@@ -33,6 +36,35 @@ class Row:
     length: int
     limit: int
     is_done: bool = False
+    is_full: bool = False
+    _num_unread: int = field(default=0, init=False)
+    _reach: int = field(init=False)  # the most that the length on the device may be, but for the limit
+
+    def __post_init__(self) -> None:
+        self._reach = self.length
+
+    @property
+    def shortest(self) -> int:
+        """The least that the length on the device may be: every round commits a token, up to the limit."""
+        return min(self.length + self._num_unread, self.limit)
+
+    @property
+    def longest(self) -> int:
+        """The most that it may be."""
+        return min(self._reach, self.limit)
+
+    def started(self, num_columns: int) -> None:
+        """A round has been started in which at most so many tokens are drafted."""
+        self._num_unread += 1
+        self._reach += num_columns + 1
+        self.is_full = num_columns > 0 or self.is_full
+
+    def read(self, num_columns: int, num_drafted: int, num_accepted: int) -> None:
+        """What came of the first round that was not read yet."""
+        self._num_unread -= 1
+        self._reach -= num_columns - num_accepted
+        if num_columns > 0 and self._num_unread == 0:
+            self.is_full = num_accepted == num_drafted > 0
 
 
 class Batch:
@@ -42,8 +74,8 @@ class Batch:
         rows: host side, in the order of the tensors.
         ids: column j holds the token at position j; beyond a row's length it holds nothing of meaning. [B, N]
         lengths: tokens so far, prompt included. [B]
+        limits: the length at which each row ends; 0 where it has ended before. [B]
         last_ids: the last token of each row, which no model has been fed yet. [B]
-        is_open: 1 where a row goes on, else 0. [B]
         seeds: [B]
         settings: sampling options.
         seen: tokens that occur so far, None where no row has a repetition penalty. [B, V]
@@ -70,7 +102,7 @@ class Batch:
         self.ids = buffer.to(device)
         self.lengths = torch.tensor([row.length for row in self.rows], device=device)
         self.last_ids = torch.tensor([row.request.prompt_ids[-1] for row in self.rows], device=device)
-        self.is_open = torch.ones_like(self.lengths)
+        self.limits = torch.tensor([row.limit for row in self.rows], device=device)
         self.seeds = torch.tensor([row.request.sampling.seed for row in self.rows], device=device)
         self._vocab_size = vocab_size
         self.settings = self._settings()
@@ -87,8 +119,27 @@ class Batch:
         return len(self.rows)
 
     @property
-    def max_length(self) -> int:
-        return max(row.length for row in self.rows)
+    def longest(self) -> int:
+        """The most that the length of a row may be."""
+        return max(row.longest for row in self.rows)
+
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """The least and the most that each length may be. [B], [B]"""
+        return [row.shortest for row in self.rows], [row.longest for row in self.rows]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a row may need another round."""
+        return any(not row.is_done and row.shortest < row.limit for row in self.rows)
+
+    def most_drafted(self, k: int) -> int:
+        """The most tokens that a row may draft, of at most k."""
+        # A round commits at most one token more than it drafts: never one too many.
+        return max(0 if row.is_done else max(0, min(k, row.limit - row.shortest - 1)) for row in self.rows)
+
+    def num_drafted(self, k: int) -> Tensor:
+        """How many tokens, of at most k, each row drafts; none where it has ended. [B]"""
+        return (self.limits - self.lengths - 1).clamp(0, k)
 
     def commit(self, committed: Tensor, places: Tensor, lengths: Tensor) -> None:
         """Append to each row its accepted tokens and the one after them.
@@ -101,6 +152,9 @@ class Batch:
         self.ids.scatter_(1, places, committed)
         if self.seen is not None:
             self.seen.scatter_(1, committed, True)
+        for row in self.rows:
+            if not row.is_done:
+                row.started(committed.shape[1] - 1)
         # Copies, since a prepared step writes over its results.
         self.last_ids, self.lengths = committed[:, -1].clone(), lengths.clone()
 
@@ -121,7 +175,7 @@ class Batch:
         index = None
         if num_kept < len(self.rows):
             index = self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
-        self.is_open = torch.tensor([not row.is_done for row in self.rows], device=self.ids.device).long()
+        self.limits = torch.tensor([0 if row.is_done else row.limit for row in self.rows], device=self.ids.device)
         return index
 
     def _keep(self, kept: Sequence[int]) -> Tensor:

@@ -34,6 +34,7 @@ class Captured(Prepared):
 
     name = "captured"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+    lookahead = 1  # the device works on while the host reads
 
     def __init__(self) -> None:
         super().__init__()

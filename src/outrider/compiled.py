@@ -35,6 +35,7 @@ class Compiled(Prepared):
 
     name = "compiled"
     favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
+    lookahead = 0
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         return SlotCache.empty(shapes, num_rows, capacity)

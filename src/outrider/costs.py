@@ -155,10 +155,9 @@ class _Repeater:
     def keep(self, rows: torch.Tensor) -> None:
         pass
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
-        self._lookup.propose(batch, num_wanted, k, rule, noise)
-        ids = batch.last_ids[:, None].expand(-1, max(num_wanted))
-        return Draft(ids=ids, probs=None, num_drafted=torch.tensor(num_wanted, device=ids.device))
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        self._lookup.propose(batch, k, rule, noise)
+        return Draft(ids=batch.last_ids[:, None].expand(-1, k), probs=None, num_drafted=batch.num_drafted(k))
 
 
 def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:

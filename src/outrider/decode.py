@@ -7,26 +7,31 @@ Before each round the target's cache holds all committed tokens but the last. Th
 K drafted tokens, which gives p at K+1 positions; the rule says how many drafted tokens stand and draws the one after
 them. Places of rejected tokens are written over later (see cache.py).
 
+Tokens and lengths stay on the device from round to round. The host reads them to stream and to stop. With an execution
+that looks ahead the next round has been started by then: that of a row which ended is not looked at.
+
 Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch, Row
+from outrider.batch import Batch
 from outrider.cache import SlotCache
-from outrider.drafters.base import Drafter
-from outrider.errors import NumericsError
-from outrider.flow import Draft, FinishReason, Origin, Request, Round, RowRound, Timing, TokenLogprob
+from outrider.clock import Clock
+from outrider.drafters.base import Drafter, padded
+from outrider.flow import Draft, Request, Round, Timing
 from outrider.lm import LM
 from outrider.noise import NoiseAhead
-from outrider.probs import Settings, is_finite, mark_seen, to_probs, wide
+from outrider.probs import Settings, is_finite, mark_seen, to_probs
+from outrider.reading import Started, logprobs_of, read, to_host
 from outrider.schedule import ConstantSchedule, Schedule
 from outrider.verify import Rule
 
@@ -47,7 +52,8 @@ def decode(
     """
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
     device = target.device
-    clock = _Clock(device)
+    clock = Clock(device)
+    begin_s, begin = time.perf_counter(), clock.mark()
     batch = Batch(
         requests,
         vocab_size=target.vocab_size,
@@ -56,57 +62,45 @@ def decode(
         k=schedule.max_k,
     )
     cache = target.new_cache(len(batch), batch.capacity)
-    target.prefill(batch.ids, torch.zeros_like(batch.lengths), batch.lengths - 1, cache)
+    starts, num_columns = torch.zeros_like(batch.lengths), batch.longest - 1
+    target.prefill(batch.ids, starts, batch.lengths - 1, cache, latest=0, num_columns=num_columns)
     session = drafter.open(batch)
     noise_ahead = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
-    prefill_s = clock.lap()
+    prefilled: tuple[Any, Any] | None = begin, clock.mark()
+    under_way: deque[Started] = deque()
     while batch.rows:
-        chosen_k = schedule.next_k(batch.rows)
-        # A round commits at most one token more than it drafts: never one too many.
-        num_wanted = [0 if row.is_done else min(chosen_k, row.limit - row.length - 1) for row in batch.rows]
-        starts = [row.length for row in batch.rows]
-        k = target.execution.round_drafts(max(num_wanted), chosen_k)
-        noise = noise_ahead.at(batch.seeds, batch.lengths, starts, k)
-        rest_s = clock.lap()
-        draft = session.propose(batch, num_wanted, k, rule, noise)
-        draft = draft.padded(target.execution.round_drafts(draft.ids.shape[1], k))
-        draft_s = clock.lap()
-        view_len = target.view_len(batch.max_length + draft.ids.shape[1], cache)
-        arguments = (cache, batch.last_ids, batch.lengths, batch.is_open, draft, batch.settings, batch.seen, noise)
-        judged = _Judged(*target.run(_verify_step, (rule, view_len), *arguments))
-        verify_s = clock.lap()
-        batch.commit(judged.committed, judged.places, judged.lengths)
-        if not judged.is_fine:
-            _raise_for_numbers(batch, draft, judged.is_good, target.name, drafter.name)
-        row_rounds = _close_rows(batch, draft, judged, _logprobs(batch, judged.logits, judged.committed))
+        if batch.goes_on and len(under_way) <= target.execution.lookahead:
+            chosen_k = schedule.next_k(batch.rows)
+            k = target.execution.round_drafts(batch.most_drafted(chosen_k), chosen_k)
+            noise = noise_ahead.at(batch.seeds, batch.lengths, *batch.bounds(), k)
+            marks = [clock.mark()]
+            draft = session.propose(batch, k, rule, noise)
+            draft = padded(draft, target.execution.round_drafts(draft.ids.shape[1], k))
+            marks.append(clock.mark())
+            view_len = target.view_len(batch.longest + draft.ids.shape[1], cache)
+            arguments = (cache, batch.last_ids, batch.lengths, batch.limits, draft, batch.settings, batch.seen, noise)
+            judged = _Judged(*target.run(_verify_step, (rule, view_len), *arguments))
+            marks.append(clock.mark())
+            logprobs = logprobs_of(batch.rows, judged.logits, judged.committed)
+            batch.commit(judged.committed, judged.places, judged.lengths)
+            report, ratios = to_host(judged.report), to_host(judged.rejected_ratio)
+            under_way.append(Started(batch.rows, report, ratios, logprobs, (*marks, clock.mark())))
+            continue
+        started = under_way.popleft()
+        drafting, verifying, verified, end = started.marks
+        clock.wait(end)
+        row_rounds = read(started, target.name, drafter.name)
         schedule.learn(row_rounds)
         kept = batch.close(target.execution.round_rows)
         if kept is not None:
             cache = target.kept(cache, kept)
             session.keep(kept)
-        rest_s += clock.lap()
-        timing = Timing(prefill_s, draft_s, verify_s, prefill_s + draft_s + verify_s + rest_s)
-        yield Round(tuple(row_rounds), timing)
-        prefill_s = 0.0
-        clock.lap()  # what the consumer does between rounds is not ours
-
-
-class _Clock:
-    """Laps of wall clock, with the device's work included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
-        now = time.perf_counter()
-        lap_s, self._last = now - self._last, now
-        return lap_s
+        prefill_s = clock.seconds(*prefilled) if prefilled else 0.0
+        draft_s, verify_s = clock.seconds(drafting, verifying), clock.seconds(verifying, verified)
+        # What the consumer does between rounds is not ours; that a device worked on meanwhile does not make it faster.
+        total_s = max(time.perf_counter() - begin_s, prefill_s + draft_s + verify_s)
+        yield Round(tuple(row_rounds), Timing(prefill_s, draft_s, verify_s, total_s))
+        begin_s, prefilled = time.perf_counter(), None
 
 
 class _Judged(NamedTuple):
@@ -115,21 +109,19 @@ class _Judged(NamedTuple):
     Attributes:
         logits: [B, K+1, V]
         committed: the tokens that stand and the one after them, which fills the remaining columns. [B, K+1]
-        num_accepted, rejected_ratio: see ``Verdict``. [B], [B]
         places: of the committed tokens in the text. [B, K+1]
         lengths: of the texts with them. [B]
-        is_good: whether the logits at each position are finite. [B, K+1]
-        is_fine: whether they are wherever they count, those of the draft too. []
+        report: what the host is to know: ``committed``; how many drafted tokens stand, and of how many; and at which of
+            the K+1 places logits are not finite first, the target's and the draft's (K+1: nowhere). [B, K+5]
+        rejected_ratio: see ``Verdict``. [B]
     """
 
     logits: Tensor
     committed: Tensor
-    num_accepted: Tensor
-    rejected_ratio: Tensor
     places: Tensor
     lengths: Tensor
-    is_good: Tensor
-    is_fine: Tensor
+    report: Tensor
+    rejected_ratio: Tensor
 
 
 def _verify_step(
@@ -139,13 +131,17 @@ def _verify_step(
     cache: SlotCache,
     last_ids: Tensor,
     lengths: Tensor,
-    is_open: Tensor,
+    limits: Tensor,
     draft: Draft,
     settings: Settings,
     seen: Tensor | None,
     noise: Any,
 ) -> tuple[Tensor, ...]:
-    """Feed each row's last token [B] and its drafted tokens, and judge them. Gives the parts of a ``_Judged``."""
+    """Feed each row's last token [B] and its drafted tokens, and judge them. A row at its limit stays as it is.
+
+    Returns:
+        The parts of a ``_Judged``.
+    """
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     is_fed = offsets <= draft.num_drafted[:, None]
     ids = torch.cat((last_ids[:, None], draft.ids), dim=1)
@@ -153,104 +149,19 @@ def _verify_step(
     logits = lm.forward(ids, torch.where(is_fed, places - 1, -1), cache, view_len)
     probs = to_probs(logits, settings, None if seen is None else mark_seen(seen, draft.ids))  # [B, K+1, V]
     verdict = rule.verify(probs, draft, noise)
-    padded = torch.cat((draft.ids, verdict.next_ids[:, None]), dim=1)
-    num_accepted = verdict.num_accepted
-    committed = torch.where(offsets < num_accepted[:, None], padded, verdict.next_ids[:, None])
-    is_good = is_finite(logits)
-    is_fine = (is_good | ~is_fed).all()
+    num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
+    committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
+    is_bad = is_fed & ~is_finite(logits)
+    is_bad_draft = torch.zeros_like(is_fed)
     if draft.is_finite is not None:
-        is_fine = is_fine & (draft.is_finite | ~is_fed[:, 1:]).all()
-    return (
-        logits,
-        committed,
-        num_accepted,
-        verdict.rejected_ratio,
-        places,
-        lengths + (num_accepted + 1) * is_open,
-        is_good,
-        is_fine,
-    )
+        is_bad_draft[:, :-1] = is_fed[:, 1:] & ~draft.is_finite
+    numbers = num_accepted, draft.num_drafted, _first(is_bad), _first(is_bad_draft)
+    report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
+    lengths = lengths + torch.where(lengths < limits, num_accepted + 1, 0)
+    return logits, committed, places, lengths, report, verdict.rejected_ratio
 
 
-def _raise_for_numbers(batch: Batch, draft: Draft, is_good: Tensor, target_name: str, draft_name: str) -> NoReturn:
-    """Say which model gave logits that are not finite, and where first."""
-    offsets = torch.arange(is_good.shape[1], device=is_good.device)
-    is_fed = offsets <= draft.num_drafted[:, None]
-    name, is_fine = target_name, is_good | ~is_fed
-    if is_fine.all():
-        assert draft.is_finite is not None
-        name, is_fine = draft_name, draft.is_finite | ~is_fed[:, 1:]
-    b, offset = (~is_fine).nonzero()[0].tolist()
-    row = batch.rows[b]
-    raise NumericsError(
-        f"the model {name} gave NaN or infinite logits for position {row.length + offset} of prompt "
-        f"{row.index}; its weights may be damaged, or its dtype too narrow (try --dtype float32)"
-    )
-
-
-def _logprobs(batch: Batch, logits: Tensor, committed: Tensor) -> list[list[TokenLogprob]] | None:
-    """The target's log-probability of each committed token, and of the most probable ones. [B][K+1]"""
-    wanted = [row.request.sampling.logprobs for row in batch.rows]
-    if all(num_top is None for num_top in wanted):
-        return None
-    logprobs = wide(logits).log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, committed[..., None]).squeeze(-1).tolist()
-    num_top = min(max(n or 0 for n in wanted), logits.shape[-1])
-    top = logprobs.topk(num_top, dim=-1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    return [
-        [
-            TokenLogprob(chosen[b][i], tuple(zip(ids[b][i][:n], values[b][i][:n], strict=True)))
-            for i in range(logits.shape[1])
-        ]
-        for b, n in enumerate(num or 0 for num in wanted)
-    ]
-
-
-def _close_rows(
-    batch: Batch, draft: Draft, judged: _Judged, logprobs: list[list[TokenLogprob]] | None
-) -> list[RowRound]:
-    """Read the round back to the host, and let each row's stop act on it token by token."""
-    tokens = judged.committed.tolist()
-    accepted, num_drafted = judged.num_accepted.tolist(), draft.num_drafted.tolist()
-    ratios = judged.rejected_ratio.tolist()
-    row_rounds = []
-    for b, row in enumerate(batch.rows):
-        if row.is_done:
-            continue
-        n = accepted[b]
-        is_rejected = n < num_drafted[b]
-        token_ids, reason = _until_stop(row, tokens[b][: n + 1])
-        row.length += len(token_ids)
-        if reason is None and row.length == row.limit:
-            reason = "length"
-        row.is_done = reason is not None
-        origins: list[Origin] = ["accepted"] * n
-        origins.append("correction" if is_rejected else "bonus")
-        row_logprobs = None
-        if logprobs is not None and row.request.sampling.logprobs is not None:
-            row_logprobs = tuple(logprobs[b][: len(token_ids)])
-        row_rounds.append(
-            RowRound(
-                row=row.index,
-                token_ids=tuple(token_ids),
-                origins=tuple(origins[: len(token_ids)]),
-                num_drafted=num_drafted[b],
-                num_accepted=n,
-                is_truncated=len(token_ids) < n + 1,
-                finish_reason=reason,
-                logprobs=row_logprobs,
-                rejected_ratio=ratios[b] if is_rejected else None,
-            )
-        )
-    return row_rounds
-
-
-def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the one that ends the row, if one does."""
-    if row.request.stop is not None:
-        for count, token_id in enumerate(token_ids, start=1):
-            reason = row.request.stop.push(token_id)
-            if reason is not None:
-                return token_ids[:count], reason
-    return token_ids, None
+def _first(is_hit: Tensor) -> Tensor:
+    """The first column that is hit, their number where none is. [B, K+1] -> [B]"""
+    num_columns = is_hit.shape[1]
+    return torch.where(is_hit, torch.arange(num_columns, device=is_hit.device), num_columns).amin(dim=1)

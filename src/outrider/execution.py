@@ -32,10 +32,12 @@ class Execution(Protocol):
     Attributes:
         name: for tables and messages.
         favoured_k: the K that an adaptive schedule chooses among.
+        lookahead: rounds that the loop starts before it reads what came of one.
     """
 
     name: str
     favoured_k: tuple[int, ...]
+    lookahead: int
 
     def round_length(self, length: int) -> int:
         """The length of view or cache to use for so many tokens."""
@@ -67,6 +69,7 @@ class Eager:
 
     name = "eager"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+    lookahead = 0
 
     def round_length(self, length: int) -> int:
         return eager_length(length)
@@ -124,6 +127,7 @@ class Prepared(ABC):
 
     name: str
     favoured_k: tuple[int, ...]
+    lookahead: int
 
     def __init__(self) -> None:
         self._programs: dict[Any, Program] = {}

@@ -141,18 +141,6 @@ class Draft:
         assert self.probs is None or self.probs.shape[:2] == (num_rows, k)
         assert self.is_finite is None or self.is_finite.shape == (num_rows, k)
 
-    def padded(self, k: int) -> Draft:
-        """The same with k columns, of which the new ones are not meant. There must be one already."""
-        num_drafted_columns = self.ids.shape[1]
-        if num_drafted_columns == k:
-            return self
-        columns = [min(i, num_drafted_columns - 1) for i in range(k)]
-
-        def pad(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[:, columns]
-
-        return Draft(self.ids[:, columns], pad(self.probs), self.num_drafted, pad(self.is_finite))
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -119,21 +119,24 @@ class LM:
         return logits.to(device)
 
     @torch.inference_mode()
-    def prefill(self, ids: Tensor, starts: Tensor, ends: Tensor, cache: SlotCache) -> None:
+    def prefill(
+        self, ids: Tensor, starts: Tensor, ends: Tensor, cache: SlotCache, *, latest: int, num_columns: int
+    ) -> None:
         """Put the tokens starts <= position < ends of each row into the cache.
 
         Args:
             ids: token buffer; column j holds the token at position j. [B, N]
             starts, ends: [B]
+            latest: at least ``starts``.
+            num_columns: at least ``ends - starts``. (Numbers of the host: it does not wait for the device to tell.)
         """
-        num_columns = int((ends - starts).amax())
         for offset in range(0, num_columns, _PREFILL_CHUNK):
             width = min(_PREFILL_CHUNK, num_columns - offset)
             positions = starts[:, None] + torch.arange(offset, offset + width, device=ids.device)
             is_there = positions < ends[:, None]
             columns = positions.clamp_max(ids.shape[1] - 1)
             positions = torch.where(is_there, positions, -1)
-            view_len = self.view_len(int(positions.amax()) + 1, cache)
+            view_len = self.view_len(latest + offset + width, cache)
             self.forward(ids.gather(1, columns), positions, cache, view_len, num_logits=1)
 
     def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:

@@ -91,7 +91,10 @@ class RoundUniforms:
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         """Of these rows [B'], for rounds of at most ``k`` drafted tokens."""
-        return RoundUniforms(self.draft[rows, :k], self.accept[rows, :k], self.next[rows])
+        draft, accept = self.draft.index_select(0, rows), self.accept.index_select(0, rows)
+        if k < draft.shape[1]:
+            draft, accept = draft[:, :k], accept[:, :k]
+        return RoundUniforms(draft, accept, self.next.index_select(0, rows))
 
 
 def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms:
@@ -202,22 +205,21 @@ class NoiseAhead:
     def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], k: int, vocab_size: int) -> None:
         self._make, self._k, self._vocab_size = make, k, vocab_size
         self._seeds: Tensor | None = None
-        self._bases: list[int] = []
-        self._num_starts = 0
+        self._ends: list[int] = []  # of the beginnings that it was made for, at the least
 
-    def at(self, seeds: Tensor, lengths: Tensor, starts: Sequence[int], k: int) -> Any:
+    def at(self, seeds: Tensor, lengths: Tensor, shortest: Sequence[int], longest: Sequence[int], k: int) -> Any:
         """Noise for a round of each row with at most ``k`` drafted tokens.
 
         Args:
-            seeds, lengths: [B]
-            starts: the same lengths, on the host.
+            seeds: [B]
+            lengths: at which the round begins. [B]
+            shortest, longest: bounds of these numbers, for the host, which need not know them.
         """
-        ages = [start - base for start, base in zip(starts, self._bases, strict=False)]
-        if seeds is not self._seeds or max(ages) >= self._num_starts:
-            self._num_starts = max(1, min(_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD // (len(starts) * (self._k + 1))))
-            steps = torch.arange(self._num_starts, device=seeds.device)
-            round_starts = (lengths[:, None] + steps).flatten()
-            self._seeds, self._bases, ages = seeds, list(starts), [0] * len(starts)
-            self._noise = self._make(seeds.repeat_interleave(self._num_starts), round_starts, self._k, self._vocab_size)
-        rows = [b * self._num_starts + age for b, age in enumerate(ages)]
-        return self._noise.select(torch.tensor(rows, device=seeds.device), k)
+        if seeds is not self._seeds or any(length >= end for length, end in zip(longest, self._ends, strict=True)):
+            num_rows = len(shortest)
+            num_starts = max(1, min(_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD // (num_rows * (self._k + 1))))
+            round_starts = (lengths[:, None] + torch.arange(num_starts, device=seeds.device)).flatten()
+            self._noise = self._make(seeds.repeat_interleave(num_starts), round_starts, self._k, self._vocab_size)
+            self._seeds, self._ends = seeds, [length + num_starts for length in shortest]
+            self._shift = num_starts * torch.arange(num_rows, device=seeds.device) - lengths
+        return self._noise.select(self._shift + lengths, k)

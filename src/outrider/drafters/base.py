@@ -6,7 +6,6 @@ remember between rounds. A session learns what was committed by looking at the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +19,12 @@ from outrider.verify import Rule
 class Session(Protocol):
     """A drafter at work on one batch."""
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
-        """Draft at most ``num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported.
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        """Draft at most ``batch.num_drafted(k)`` tokens for each row, drawn with ``rule.draw`` from the q that is
+        reported.
 
         Args:
-            num_wanted: each at most ``k``, which is the width of ``noise``; the draft has at most so many columns.
+            k: the width of ``noise``; the draft has at most so many columns.
         """
         ...
 
@@ -62,7 +62,7 @@ class NoDrafter:
     def compiled(self) -> NoDrafter:
         return self
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
         return empty_draft(batch)
 
     def keep(self, rows: Tensor) -> None:
@@ -77,3 +77,16 @@ def empty_draft(batch: Batch) -> Draft:
         probs=None,
         num_drafted=torch.zeros(len(batch), dtype=torch.long, device=device),
     )
+
+
+def padded(draft: Draft, k: int) -> Draft:
+    """The same with k columns, of which the new ones are not meant. There must be one already."""
+    num_new = k - draft.ids.shape[1]
+    if num_new == 0:
+        return draft
+
+    def pad(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.cat((values, *[values[:, -1:]] * num_new), dim=1)
+
+    ids = torch.cat((draft.ids, *[draft.ids[:, -1:]] * num_new), dim=1)
+    return Draft(ids, pad(draft.probs), draft.num_drafted, pad(draft.is_finite))

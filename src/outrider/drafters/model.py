@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,11 +49,15 @@ def _draft_steps(
     Args:
         fed: tokens that come first, of which the last is the last committed one. Not in rows where the cache has them
             already (it has ``cached``), nor in those that nothing is drafted for. [B, T]
-        cached, lengths, num_drafted: [B]
+        cached, lengths: [B]
+        num_drafted: at most; none where the context is full. [B]
 
     Returns:
-        ids [B, K], q [B, K, V], whether q is finite [B, K]
+        ids [B, K], q [B, K, V], whether q is finite [B, K], the tokens drafted [B] and those in the cache then [B]
     """
+    cached = torch.minimum(cached, lengths - 1)
+    # The last drafted token is never fed, so the draft may go one beyond its own context.
+    num_drafted = torch.minimum(num_drafted, (lm.context_len + 1 - lengths).clamp_min(0))
     ids: list[Tensor] = []
     probs: list[Tensor] = []
     finite: list[Tensor] = []
@@ -72,7 +75,8 @@ def _draft_steps(
         ids.append(rule.draw(probs[-1], noise.at(i)))
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
-    return torch.stack(ids, dim=1), torch.stack(probs, dim=1), torch.stack(finite, dim=1)
+    cached = torch.where(num_drafted > 0, lengths + num_drafted - 1, cached)
+    return torch.stack(ids, dim=1), torch.stack(probs, dim=1), torch.stack(finite, dim=1), num_drafted, cached
 
 
 class ModelSession:
@@ -82,52 +86,51 @@ class ModelSession:
     ``min(cached, length - 1)``: if fewer tokens were accepted than fed, the committed text goes on with another token
     at position length - 1, which is the first that is wrong in the cache. The minimum must be taken after *every*
     round, also in rows and rounds without drafts: a round later the length has grown, and would hide what was rejected.
+
+    So the cache of a row that is drafted for lacks one token if all that were drafted stand, since the last of them was
+    never fed, and one more for each round without drafts since then; else none.
     """
 
     def __init__(self, lm: LM, batch: Batch) -> None:
         self._lm = lm
         self._cache = lm.new_cache(len(batch), min(batch.capacity, lm.context_len))
-        self._cached = [row.length - 1 if row.length <= lm.context_len else 0 for row in batch.rows]
-        starts = torch.zeros_like(batch.lengths)
-        lm.prefill(batch.ids, starts, starts + torch.tensor(self._cached, device=starts.device), self._cache)
+        self._cached = torch.where(batch.lengths <= lm.context_len, batch.lengths - 1, 0)  # [B]
+        self._num_idle = 0  # rounds since the last with drafts
+        starts, longest = torch.zeros_like(batch.lengths), min(batch.longest, lm.context_len)
+        lm.prefill(batch.ids, starts, self._cached, self._cache, latest=0, num_columns=longest - 1)
 
     def keep(self, rows: Tensor) -> None:
-        self._cached = [self._cached[i] for i in rows.tolist()]
+        self._cached = self._cached[rows]
         self._cache = self._lm.kept(self._cache, rows)
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
-        lm, device = self._lm, batch.ids.device
-        self._cached = [min(cached, row.length - 1) for cached, row in zip(self._cached, batch.rows, strict=True)]
-        # The last drafted token is never fed, so the draft may go one beyond its own context.
-        room = [max(0, lm.context_len + 1 - row.length) for row in batch.rows]
-        wanted = [min(pair) for pair in zip(num_wanted, room, strict=True)]
-        if max(wanted) == 0:
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        lm = self._lm
+        rows = [row for row in batch.rows if not row.is_done and row.shortest <= lm.context_len]
+        if k == 0 or not rows:
+            self._cached = torch.minimum(self._cached, batch.lengths - 1)
+            self._num_idle += 1
             return empty_draft(batch)
-        k = lm.execution.round_drafts(max(wanted), k)
-        num_drafted = torch.tensor(wanted, device=device)
-        cached = torch.tensor(self._cached, device=device)
-        fed = self._fed(batch, cached, num_drafted, wanted)
-        view_len = lm.view_len(min(batch.max_length + k - 1, lm.context_len), self._cache)
-        arguments = (self._cache, fed, cached, batch.lengths, num_drafted, batch.settings, batch.seen, noise)
-        ids, probs, is_good = lm.run(_draft_steps, (rule, view_len, k), *arguments)
-        self._cached = [
-            row.length + n - 1 if n > 0 else before
-            for row, n, before in zip(batch.rows, wanted, self._cached, strict=True)
-        ]
+        fed = self._fed(batch, self._num_idle + any(row.is_full for row in rows))
+        view_len = lm.view_len(min(batch.longest + k - 1, lm.context_len), self._cache)
+        lengths, num_drafted = batch.lengths, batch.num_drafted(k)
+        arguments = (self._cache, fed, self._cached, lengths, num_drafted, batch.settings, batch.seen, noise)
+        ids, probs, is_good, num_drafted, cached = lm.run(_draft_steps, (rule, view_len, k), *arguments)
+        self._cached, self._num_idle = cached.clone(), 0  # a prepared step writes over its results
         return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
 
-    def _fed(self, batch: Batch, cached: Tensor, num_drafted: Tensor, wanted: Sequence[int]) -> Tensor:
-        """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache lacks
-        that. It does after a full acceptance, since the last drafted token was never fed. What a cache lacks beyond
-        these, after rounds without drafts, is fed here.
+    def _fed(self, batch: Batch, most_lacking: int) -> Tensor:
+        """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
+        lack that. What a cache may lack beyond these is fed here.
 
         Returns:
             [B, 1 or 2]
         """
-        owed = [row.length - 1 - n for row, n, num in zip(batch.rows, self._cached, wanted, strict=True) if num > 0]
-        if max(owed) == 1:
+        if most_lacking == 1:
             columns = torch.stack((batch.lengths - 2, batch.lengths - 1), dim=1)
             return batch.ids.gather(1, columns.clamp_min(0))
-        if max(owed) > 1:
-            self._lm.prefill(batch.ids, cached, torch.where(num_drafted > 0, batch.lengths - 1, cached), self._cache)
+        if most_lacking > 1:
+            starts = torch.minimum(self._cached, batch.lengths - 1)
+            ends = torch.where(batch.lengths <= self._lm.context_len, batch.lengths - 1, starts)
+            latest = min(batch.longest, self._lm.context_len)
+            self._lm.prefill(batch.ids, starts, ends, self._cache, latest=latest, num_columns=most_lacking)
         return batch.last_ids[:, None]

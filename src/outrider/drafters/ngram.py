@@ -7,7 +7,6 @@ with references as the source, Yang et al. 2304.04487.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,14 +33,13 @@ class NgramDrafter:
     def compiled(self) -> NgramDrafter:
         return self
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
-        device = batch.ids.device
-        wanted = torch.tensor(num_wanted, device=device)
-        begins, num_found = self._look_up(batch.ids[:, : batch.max_length], batch.lengths, wanted)
-        width = int(num_found.amax())
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        begins, num_found = self._look_up(batch.ids[:, : batch.longest], batch.lengths, batch.num_drafted(k))
+        # Elsewhere the host would have to wait for this number, which costs more than columns that are not meant.
+        width = int(num_found.amax()) if num_found.device.type == "cpu" else k
         if width == 0:
             return empty_draft(batch)
-        columns = begins[:, None] + torch.arange(width, device=device)
+        columns = begins[:, None] + torch.arange(width, device=begins.device)
         ids = batch.ids.gather(1, columns.clamp_max(batch.ids.shape[1] - 1))
         return Draft(ids=ids, probs=None, num_drafted=num_found)
 

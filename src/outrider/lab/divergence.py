@@ -173,7 +173,8 @@ def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after
     if width >= length:
         begin = 0
     if begin:
-        target.prefill(ids, torch.tensor([0], device=device), torch.tensor([begin], device=device), cache)
+        ends = torch.tensor([begin], device=device)
+        target.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=begin)
     for start in range(begin, length, width):
         is_last = start + width >= length
         end = length + num_after if is_last else start + width

@@ -26,14 +26,15 @@ def proposals(
         part, num_wanted = prefixes[begin : begin + _AT_ONCE], wanted[begin : begin + _AT_ONCE]
         k = max(num_wanted)
         batch = Batch(
-            [Request(prefix, Sampling(max_new_tokens=1, seed=0)) for prefix in part],
+            # A round adds one token to those that it drafts.
+            [Request(ids, Sampling(max_new_tokens=n + 1, seed=0)) for ids, n in zip(part, num_wanted, strict=True)],
             vocab_size=vocab_size,
-            context_len=max(map(len, part)) + 1,
+            context_len=max(map(len, part)) + k + 1,
             device=torch.device("cpu"),
             k=k,
         )
         noise = rule.make_noise(batch.seeds, batch.lengths, k, vocab_size)
-        draft = drafter.open(batch).propose(batch, num_wanted, k, rule, noise)
+        draft = drafter.open(batch).propose(batch, k, rule, noise)
         assert draft.probs is None, "a draft that is looked up has a one-hot q"
         for ids, num_drafted in zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True):
             yield ids[:num_drafted]

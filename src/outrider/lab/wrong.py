@@ -119,8 +119,8 @@ class _DropUnlikelySession:
     def keep(self, rows: Tensor) -> None:
         self.inner.keep(rows)
 
-    def propose(self, batch: Batch, num_wanted: Sequence[int], k: int, rule: Rule, noise: Any) -> Draft:
-        draft = self.inner.propose(batch, num_wanted, k, rule, noise)
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        draft = self.inner.propose(batch, k, rule, noise)
         if draft.probs is None:
             return draft
         q_x = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1)
@@ -136,6 +136,7 @@ class OffByOneRollback:
         self.inner = inner
         self.name = inner.name
         self.favoured_k = inner.favoured_k
+        self.lookahead = inner.lookahead
 
     def round_length(self, length: int) -> int:
         return self.inner.round_length(length)

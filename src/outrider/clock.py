@@ -1,0 +1,36 @@
+"""Times of a device's work, taken without waiting for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Marks in the course of a device's work, and the seconds between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        """The end of all work that was started so far."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        if self._device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    def wait(self, mark: Any) -> None:
+        """Until the work before a mark is done."""
+        if self._device.type == "cuda":
+            mark.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that were waited for."""
+        if self._device.type == "cuda":
+            return float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin)
