@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from outrider.captured import Captured
+from outrider.decode import decode
 from outrider.drafters.model import ModelDrafter
 from outrider.flow import Request, Sampling
-from outrider.verify import RULES, Rule
+from outrider.verify import REJECTION, RULES, Rule
 from toys import as_lm, llama_pair, perturbed, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]
@@ -53,3 +54,18 @@ def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
     fast, fast_drafter = target.compiled(), drafter.compiled()
     for _ in range(2):
         assert tokens(fast, fast_drafter, requests, rule, 2) == want
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing_but_reports() -> None:
+    target, drafter = (as_lm(tiny_llama(seed).to("cuda")).compiled() for seed in (0, 1))
+    requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
+    rounds = decode(target, ModelDrafter(drafter), requests, REJECTION, num_draft_tokens=2)
+    for _ in range(2):  # after the first prepared steps of all kinds
+        next(rounds)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            next(rounds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
