@@ -58,10 +58,12 @@ def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
 
 @pytest.mark.gpu
 def test_the_host_waits_for_nothing_but_reports() -> None:
+    """Three rows of a batch of four, after the first steps of each kind were recorded."""
     target, drafter = (as_lm(tiny_llama(seed).to("cuda")).compiled() for seed in (0, 1))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
+    requests.append(Request([5], Sampling(max_new_tokens=1, seed=3)))
     rounds = decode(target, ModelDrafter(drafter), requests, REJECTION, num_draft_tokens=2)
-    for _ in range(2):  # after the first prepared steps of all kinds
+    for _ in range(3):
         next(rounds)
     torch.cuda.set_sync_debug_mode("error")
     try:

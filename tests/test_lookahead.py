@@ -1,6 +1,7 @@
 """Rounds that are started before the last is read: the same rounds come of it, and between them nothing is read."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ from outrider.drafters.base import Drafter, NoDrafter, Session
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
-from outrider.flow import Draft, Request, RowRound
+from outrider.flow import Draft, Request, Round, RowRound, TokenLogprob
+from outrider.lab.wrong import DropUnlikely
 from outrider.lm import LM
 from outrider.schedule import Schedule
 from outrider.verify import GUMBEL, REJECTION, RULES, Rule
-from toys import StopAt, as_lm, llama_pair, perturbed, request, run, table_pair, tiny_llama
+from toys import StopAt, as_lm, llama_pair, perturbed, request, run, table_lm, table_pair, tiny_llama
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
@@ -46,17 +48,22 @@ def _requests() -> list[Request]:
 
 
 def _comparable(row: RowRound) -> RowRound:
-    """Without the ratio, whose last bits depend on which rows are still in the batch."""
-    return dataclasses.replace(row, rejected_ratio=None, logprobs=None)
+    """Rounded, since last bits depend on which rows are still in the batch."""
+    ratio = None if row.rejected_ratio is None else float(f"{row.rejected_ratio:.6g}")
+    logprobs = row.logprobs and tuple(
+        TokenLogprob(round(one.logprob, 8), tuple((i, round(value, 8)) for i, value in one.top)) for one in row.logprobs
+    )
+    return dataclasses.replace(row, rejected_ratio=ratio, logprobs=logprobs)
 
 
 @LOOKAHEADS
 @ALL_RULES
-@pytest.mark.parametrize("drafter_name", ["model", "ngram", "none"])
+@pytest.mark.parametrize("drafter_name", ["model", "cut", "ngram", "none"])
 def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) -> None:
     def rounds(lookahead: int) -> list[list[RowRound]]:
         target, by_model = _pair(lookahead)
-        drafters: dict[str, Drafter] = {"model": by_model, "ngram": NgramDrafter(), "none": NoDrafter()}
+        cut = DropUnlikely(by_model, 0.3)  # fewer tokens than the draft's cache has been fed
+        drafters: dict[str, Drafter] = {"model": by_model, "cut": cut, "ngram": NgramDrafter(), "none": NoDrafter()}
         outputs = run(target, drafters[drafter_name], _requests(), rule, 0 if drafter_name == "none" else 3)
         return [[_comparable(row) for row in output.rounds] for output in outputs]
 
@@ -67,11 +74,12 @@ def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) 
 
 @LOOKAHEADS
 def test_a_draft_with_a_shorter_context(lookahead: int) -> None:
-    """It stops in the middle of a text, whose length the host does not know then."""
+    """It stops in the middle of a text, whose length the host does not know then. One prompt is longer at once."""
 
     def rounds(lookahead: int) -> list[RowRound]:
         target, drafter = _pair(lookahead, context_len=64, draft_context_len=20)
-        requests = [request(PROMPTS[0], max_new_tokens=100), request(PROMPTS[1], max_new_tokens=40)]
+        prompts = [(PROMPTS[0], 100), (PROMPTS[1], 40), (PROMPTS[2] * 3, 9)]
+        requests = [request(ids, max_new_tokens=num_tokens) for ids, num_tokens in prompts]
         return [_comparable(row) for output in run(target, drafter, requests, REJECTION, 3) for row in output.rounds]
 
     assert rounds(lookahead) == rounds(0)
@@ -146,13 +154,34 @@ def test_k_chosen_late_gives_the_same_text() -> None:
     assert texts(2) == texts(0)
 
 
-def test_no_round_is_started_beyond_a_limit() -> None:
-    """Only the text can end a row by surprise."""
+def test_plain_decoding_starts_no_round_beyond_a_limit() -> None:
+    """Each of its rounds adds one token, so that the host knows when."""
     for lookahead in (0, 1, 3):
         target, drafter = _pair(lookahead)
         watched = _Watched(drafter)
         (output,) = run(target, watched, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
         assert len(watched.spreads) == len(output.rounds) == 12
+
+
+def test_loops_that_take_turns_on_the_same_programs() -> None:
+    """Also with ones that are given up on the way: what a step gave stands only until the next."""
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = Captured(), Captured()
+
+    def started(seed: int) -> Iterator[Round]:
+        requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
+        return decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+
+    alone = [[round_.rows for round_ in started(seed)] for seed in (0, 10)]
+    together: list[list[Any]] = [[], []]
+    for pair in itertools.zip_longest(started(0), started(10)):
+        given_up = started(20)
+        next(given_up)
+        given_up.close()
+        for said, round_ in zip(together, pair, strict=True):
+            if round_ is not None:
+                said.append(round_.rows)
+    assert together == alone
 
 
 def test_numbers_that_are_not_finite_are_told_of_the_round_they_were_in() -> None:
@@ -167,10 +196,21 @@ def test_numbers_that_are_not_finite_are_told_of_the_round_they_were_in() -> Non
     assert told(2) == told(0)
 
 
-class _NothingIsRead(TorchFunctionMode):
-    """On a GPU each of these would make the host wait for all that was started before."""
+def test_whose_numbers_are_not_finite_first() -> None:
+    """The draft's after its first token, the target's after that."""
+    nan_after_2 = torch.eye(4, dtype=torch.float64)[[1, 2, 3, 0]].log().clamp_min(-50.0)  # 1 -> 2 -> 3 -> 0
+    nan_after_3 = nan_after_2.clone()
+    nan_after_2[2], nan_after_3[3] = torch.nan, torch.nan
+    target, drafter = table_lm(nan_after_3), ModelDrafter(table_lm(nan_after_2, name="the draft"))
+    with pytest.raises(NumericsError, match="the model the draft gave .* position 2 of"):
+        run(target, drafter, [request((1,), max_new_tokens=9)], REJECTION, 3)
 
-    waits = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "tensor"}
+
+class _NothingIsRead(TorchFunctionMode):
+    """On a GPU each of these would make the host wait for all that was started before: what reads a tensor, and what
+    copies the host's numbers to the device."""
+
+    waits = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "cpu", "tensor"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +220,10 @@ class _NothingIsRead(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_calls += 1
         assert self.is_reading or func.__name__ not in self.waits, func
+        if func.__name__ == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list) for part in index), "a list of numbers is copied"
+            assert not any(isinstance(part, Tensor) and part.dtype == torch.bool for part in index), "a mask is counted"
         return func(*args, **(kwargs or {}))
 
 
@@ -208,12 +252,15 @@ def _under(mode: TorchFunctionMode, rounds: Iterator[Any], num_rounds: int) -> N
 @ALL_RULES
 @pytest.mark.parametrize("k", [0, 3])
 def test_between_rounds_nothing_is_read(nothing_is_read: _NothingIsRead, rule: Rule, k: int) -> None:
-    """With all options that the steps know, logprobs too. (That rows end is told by the host.)"""
+    """With all options that the steps know, logprobs too. One row has ended before, and is kept to fill the batch."""
     target, drafter = llama_pair()
     target.execution, drafter.lm.execution = Captured(), Captured()
     options = {"repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 1}
-    requests = [request(ids, seed=i, max_new_tokens=100, **options) for i, ids in enumerate(PROMPTS)]
-    _under(nothing_is_read, decode(target, drafter, requests, rule, num_draft_tokens=k), 12)
+    num_tokens = (1, 100, 100, 100)
+    requests = [request(ids, seed=n, max_new_tokens=n, **options) for n, ids in zip(num_tokens, PROMPTS, strict=True)]
+    rounds = decode(target, drafter, requests, rule, num_draft_tokens=k)
+    assert next(rounds).rows[0].finish_reason == "length"
+    _under(nothing_is_read, rounds, 12)
     assert nothing_is_read.num_calls > 100
 
 
@@ -229,5 +276,23 @@ def test_seconds_of_a_round_that_the_device_did_while_nobody_waited(monkeypatch:
     target, drafter = _pair(1)
     monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
     first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
-    assert first.timing.total_s == 4.5 and first.timing.prefill_s == 1.5
-    assert others and all(one.timing.total_s == 3.0 and one.timing.prefill_s == 0.0 for one in others)
+    assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
+    assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
+
+
+def test_a_round_too_many_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is not on the next one's clock."""
+    marks: list[int] = []
+    waits: list[int] = []
+
+    def mark(self: Clock) -> int:
+        marks.append(len(marks))
+        return marks[-1]
+
+    monkeypatch.setattr(Clock, "mark", mark)
+    monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
+    target, drafter = _pair(1)
+    requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
+    (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+    assert last.rows[0].finish_reason == "eos"
+    assert waits[0] == 0 and waits[-1] == marks[-1]

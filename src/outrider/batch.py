@@ -104,6 +104,7 @@ class Batch:
         self.last_ids = torch.tensor([row.request.prompt_ids[-1] for row in self.rows], device=device)
         self.limits = torch.tensor([row.limit for row in self.rows], device=device)
         self.seeds = torch.tensor([row.request.sampling.seed for row in self.rows], device=device)
+        self._num_done = 0
         self._vocab_size = vocab_size
         self.settings = self._settings()
         self.seen = None
@@ -159,7 +160,8 @@ class Batch:
         self.last_ids, self.lengths = committed[:, -1].clone(), lengths.clone()
 
     def close(self, round_rows: Callable[[int], int]) -> Tensor | None:
-        """Take out rows that are done.
+        """Take out rows that are done. What the device has to be told is copied to it when a row has ended, and only
+        then, since a copy makes the host wait.
 
         Args:
             round_rows: number of unfinished rows -> batch size; a few done rows are kept to fill it.
@@ -169,12 +171,13 @@ class Batch:
         """
         open_rows = [i for i, row in enumerate(self.rows) if not row.is_done]
         done_rows = [i for i, row in enumerate(self.rows) if row.is_done]
-        if not done_rows:
+        if len(done_rows) == self._num_done:
             return None
         num_kept = round_rows(len(open_rows)) if open_rows else 0
         index = None
         if num_kept < len(self.rows):
             index = self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
+        self._num_done = sum(row.is_done for row in self.rows)
         self.limits = torch.tensor([0 if row.is_done else row.limit for row in self.rows], device=self.ids.device)
         return index
 

@@ -33,7 +33,7 @@ from outrider.verify import Rule
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
-_METHOD = 2  # to be changed with what is timed, or how: costs that were kept are of another number then
+_METHOD = 3  # to be changed with what is timed, or how: costs that were kept are of another number then
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
 

@@ -53,7 +53,9 @@ def decode(
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
     device = target.device
     clock = Clock(device)
-    begin_s, begin = time.perf_counter(), clock.mark()
+    begin = clock.mark()
+    clock.wait(begin)  # for what a loop before this one may have left
+    begin_s = time.perf_counter()
     batch = Batch(
         requests,
         vocab_size=target.vocab_size,
@@ -95,10 +97,12 @@ def decode(
         if kept is not None:
             cache = target.kept(cache, kept)
             session.keep(kept)
+        if under_way and not batch.rows:
+            clock.wait(under_way[-1].marks[-1])  # a round too many is the time of those who started it
         prefill_s = clock.seconds(*prefilled) if prefilled else 0.0
         draft_s, verify_s = clock.seconds(drafting, verifying), clock.seconds(verifying, verified)
         # What the consumer does between rounds is not ours; that a device worked on meanwhile does not make it faster.
-        total_s = max(time.perf_counter() - begin_s, prefill_s + draft_s + verify_s)
+        total_s = max(time.perf_counter() - begin_s, prefill_s + clock.seconds(drafting, end))
         yield Round(tuple(row_rounds), Timing(prefill_s, draft_s, verify_s, total_s))
         begin_s, prefilled = time.perf_counter(), None
 

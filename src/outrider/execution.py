@@ -32,7 +32,7 @@ class Execution(Protocol):
     Attributes:
         name: for tables and messages.
         favoured_k: the K that an adaptive schedule chooses among.
-        lookahead: rounds that the loop starts before it reads what came of one.
+        lookahead: rounds that the loop starts beyond the one that it reads next.
     """
 
     name: str

@@ -170,7 +170,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of wall clock. ``total_s`` holds the other three and the rest (sampling, acceptance, bookkeeping)."""
+    """Seconds of wall clock; on a CUDA device the first three are the device's. ``total_s`` holds them and the rest
+    (bookkeeping, reading, waiting)."""
 
     prefill_s: float = 0.0
     draft_s: float = 0.0

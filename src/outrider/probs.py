@@ -89,8 +89,7 @@ def is_finite(logits: Tensor) -> Tensor:
 
 def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     """ids [B, T] -> [B, T, V], with V and dtype as in ``like`` [..., V]."""
-    rows = torch.zeros(*ids.shape, like.shape[-1], dtype=like.dtype, device=like.device)
-    return rows.scatter_(-1, ids[..., None], 1.0)
+    return (ids[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
 def mark_seen(seen: Tensor, ids: Tensor) -> Tensor:

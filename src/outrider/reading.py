@@ -37,7 +37,7 @@ class Started:
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy, which is there when all that was started on the device before has been done."""
-    return tensor.to("cpu", non_blocking=True, copy=True)
+    return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=True)
 
 
 class Logprobs(NamedTuple):
@@ -81,7 +81,7 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
             continue
         *tokens, n, num_drafted, bad_place, bad_draft_place = report
         if min(bad_place, bad_draft_place) <= num_columns:
-            name = target_name if bad_place <= num_columns else draft_name
+            name = target_name if bad_place <= bad_draft_place else draft_name
             raise _numerics_error(name, row, min(bad_place, bad_draft_place))
         row.read(num_columns, num_drafted, n)
         is_rejected = n < num_drafted

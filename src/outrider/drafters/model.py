@@ -87,8 +87,8 @@ class ModelSession:
     at position length - 1, which is the first that is wrong in the cache. The minimum must be taken after *every*
     round, also in rows and rounds without drafts: a round later the length has grown, and would hide what was rejected.
 
-    So the cache of a row that is drafted for lacks one token if all that were drafted stand, since the last of them was
-    never fed, and one more for each round without drafts since then; else none.
+    So the cache of a row that is drafted for lacks one token if all that were drafted last stand, since the last was
+    never fed, and one more for each round without drafts since then.
     """
 
     def __init__(self, lm: LM, batch: Batch) -> None:
@@ -96,8 +96,9 @@ class ModelSession:
         self._cache = lm.new_cache(len(batch), min(batch.capacity, lm.context_len))
         self._cached = torch.where(batch.lengths <= lm.context_len, batch.lengths - 1, 0)  # [B]
         self._num_idle = 0  # rounds since the last with drafts
-        starts, longest = torch.zeros_like(batch.lengths), min(batch.longest, lm.context_len)
-        lm.prefill(batch.ids, starts, self._cached, self._cache, latest=0, num_columns=longest - 1)
+        starts, lengths = torch.zeros_like(batch.lengths), [row.length for row in batch.rows]
+        num_columns = max(length - 1 if length <= lm.context_len else 0 for length in lengths)
+        lm.prefill(batch.ids, starts, self._cached, self._cache, latest=0, num_columns=num_columns)
 
     def keep(self, rows: Tensor) -> None:
         self._cached = self._cached[rows]
