@@ -219,9 +219,10 @@ def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("make_noise", [REJECTION.make_noise, GUMBEL.make_noise], ids=["uniforms", "gumbels"])
-def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any) -> None:
+def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that advance each at its own pace, of which the host knows bounds, and rows that are taken out: always what
     the round alone would get."""
+    monkeypatch.setattr(noise_module, "_MAX_STARTS_AHEAD", 9)  # so that it is often made anew
     generator = torch.Generator().manual_seed(0)
     seeds, lengths = torch.tensor([5, 2**62, 0]), torch.tensor([1, 90, 4])
     ahead = NoiseAhead(make_noise, 3, 7)
