@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.prompts import PROMPTS, WARM_UP
+from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import ArmSummary, interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 from outrider.distill.data import hold_out_written, read_sequences
@@ -137,8 +137,8 @@ def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> l
         with_draft = replace(decoder, drafter=drafter.compiled() if arguments.compile else drafter)
         arms += arms_by_k(with_draft, draft, KS)
     options = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
-    warm_up(arms, WARM_UP, options)
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
+    warm_up(arms, cases, options)
     return summarise(list(interleave(arms, cases, options)), arms)
 
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.prompts import PROMPTS, WARM_UP
+from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import summarise, table
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.provenance import provenance
@@ -39,8 +39,8 @@ def main() -> None:
     results = {}
     for temperature in (0.0, 1.0):
         options = {"temperature": temperature, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
-        warm_up(arms, WARM_UP, options)
         cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
+        warm_up(arms, cases, options)
         summaries = summarise(list(interleave(arms, cases, options)), arms)
         title = f"fable with fable-draft, temperature {temperature:g}, {arguments.threads} thread(s)"
         console.print(table(summaries, title))

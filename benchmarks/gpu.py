@@ -3,13 +3,14 @@
     python benchmarks/gpu.py > benchmarks/results/gpu.txt
 
 The embedded target is grown (see grow.py) to the shapes of the Llama models from 1B to 65B, in bfloat16, and decoded
-plainly, by Hugging Face's ``generate``, and at K = 4 with the embedded draft, which has real acceptance, and with grown
-drafts no bigger than the target. A grown draft computes the same function as its target: they agree but for rounding,
-acceptance is near 1, and its rows show the cost of a draft of that size and an upper bound of what it could gain.
+plainly, captured (see docs/engine.md) and eager, by Hugging Face's ``generate``, and at K = 4, captured, with the
+embedded draft, which has real acceptance, and with grown drafts no bigger than the target. A grown draft computes the
+same function as its target: they agree but for rounding, acceptance is near 1, and its rows show the cost of a draft of
+that size and an upper bound of what it could gain.
 Grown models keep the embedded target's vocabulary of 4096.
 
 What does not fit the free memory is left out by name. Where there is no CUDA device, nothing is measured. The last line
-of standard output is one JSON document.
+of standard output is one JSON document; ``--partial FILE`` has the results after each target, if time should run out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import gc
 import json
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,7 +42,7 @@ _K = 4
 _SOURCE, _EMBEDDED_DRAFT = "fable", "fable-draft"
 _COPY_BYTES = 2**30
 _NUM_COPIES = 20
-_SPARE_BYTES = 2**30  # activations, and what the libraries take
+_SPARE_BYTES = 4 * 2**30  # activations, graphs, and what the libraries take
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +114,14 @@ def measure_target(
 ) -> dict[str, Any]:
     """All arms of one target, against the plain one. ``drafts``: by label, a known name or a model in memory."""
     plain = load(target, tokenizer=AutoTokenizer.from_pretrained(resolve(_SOURCE).location), acceptance="rejection")
-    arms = [Arm("plain", plain)]
+    fast = plain.compiled()
+    arms = [Arm("plain", fast), Arm("plain, eager", plain)]
     for name, draft in drafts.items():
         drafter = load_drafter(plain, draft, device=str(target.device), dtype="bfloat16")
-        arms.append(Arm(name, replace(plain, drafter=drafter), name, _K))
+        arms.append(Arm(name, replace(fast, drafter=drafter.compiled()), name, _K))
     options = {"max_new_tokens": num_tokens, "ignore_eos": True}
-    warm_up(arms, WARM_UP, options)
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS[:num_prompts])]
+    warm_up(arms, cases, options)
     measurements = list(interleave(arms, cases, options))
     # Every round of plain decoding gives one token.
     step_s = median(m.timing.verify_s / m.num_tokens for m in measurements if m.arm is arms[0])
@@ -132,13 +135,16 @@ def measure_target(
     }
 
 
-def measure_all(device: torch.device, num_prompts: int, num_tokens: int) -> tuple[dict[str, Any], list[str], float]:
+def measure_all(
+    device: torch.device, names: list[str], num_prompts: int, num_tokens: int, partial: Path | None
+) -> tuple[dict[str, Any], list[str], float]:
     """The results of all targets that fit, what did not, and the bandwidth."""
     source = AutoModelForCausalLM.from_pretrained(resolve(_SOURCE).location, dtype=torch.bfloat16).to(device)
     bandwidth = copy_bandwidth(device)
     results: dict[str, Any] = {}
     skipped = []
-    for name, shape in SHAPES.items():
+    for name in names:
+        shape = SHAPES[name]
         drafts: dict[str, Any] = {_EMBEDDED_DRAFT: _EMBEDDED_DRAFT}  # and with it go the grown ones of the last target
         num_bytes = shape.weight_bytes(source.config.vocab_size)
         # The probe of a model at loading takes the cache of a full context.
@@ -157,7 +163,14 @@ def measure_all(device: torch.device, num_prompts: int, num_tokens: int) -> tupl
             results[name] = measure_target(grow(source, **asdict(shape)), drafts, bandwidth, num_prompts, num_tokens)
         except torch.OutOfMemoryError:  # what was measured before is not to be lost
             skipped.append(name)
+        if partial is not None:
+            partial.write_text(json.dumps(document(results, skipped, bandwidth)), encoding="utf-8")
     return results, skipped, bandwidth
+
+
+def document(results: dict[str, Any], skipped: list[str], bandwidth: float) -> dict[str, Any]:
+    found = {"measured": True, "results": results, "skipped": skipped, "copy_bytes_per_s": bandwidth}
+    return found | {"provenance": provenance("cuda")}
 
 
 def print_tables(console: Console, results: dict[str, Any], skipped: list[str], bandwidth: float) -> None:
@@ -168,8 +181,8 @@ def print_tables(console: Console, results: dict[str, Any], skipped: list[str], 
         for arm in result["arms"]:
             speed_up = arm["speed_up"]
             interval = interval_text(Interval(**speed_up) if speed_up else None)
-            speeds.add_row(name, arm["draft"] or "none", f"{arm['ms_per_token']['mean']:.2f}", interval)
-        speeds.add_row(name, "none, Hugging Face", f"{generate_ms:.2f}", f"{plain_ms / generate_ms:.2f}")
+            speeds.add_row(name, arm["draft"] or arm["name"], f"{arm['ms_per_token']['mean']:.2f}", interval)
+        speeds.add_row(name, "plain, Hugging Face", f"{generate_ms:.2f}", f"{plain_ms / generate_ms:.2f}")
         speeds.add_section()
         step_s, limit_s = result["plain_step_s"], result["limit_s"]
         steps.add_row(name, f"{1e3 * step_s:.2f}", f"{1e3 * limit_s:.2f}", f"{limit_s / step_s:.0%}")
@@ -181,6 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=5, help=f"at most {len(PROMPTS)}")
+    parser.add_argument("--target", action="append", choices=list(SHAPES), help="repeatable; default: all")
+    parser.add_argument("--partial", type=Path, help="a file for the results after each target")
     arguments = parser.parse_args()
     console = Console(width=100)
     if not torch.cuda.is_available():
@@ -190,10 +205,10 @@ def main() -> None:
         print(json.dumps({"measured": False, "provenance": provenance("cpu")}))
         return
     device = torch.device("cuda")
-    results, skipped, bandwidth = measure_all(device, arguments.num_prompts, arguments.max_new_tokens)
-    print_tables(console, results, skipped, bandwidth)
-    document = {"measured": True, "results": results, "skipped": skipped, "copy_bytes_per_s": bandwidth}
-    print(json.dumps(document | {"provenance": provenance("cuda")}))
+    names = arguments.target or list(SHAPES)
+    results = measure_all(device, names, arguments.num_prompts, arguments.max_new_tokens, arguments.partial)
+    print_tables(console, *results)
+    print(json.dumps(document(*results)))
 
 
 if __name__ == "__main__":

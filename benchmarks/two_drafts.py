@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.prompts import PROMPTS, WARM_UP
+from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import ArmSummary, interval_text, summarise, table
 from outrider.bench.run import Arm, Case, Measurement, arms_by_k, interleave, warm_up
 from outrider.cli.options import parse_k
@@ -52,8 +52,8 @@ def main() -> None:
             arms += arms_by_k(with_draft, draft, parse_k(arguments.k))
         for temperature in (0.0, 1.0):
             options = {"temperature": temperature, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
-            warm_up(arms, WARM_UP, options, num_tokens=arguments.max_new_tokens)
             cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
+            warm_up(arms, cases, options)
             measurements = list(interleave(arms, cases, options))
             summaries = summarise(measurements, arms)
             how = "compiled" if arguments.compile else "eager"

@@ -6,6 +6,7 @@ that it is not among them unless asked for:
     pytest -m each_execution --executions compiled
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,11 @@ import toys
 torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that "auto" is the CPU everywhere
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -111,7 +111,7 @@ def tiny_llama(seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, cont
 
 def random_model(model_class: type, config: object, seed: int) -> PreTrainedModel:
     """A model with random weights in float64."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model_class(config).to(torch.float64).eval().requires_grad_(False)
 

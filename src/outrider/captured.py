@@ -39,6 +39,7 @@ class Captured(Prepared):
     def __init__(self) -> None:
         super().__init__()
         self._free: dict[Any, list[tuple[Tensor, ...]]] = {}
+        self._side: Any = None  # the stream of recordings; libraries keep workspace for each stream that they see
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         """On storage that no other cache is using: graphs know it by its address."""
@@ -65,19 +66,23 @@ class Captured(Prepared):
         if lm.device.type != "cuda":
             return _Called(inputs, run)
         with torch.cuda.device(lm.device):
-            return _Graph(inputs, stores, lm.model, run)
+            self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            return _Graph(inputs, stores, lm.model, run, self._side)
 
 
 class _Graph:
     """One recorded step, on the current device."""
 
     def __init__(
-        self, inputs: list[Tensor], stores: Sequence[Tensor], model: Any, call: Callable[[], tuple[Tensor, ...]]
+        self,
+        inputs: list[Tensor],
+        stores: Sequence[Tensor],
+        model: Any,
+        call: Callable[[], tuple[Tensor, ...]],
+        side: Any,
     ) -> None:
         self._inputs = inputs
         self._alive = tuple(stores), model  # the graph knows their tensors by address
-        cuda: Any = torch.cuda
-        side = cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_NUM_WARM_UPS):

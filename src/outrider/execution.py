@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from outrider.cache import LayerShape, SlotCache
 from outrider.errors import CompileError
@@ -156,6 +156,8 @@ class Prepared(ABC):
         if program is None:
             try:
                 program = self._programs[key] = self._prepare(call)
+            except OutOfMemoryError:
+                raise
             except Exception as error:  # what arbitrary models, compilers and drivers may raise has no common type
                 reason = " ".join(str(error).split())[:300]
                 message = f"{lm.name} cannot be {self.name} here: {type(error).__name__}: {reason}"

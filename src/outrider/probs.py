@@ -49,10 +49,11 @@ class Settings:
         top_k = [min(row.top_k or vocab_size, vocab_size) for row in rows]
         bias = None
         if any(row.logit_bias for row in rows):
-            bias = torch.zeros(len(rows), vocab_size, device=device)
+            bias = torch.zeros(len(rows), vocab_size)
             for index, row in enumerate(rows):
                 for token_id, value in (row.logit_bias or {}).items():
                     bias[index, token_id] = value
+            bias = bias.to(device)  # at once, not number by number
         return cls(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
             top_k=None if min(top_k) == vocab_size else torch.tensor(top_k, device=device),

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.api import load
 from outrider.bench.prompts import PROMPTS, WARM_UP
 from outrider.bench.run import Arm, Case, Measurement, count_rejections, interleave, measure, peak_memory_bytes, warm_up
+from outrider.captured import Captured
+from outrider.drafters.model import ModelDrafter
 from outrider.flow import Chunk, Stats, Timing
 from pairs import embedded
 
@@ -96,9 +99,27 @@ def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyP
         ran.append((arm.name, options["max_new_tokens"], str(case.prompt)))
 
     monkeypatch.setattr("outrider.bench.run.measure", record)
-    warm_up(arms(), WARM_UP, OPTIONS | {"max_new_tokens": 64})
-    warm_up(arms()[:1], WARM_UP, OPTIONS | {"max_new_tokens": 3})
-    assert ran == [("plain", 8, WARM_UP), ("K = 2", 8, WARM_UP), ("K = 4", 8, WARM_UP), ("plain", 3, WARM_UP)]
+    cases = [Case(index, prompt, 0) for index, prompt in enumerate(PROMPTS)]
+    warm_up(arms(), cases, OPTIONS | {"max_new_tokens": 64})
+    warm_up(arms()[:1], cases, OPTIONS | {"max_new_tokens": 3})
+    first = PROMPTS[0]
+    assert ran == [("plain", 8, first), ("K = 2", 8, first), ("K = 4", 8, first), ("plain", 3, first)]
+
+
+def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
+    """Prompts of 3, 100, 110 and 200 tokens: 128 or 256 places in the cache, 128 of them in view, or all. (The plain
+    arm prepares for rounds without drafts, with which a text may end.)"""
+    decoder = load("fable", "fable-draft", device="cpu", dtype="float32")
+    assert isinstance(decoder.drafter, ModelDrafter)
+    executions = decoder.target.execution, decoder.drafter.lm.execution = Captured(), Captured()
+    prompts = [decoder.encode(" ".join(PROMPTS) * 2)[:length] for length in (200, 110, 3, 100)]
+    cases = [Case(index, ids, index) for index, ids in enumerate(prompts)]
+    options = OPTIONS | {"max_new_tokens": 40, "temperature": 0.0}
+    both = [Arm("plain", decoder.plain()), Arm("K = 2", decoder, "fable-draft", 2)]
+    warm_up(both, cases, options)
+    before = [execution.num_programs for execution in executions]
+    list(interleave(both, cases, options))
+    assert [execution.num_programs for execution in executions] == before
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from commands import Outrider
 from pairs import embedded
@@ -123,3 +124,16 @@ def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
     ]
     for i in (0, num_lines - 1, num_lines, 29):
         assert rows[i]["text"] == embedded("float64").generate(texts[i], seed=1 + i, max_new_tokens=6)[0].text
+
+
+def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, whatever was being done: the model was being tried out here."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr("outrider.lm.LM.forward", fail)
+    ended = outrider("generate", "Once", "-n", 3)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("error: the device's memory is full (CUDA out of memory): choose a narrower --dtype")
+    assert ended.err.count("\n") == 1

@@ -16,6 +16,7 @@ from outrider.errors import FileError, OptionError
 from outrider.flow import Sampling
 from outrider.lab.alpha import measure_alpha
 from outrider.lab.forced import Text
+from outrider.lm import LM
 from outrider.models.loading import Checkpoint, build_lm
 from pairs import random_llama, word_tokenizer
 
@@ -24,7 +25,14 @@ HELD_OUT = [Text(ids, 4) for ids in torch.randint(97, (6, 24), generator=torch.G
 TARGET = random_llama().float()
 
 
-def run(output: Path, *, budget: Budget, on_step: Callable[[float], None] | None = None, **more: Any) -> list[Check]:
+def run(
+    output: Path,
+    *,
+    budget: Budget,
+    save_dtype: torch.dtype = torch.float32,
+    on_step: Callable[[float], None] | None = None,
+    **more: Any,
+) -> list[Check]:
     draft = new_draft(TARGET.config, Shape(1, 16), seed=0)
     return distil(
         build_lm(Checkpoint("target", TARGET, None), 97),
@@ -35,7 +43,7 @@ def run(output: Path, *, budget: Budget, on_step: Callable[[float], None] | None
         HELD_OUT,
         Recipe(**{"batch_size": 4, "learning_rate": 1e-2, "save_s": 0.0} | more),
         budget,
-        save_dtype=torch.float32,
+        save_dtype=save_dtype,
         on_step=on_step,
     )
 
@@ -97,6 +105,23 @@ def test_a_finished_run_is_finished(tmp_path: Path, ending: str, monkeypatch: py
 
     assert run(tmp_path, budget=budget, on_step=no_step, **recipe) == checks
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_the_draft_that_is_judged_is_the_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, in float32: its weights are rounded to those of the file, and nothing else is."""
+    judged: list[LM] = []
+    kept_model = train._Watch._kept_model
+
+    def spy(self: Any) -> LM:
+        judged.append(kept_model(self))
+        return judged[-1]
+
+    monkeypatch.setattr(train._Watch, "_kept_model", spy)
+    run(tmp_path, budget=Budget(num_steps=1), save_dtype=torch.bfloat16)
+    ids = torch.arange(40)[None]
+    from_file = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(judged[-1].model(ids).logits, from_file(ids).logits)
 
 
 def test_half_a_checkpoint_is_removed_and_whole_ones_are_kept(tmp_path: Path) -> None:

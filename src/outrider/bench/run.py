@@ -17,6 +17,8 @@ from outrider.api import Decoder
 from outrider.flow import Chunk, NumDraftTokens, Stats, Timing
 from outrider.tokens import Prompt
 
+_NUM_WARM_UP_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -94,10 +96,25 @@ def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | N
     return Measurement(arm, case, stats, timing, text, tuple(ratios))
 
 
-def warm_up(arms: Sequence[Arm], prompt: Prompt, options: dict[str, Any], num_tokens: int = 8) -> None:
-    """Let every arm run once without measuring: memory is allocated and kernels are chosen on first use."""
+def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
+    """Let every arm run without measuring: memory is allocated and kernels are chosen on first use.
+
+    Where steps are prepared for each size, the sizes that the cases will come to are prepared: one case is run for each
+    capacity of the cache and each view of it to begin with, the shortest, which goes through the most views.
+    """
     for arm in arms:
-        measure(arm, Case(-1, prompt, 0), {**options, "max_new_tokens": min(num_tokens, options["max_new_tokens"])})
+        lm = arm.decoder.target
+        if lm.execution.name == "eager":
+            few = min(_NUM_WARM_UP_TOKENS, options["max_new_tokens"])
+            measure(arm, cases[0], {**options, "max_new_tokens": few})
+            continue
+        lengths = [(len(arm.decoder.encode(case.prompt)), case) for case in cases]
+        chosen: dict[tuple[int, int], Case] = {}
+        for length, case in sorted(lengths, key=lambda pair: pair[0]):
+            end = min(length + options["max_new_tokens"], lm.context_len)
+            chosen.setdefault((lm.execution.round_length(end), lm.execution.round_length(length)), case)
+        for case in chosen.values():
+            measure(arm, case, {**options, "ignore_eos": True})
 
 
 def interleave(

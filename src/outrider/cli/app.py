@@ -75,3 +75,13 @@ def main() -> None:
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported before it is needed
+            raise
+        reason = str(error).split(". ")[0]
+        print(
+            f"error: the device's memory is full ({reason}): choose a narrower --dtype, a smaller batch, fewer tokens "
+            "or a smaller model",
+            file=sys.stderr,
+        )
+        sys.exit(2)

@@ -63,10 +63,10 @@ def compare(
     decoder.encode(prompt)
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
-    warm_up(arms, prompt, options)
-    # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
-    shown = _show_race(console, arms, Case(0, prompt, seed), options)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
+    warm_up(arms, cases, options)
+    # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
+    shown = _show_race(console, arms, cases[0], options)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
     if not summaries:

@@ -102,7 +102,7 @@ def distill(
     processes = PartialState()  # before the target is loaded: under `accelerate launch` it chooses this process's GPU
     decoder = load(target, device=device, models_file=models)
     lm = decoder.target
-    if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index):
+    if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index or 0):
         raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, which the trainer follows, too")
     if length > lm.context_len:
         raise OptionError("--length", length, f"{lm.name} can take {lm.context_len} tokens")

@@ -37,7 +37,7 @@ def latency(
     json_target: JsonOption = None,
 ) -> None:
     """Measure target, drafts and pairs over 15 built-in prompts, arms in turn, after a warm-up."""
-    from outrider.bench.prompts import PROMPTS, WARM_UP
+    from outrider.bench.prompts import PROMPTS
 
     options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
@@ -53,7 +53,7 @@ def latency(
     decoder = pair.load(num_arms * len(PROMPTS) * max_new_tokens)
     arms = _arms(pair, decoder, ks)
     cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
-    warm_up(arms, WARM_UP, options)
+    warm_up(arms, cases, options)
     measurements, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
     summaries = summarise(measurements, arms)
     if not summaries:

@@ -41,7 +41,6 @@ def run_pairs(
     Returns:
         What was measured, and the costs from the same minutes; None if it was interrupted.
     """
-    from outrider.bench.prompts import WARM_UP
     from outrider.bench.report import summarise
     from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 
@@ -50,7 +49,7 @@ def run_pairs(
         ks = sorted(one.k for one in found if one.draft == name and (one.k in _MEASURED_K or one is found[0]))
         arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
     cases = [Case(index, one.prompt_ids, seed + len(records) + index) for index, one in enumerate(records)]
-    warm_up(arms, WARM_UP, options)
+    warm_up(arms, cases, options)
     measurements = interleave(arms, cases, options)
     done: list[Measurement] = []
     costs = None

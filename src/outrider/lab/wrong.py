@@ -152,12 +152,13 @@ class OffByOneRollback:
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         cache, _, lengths, *_ = arguments  # of the verify step
-        rows, places = torch.arange(len(lengths), device=lengths.device), lengths - 1
-        stale = [store[rows, places] for store in cache.storage]  # of the last token: not fed yet, so it is another's
+        rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
+        places = [(rows.to(store.device), last.to(store.device)) for store in cache.storage]
+        stale = [store[place] for store, place in zip(cache.storage, places, strict=True)]  # not fed yet: another's
         results = self.inner.run(step, lm, static, arguments)
-        for store, old in zip(cache.storage, stale, strict=True):
+        for store, place, old in zip(cache.storage, places, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1)[:, None, None]
-            store[rows, places] = torch.where(was_written, old, store[rows, places])
+            store[place] = torch.where(was_written, old, store[place])
         return results
 
 

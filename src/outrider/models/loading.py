@@ -141,7 +141,7 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     try:
         with without_bars() if is_quiet else contextlib.nullcontext():
             yield
-    except OutriderError:
+    except (OutriderError, torch.OutOfMemoryError):
         raise
     except SafetensorError as error:
         raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): fetch them again") from None
@@ -267,6 +267,8 @@ def _probe(lm: LM, kind: str) -> None:
         feed(ids, 0, half)
         feed(wrong, half, length)  # rejected: the next block is written over it
         got = torch.cat((feed(ids, half, half + 1), feed(ids, half + 1, length)), dim=1).float()
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}") from error
