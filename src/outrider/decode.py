@@ -71,7 +71,7 @@ def decode(
     prefilled: tuple[Any, Any] | None = begin, clock.mark()
     under_way: deque[Started] = deque()
     while batch.rows:
-        if batch.goes_on and len(under_way) <= target.execution.lookahead:
+        while batch.goes_on and len(under_way) <= target.execution.lookahead:
             chosen_k = schedule.next_k(batch.rows)
             k = target.execution.round_drafts(batch.most_drafted(chosen_k), chosen_k)
             noise = noise_ahead.at(batch.seeds, batch.lengths, *batch.bounds(), k)
@@ -85,9 +85,10 @@ def decode(
             marks.append(clock.mark())
             logprobs = logprobs_of(batch.rows, judged.logits, judged.committed)
             batch.commit(judged.committed, judged.places, judged.lengths)
-            report, ratios = to_host(judged.report), to_host(judged.rejected_ratio)
+            # Prepared steps write over their results, so that what is not read before the next round must be copied.
+            is_ahead = target.execution.lookahead > 0
+            report, ratios = (to_host(one, copy=is_ahead) for one in (judged.report, judged.rejected_ratio))
             under_way.append(Started(batch.rows, report, ratios, logprobs, (*marks, clock.mark())))
-            continue
         started = under_way.popleft()
         drafting, verifying, verified, end = started.marks
         clock.wait(end)

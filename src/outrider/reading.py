@@ -35,9 +35,13 @@ class Started:
     marks: tuple[Any, Any, Any, Any]
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy, which is there when all that was started on the device before has been done."""
-    return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=True)
+def to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The same on the host, filled when all that was started on the device before has been done.
+
+    Args:
+        copy: also if it is there.
+    """
+    return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=copy)
 
 
 class Logprobs(NamedTuple):
