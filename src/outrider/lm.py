@@ -64,6 +64,12 @@ class LM:
         lm.execution = Captured() if self.device.type == "cuda" else Compiled()
         return lm
 
+    def eager(self) -> LM:
+        """The same model, its steps run as they are written. The weights are shared."""
+        lm = copy.copy(self)
+        lm.execution = Eager()
+        return lm
+
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """What each layer keeps of a token."""

@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from outrider.api import Decoder
+from outrider.captured import Captured
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -49,6 +50,17 @@ def _job(pair: tuple[LM, Drafter], acceptance: str = "rejection", level: float =
 def _certificate(job: Job, num_tokens: int, wanted: float | None = None) -> tuple[Pilot, Certificate]:
     pilot = fly(job)
     return pilot, certify(job, pilot, num_tokens, wanted=wanted)
+
+
+def test_mistakes_are_made_eagerly() -> None:
+    """No step is prepared for a rule that is wrong, which may take longer than the certificate; the texts that are
+    tested come from prepared steps."""
+    target, drafter = llama_pair()
+    executions = target.execution, drafter.lm.execution = Captured(), Captured()
+    _, certificate = _certificate(_job((target, drafter), "block", batch_size=4), 300)
+    assert {control.is_caught for control in certificate.controls} == {True, False}  # of the latter texts are compared
+    rules = {rule.name for one in executions for (_, _, (rule, *_), *_) in one._programs}
+    assert rules == {"block"}
 
 
 @pytest.mark.parametrize(("acceptance", "controls"), [("block", CONTROLS[:1]), ("gumbel", CONTROLS)])

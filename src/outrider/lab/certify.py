@@ -111,6 +111,7 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
         for chunk in decoder.stream_many([list(request.prompt_ids) for request in requests], **columns):
             rounds[chunk.row].append(chunk.token_ids)
     else:
+        decoder = _eager(decoder)
         target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
         for round_ in decode(target, drafter, requests, control.rule, num_draft_tokens=job.num_draft_tokens):
             for row in round_.rows:
@@ -125,6 +126,14 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
         )
         for text, request, row in zip(texts, requests, rounds, strict=True)
     ]
+
+
+def _eager(decoder: Decoder) -> Decoder:
+    """For mistakes, and what they are held against: preparing steps for each would take longer than all the rest."""
+    drafter = decoder.drafter
+    if isinstance(drafter, ModelDrafter):
+        drafter = ModelDrafter(drafter.lm.eager())
+    return replace(decoder, target=decoder.target.eager(), drafter=drafter)
 
 
 class Sample:
@@ -192,9 +201,10 @@ class Pilot:
 
 def fly(job: Job) -> Pilot:
     """The pilot run."""
-    write(job, range(_PILOT_TEXTS, _PILOT_TEXTS + 1))  # for warming up
+    # For warming up; where steps are prepared for each size, a whole batch, whose rows end one after the other.
+    first = _PILOT_TEXTS + (1 if job.decoder.target.execution.name == "eager" else job.batch_size)
+    write(job, range(_PILOT_TEXTS, first))
     began = time.perf_counter()
-    first = _PILOT_TEXTS + 1
     if job.is_greedy:
         written = write(job, range(first, first + job.batch_size))
         return Pilot(written, None, (time.perf_counter() - began) / sum(len(one.token_ids) for one in written))
@@ -334,7 +344,7 @@ class _Reference:
 
     def __init__(self, job: Job) -> None:
         k = job.num_draft_tokens
-        self._job = replace(job, decoder=replace(job.decoder, acceptance=REJECTION.name, num_draft_tokens=k))
+        self._job = replace(job, decoder=replace(_eager(job.decoder), acceptance=REJECTION.name, num_draft_tokens=k))
         self._written: list[Written] = []
 
     def first(self, num_texts: int) -> Sequence[Written]:
