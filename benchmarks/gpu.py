@@ -34,6 +34,7 @@ from outrider.api import Decoder, load, load_drafter
 from outrider.bench.prompts import PROMPTS, WARM_UP
 from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.errors import CompileError
 from outrider.intervals import Interval
 from outrider.models.registry import resolve
 from outrider.provenance import provenance
@@ -149,10 +150,9 @@ def measure_all(
         num_bytes = shape.weight_bytes(source.config.vocab_size)
         # The probe of a model at loading takes the cache of a full context.
         left = free_bytes(device) - num_bytes - shape.cache_bytes(source.config.max_position_embeddings)
-        if left < 0:
-            skipped.append(name)
-            continue
         try:
+            if left < 0:
+                raise torch.OutOfMemoryError
             for draft in _DRAFTS:
                 draft_bytes = SHAPES[draft].weight_bytes(source.config.vocab_size)
                 if draft_bytes <= min(num_bytes, left):
@@ -161,7 +161,7 @@ def measure_all(
                 elif draft_bytes <= num_bytes:
                     skipped.append(f"{draft} for {name}")
             results[name] = measure_target(grow(source, **asdict(shape)), drafts, bandwidth, num_prompts, num_tokens)
-        except torch.OutOfMemoryError:  # what was measured before is not to be lost
+        except (torch.OutOfMemoryError, CompileError):  # what was measured before is not to be lost
             skipped.append(name)
         if partial is not None:
             partial.write_text(json.dumps(document(results, skipped, bandwidth)), encoding="utf-8")

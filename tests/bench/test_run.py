@@ -107,12 +107,12 @@ def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyP
 
 
 def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
-    """Prompts of 3, 100, 110 and 200 tokens: 128 or 256 places in the cache, 128 of them in view, or all. (The plain
-    arm prepares for rounds without drafts, with which a text may end.)"""
+    """Prompts of 3, 89, 110 and 200 tokens: 128 or 256 places in the cache, 128 of them in view, or all; that of 89
+    ends where the greater view would begin. (The plain arm prepares for rounds without drafts, that end texts.)"""
     decoder = load("fable", "fable-draft", device="cpu", dtype="float32")
     assert isinstance(decoder.drafter, ModelDrafter)
     executions = decoder.target.execution, decoder.drafter.lm.execution = Captured(), Captured()
-    prompts = [decoder.encode(" ".join(PROMPTS) * 2)[:length] for length in (200, 110, 3, 100)]
+    prompts = [decoder.encode(" ".join(PROMPTS) * 2)[:length] for length in (200, 110, 3, 89)]
     cases = [Case(index, ids, index) for index, ids in enumerate(prompts)]
     options = OPTIONS | {"max_new_tokens": 40, "temperature": 0.0}
     both = [Arm("plain", decoder.plain()), Arm("K = 2", decoder, "fable-draft", 2)]

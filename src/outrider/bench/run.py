@@ -99,8 +99,9 @@ def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | N
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
     """Let every arm run without measuring: memory is allocated and kernels are chosen on first use.
 
-    Where steps are prepared for each size, the sizes that the cases will come to are prepared: one case is run for each
-    capacity of the cache and each view of it to begin with, the shortest, which goes through the most views.
+    Where steps are prepared for each size, those that the cases will come to are: of the cases with the same capacity
+    of the cache and the same view of it to begin with, the shortest and the longest are run. (Which sizes K = ``auto``
+    comes to depends on the text.)
     """
     for arm in arms:
         lm = arm.decoder.target
@@ -108,13 +109,14 @@ def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any])
             few = min(_NUM_WARM_UP_TOKENS, options["max_new_tokens"])
             measure(arm, cases[0], {**options, "max_new_tokens": few})
             continue
-        lengths = [(len(arm.decoder.encode(case.prompt)), case) for case in cases]
-        chosen: dict[tuple[int, int], Case] = {}
-        for length, case in sorted(lengths, key=lambda pair: pair[0]):
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for i, case in enumerate(cases):
+            length = len(arm.decoder.encode(case.prompt))
             end = min(length + options["max_new_tokens"], lm.context_len)
-            chosen.setdefault((lm.execution.round_length(end), lm.execution.round_length(length)), case)
-        for case in chosen.values():
-            measure(arm, case, {**options, "ignore_eos": True})
+            sizes = lm.execution.round_length(end), lm.execution.round_length(length)
+            groups.setdefault(sizes, []).append((length, i))
+        for i in {i for group in groups.values() for _, i in (min(group), max(group))}:
+            measure(arm, cases[i], {**options, "ignore_eos": True, "stop": ()})
 
 
 def interleave(

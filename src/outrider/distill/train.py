@@ -314,7 +314,7 @@ class _Watch(TrainerCallback):
     def _kept_model(self) -> LM:
         """The draft as it would be kept: rounded to the type of the file."""
         model: Any = copy.deepcopy(self._draft)
-        for parameter in model.parameters():  # no buffers: they are not in the file, but computed anew
+        for parameter in model.parameters():  # no buffers that are not in the file, but computed anew
             parameter.data = parameter.to(self._save_dtype).to(torch.float32)
         return build_lm(Checkpoint(self._output.name, model, self._tokenizer), self._target.vocab_size)
 
