@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -152,7 +153,7 @@ def measure_all(
         left = free_bytes(device) - num_bytes - shape.cache_bytes(source.config.max_position_embeddings)
         try:
             if left < 0:
-                raise torch.OutOfMemoryError
+                raise torch.OutOfMemoryError("the weights do not fit")
             for draft in _DRAFTS:
                 draft_bytes = SHAPES[draft].weight_bytes(source.config.vocab_size)
                 if draft_bytes <= min(num_bytes, left):
@@ -161,7 +162,8 @@ def measure_all(
                 elif draft_bytes <= num_bytes:
                     skipped.append(f"{draft} for {name}")
             results[name] = measure_target(grow(source, **asdict(shape)), drafts, bandwidth, num_prompts, num_tokens)
-        except (torch.OutOfMemoryError, CompileError):  # what was measured before is not to be lost
+        except (torch.OutOfMemoryError, CompileError) as error:  # what was measured before is not to be lost
+            print(f"{name}: {error}", file=sys.stderr)
             skipped.append(name)
         if partial is not None:
             partial.write_text(json.dumps(document(results, skipped, bandwidth)), encoding="utf-8")
@@ -187,7 +189,7 @@ def print_tables(console: Console, results: dict[str, Any], skipped: list[str], 
         step_s, limit_s = result["plain_step_s"], result["limit_s"]
         steps.add_row(name, f"{1e3 * step_s:.2f}", f"{1e3 * limit_s:.2f}", f"{limit_s / step_s:.0%}")
     console.print(speeds, steps)
-    console.print(f"does not fit: {', '.join(skipped) or 'nothing'}")
+    console.print(f"left out: {', '.join(skipped) or 'nothing'}")
 
 
 def main() -> None:
