@@ -84,9 +84,9 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
         if row.is_done:
             continue
         *tokens, n, num_drafted, bad_place, bad_draft_place = report
-        if min(bad_place, bad_draft_place) <= num_columns:
-            name = target_name if bad_place <= bad_draft_place else draft_name
-            raise _numerics_error(name, row, min(bad_place, bad_draft_place))
+        first_bad = min(bad_place, bad_draft_place)
+        if first_bad <= num_columns:
+            raise _numerics_error(target_name if bad_place == first_bad else draft_name, row, first_bad)
         row.read(num_columns, num_drafted, n)
         is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[: n + 1])

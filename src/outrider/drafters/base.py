@@ -85,8 +85,9 @@ def padded(draft: Draft, k: int) -> Draft:
     if num_new == 0:
         return draft
 
-    def pad(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.cat((values, *[values[:, -1:]] * num_new), dim=1)
+    def pad(values: Tensor) -> Tensor:
+        return torch.cat((values, *[values[:, -1:]] * num_new), dim=1)
 
-    ids = torch.cat((draft.ids, *[draft.ids[:, -1:]] * num_new), dim=1)
-    return Draft(ids, pad(draft.probs), draft.num_drafted, pad(draft.is_finite))
+    probs = None if draft.probs is None else pad(draft.probs)
+    finite = None if draft.is_finite is None else pad(draft.is_finite)
+    return Draft(pad(draft.ids), probs, draft.num_drafted, finite)
