@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 
 from outrider.api import Decoder, load
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import interval_text, new_table
-from outrider.intervals import paired_ratio
-from outrider.provenance import provenance
+from outrider.evals.prompts import PROMPTS
+from outrider.stats.intervals import paired_ratio
+from outrider.system.provenance import provenance
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from outrider.api import load
-from outrider.bench.prompts import PROMPTS
-from outrider.lm import LM
-from outrider.provenance import provenance
+from outrider.evals.prompts import PROMPTS
+from outrider.runtime.lm import LM
+from outrider.system.provenance import provenance
 
 _BLOCK = 5
 

@@ -28,13 +28,13 @@ import torch
 from rich.console import Console
 
 from outrider.api import Decoder, load, load_drafter
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import new_table
-from outrider.flow import Sampling
-from outrider.lab.certify import Job, certify, fly
-from outrider.lab.design import num_tests
-from outrider.provenance import provenance
-from outrider.verify import REJECTION, RULES
+from outrider.certify.design import num_tests
+from outrider.certify.run import Job, certify, fly
+from outrider.evals.prompts import PROMPTS
+from outrider.records import Sampling
+from outrider.sampling.rules import REJECTION, RULES
+from outrider.system.provenance import provenance
 
 DRAFTS = ("fable-draft", "ngram")
 TEMPERATURES = (0.0, 0.5, 1.0, 1.5)

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import summarise, table
 from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.provenance import provenance
+from outrider.evals.prompts import PROMPTS
+from outrider.system.provenance import provenance
 
 
 def main() -> None:

@@ -32,13 +32,13 @@ from roofline import step_bytes, weight_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from outrider.api import Decoder, load, load_drafter
-from outrider.bench.prompts import PROMPTS, WARM_UP
 from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.errors import CompileError
-from outrider.intervals import Interval
+from outrider.evals.prompts import PROMPTS, WARM_UP
 from outrider.models.registry import resolve
-from outrider.provenance import provenance
+from outrider.stats.intervals import Interval
+from outrider.system.provenance import provenance
 
 _K = 4
 _SOURCE, _EMBEDDED_DRAFT = "fable", "fable-draft"

@@ -29,10 +29,10 @@ from peers import Arm, Worker, hf_arms, llama_cpp_arms, openvino_arms, outrider_
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import new_table
+from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
-from outrider.provenance import provenance
+from outrider.system.provenance import provenance
 
 _LEVEL = 1e-3
 

@@ -46,13 +46,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from outrider.api import Decoder, load, load_drafter
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import interval_text, new_table
-from outrider.flow import DEFAULT_ACCEPTANCE
-from outrider.intervals import paired_ratio
+from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
-from outrider.provenance import provenance
-from outrider.verify import RULES
+from outrider.records import DEFAULT_ACCEPTANCE
+from outrider.sampling.rules import RULES
+from outrider.stats.intervals import paired_ratio
+from outrider.system.provenance import provenance
 
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next
 _EXACT = "exact"

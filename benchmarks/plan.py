@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.bench.report import interval_text, new_table
-from outrider.intervals import Interval
+from outrider.stats.intervals import Interval
 
 
 def main() -> None:

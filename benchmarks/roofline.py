@@ -30,13 +30,13 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.api import load
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import new_table
 from outrider.bench.run import Arm, Case, interleave
 from outrider.drafters.model import ModelDrafter
-from outrider.flow import Chunk, Timing
-from outrider.lm import LM
-from outrider.provenance import provenance
+from outrider.evals.prompts import PROMPTS
+from outrider.records import Chunk, Timing
+from outrider.runtime.lm import LM
+from outrider.system.provenance import provenance
 
 _LARGE_BUFFER_BYTES = 2**28  # far beyond the caches
 _MATRIX_SIZE = 1024

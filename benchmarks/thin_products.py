@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outrider.bench.report import new_table
-from outrider.provenance import provenance
-from outrider.thin import MAX_THIN_ROWS, ThinProducts
+from outrider.runtime.thin_products import MAX_THIN_ROWS, ThinProducts
+from outrider.system.provenance import provenance
 
 _SHAPES = [(768, 256), (4096, 256), (2304, 768), (4096, 768)]  # [N, K], as in the embedded target and one of 110M
 _NUM_RUNS = 200

@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.prompts import PROMPTS
 from outrider.bench.report import ArmSummary, interval_text, summarise, table
 from outrider.bench.run import Arm, Case, Measurement, arms_by_k, interleave, warm_up
-from outrider.cli.options import parse_k
-from outrider.intervals import Interval, paired_ratio
-from outrider.provenance import provenance
+from outrider.cli.shared.options import parse_k
+from outrider.evals.prompts import PROMPTS
+from outrider.stats.intervals import Interval, paired_ratio
+from outrider.system.provenance import provenance
 
 
 def main() -> None:

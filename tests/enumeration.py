@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.flow import Draft
-from outrider.noise import RoundUniforms
-from outrider.verify import Rule
+from outrider.records import Draft
+from outrider.sampling.noise import RoundUniforms
+from outrider.sampling.rules import Rule
 from reference import LENGTHS, RESTS, THRESHOLDS, Law, Probs, accept_branches, cells, draft_paths
 
 Table = Sequence[Probs]

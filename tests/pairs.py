@@ -14,8 +14,8 @@ from tokenizers.models import BPE, WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.api import Decoder, load
-from outrider.flow import DEFAULT_ACCEPTANCE
 from outrider.models.registry import resolve
+from outrider.records import DEFAULT_ACCEPTANCE
 from toys import random_model
 
 NUM_WORDS = 97

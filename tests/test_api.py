@@ -12,8 +12,8 @@ import torch
 import outrider
 from outrider.api import Decoder
 from outrider.errors import OptionError, PromptError, UsageError
-from outrider.flow import Chunk, Completion, Sampling, Stats, Timing
-from outrider.verify import RULES
+from outrider.records import Chunk, Completion, Sampling, Stats, Timing
+from outrider.sampling.rules import RULES
 from pairs import embedded
 
 PROMPT = "Once upon a time there was a miller"
@@ -237,7 +237,7 @@ def test_the_timings_of_chunks_add() -> None:
 def test_what_the_reader_does_between_chunks_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that the reader puts forward by an hour at every chunk."""
     ahead_s, clock = [0.0], time.perf_counter
-    monkeypatch.setattr("outrider.decode.time.perf_counter", lambda: clock() + ahead_s[0])
+    monkeypatch.setattr("outrider.decoding.engine.time.perf_counter", lambda: clock() + ahead_s[0])
     timing = Timing()
     for chunk in embedded().stream(PROMPT, seed=1, max_new_tokens=6, ignore_eos=True):
         timing += chunk.timing

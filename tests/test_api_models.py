@@ -9,7 +9,7 @@ import torch
 import outrider
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import NumericsError, OptionError, PromptError, TokenizerMismatch, UnsupportedModel
-from outrider.verify import RULES
+from outrider.sampling.rules import RULES
 from pairs import NUM_WORDS, embedded, metaspace_tokenizer, random_llama, word_tokenizer
 from toys import perturbed
 

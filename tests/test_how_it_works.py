@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.flow import Draft, Verdict
-from outrider.lab.wrong import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
-from outrider.noise import RoundUniforms
-from outrider.verify import BLOCK, REJECTION, Rule
+from outrider.certify.controls import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
+from outrider.records import Draft, Verdict
+from outrider.sampling.noise import RoundUniforms
+from outrider.sampling.rules import BLOCK, REJECTION, Rule
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 P = torch.tensor([1 / 6, 1 / 3, 1 / 2], dtype=torch.float64)

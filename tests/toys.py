@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.captured import Captured
-from outrider.compiled import Compiled
-from outrider.decode import decode
+from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
-from outrider.execution import Eager, Execution
-from outrider.flow import FinishReason, Request, RowRound, Sampling, Stats
-from outrider.lm import LM
-from outrider.verify import Rule
+from outrider.records import FinishReason, Request, RowRound, Sampling, Stats
+from outrider.runtime.captured import Captured
+from outrider.runtime.compiled import Compiled
+from outrider.runtime.execution import Eager, Execution
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import Rule
 
 EXECUTIONS = {"eager": Eager, "captured": Captured, "compiled": Compiled}
 execution: Callable[[], Execution] = Eager  # of the models made here; see conftest.py

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from outrider.distill.data import Mixture, hold_out_text, text_tokens
-from outrider.provenance import provenance
+from outrider.system.provenance import provenance
 
 
 def main() -> None:

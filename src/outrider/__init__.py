@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.api import Decoder, load
     from outrider.errors import OutriderError, UsageError
-    from outrider.flow import Chunk, Completion, Sampling, Stats, Timing
+    from outrider.records import Chunk, Completion, Sampling, Stats, Timing
 
 __all__ = [
     "Chunk",
@@ -35,4 +35,4 @@ def __getattr__(name: str) -> Any:
     # torch is imported by what needs it.
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    return getattr(import_module(f"outrider.{_HOMES.get(name, 'flow')}"), name)
+    return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)

@@ -20,13 +20,16 @@ from typing import Any
 
 import torch
 
-from outrider.costs import round_costs
-from outrider.decode import decode
+from outrider.decoding.costs import round_costs
+from outrider.decoding.engine import decode
+from outrider.decoding.schedule import AdaptiveSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
-from outrider.flow import (
+from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
+from outrider.models.registry import resolve
+from outrider.records import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
     MAX_NUM_DRAFT_TOKENS,
@@ -41,13 +44,10 @@ from outrider.flow import (
     Timing,
     TokenLogprob,
 )
-from outrider.lm import LM
-from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
-from outrider.models.registry import resolve
-from outrider.schedule import AdaptiveSchedule, Schedule
-from outrider.stop import RowText
-from outrider.tokens import Detokenizer, Prompt, check_same_tokens, encode
-from outrider.verify import RULES
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import RULES
+from outrider.text.row_text import RowText
+from outrider.text.tokenizer import Detokenizer, Prompt, check_same_tokens, encode
 
 _OPTIONS = [field.name for field in fields(Sampling)]
 
@@ -61,7 +61,7 @@ class Decoder:
         tokenizer: of Hugging Face; None if prompts are token ids and only ids are wanted.
         eos_ids: tokens that end a text.
         drafter: what proposes.
-        acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.verify).
+        acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
         num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under
             "auto" the same seed need not give the same text, but by "gumbel" or at temperature 0; the law is the same.)
     """

@@ -26,9 +26,9 @@ from outrider.bench.run import Arm
 from outrider.distill.shapes import ShapeCost
 from outrider.distill.student import Shape
 from outrider.errors import FileError, MissingExtra
-from outrider.flow import Sampling, Stats, Timing
-from outrider.intervals import Interval
-from outrider.lab.alpha import Alpha
+from outrider.records import Sampling, Stats, Timing
+from outrider.scoring.alpha import Alpha
+from outrider.stats.intervals import Interval
 from pairs import embedded
 
 

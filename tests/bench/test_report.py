@@ -15,8 +15,8 @@ from outrider.bench.report import (
     table,
 )
 from outrider.bench.run import Arm, Case, Measurement
-from outrider.flow import Stats, Timing
-from outrider.intervals import Interval
+from outrider.records import Stats, Timing
+from outrider.stats.intervals import Interval
 from pairs import embedded
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from outrider.api import load
-from outrider.bench.prompts import PROMPTS, WARM_UP
 from outrider.bench.run import Arm, Case, Measurement, count_rejections, interleave, measure, peak_memory_bytes, warm_up
-from outrider.captured import Captured
 from outrider.drafters.model import ModelDrafter
-from outrider.flow import Chunk, Stats, Timing
+from outrider.evals.prompts import PROMPTS, WARM_UP
+from outrider.records import Chunk, Stats, Timing
+from outrider.runtime.captured import Captured
 from pairs import embedded
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
@@ -50,7 +50,7 @@ def test_times_per_token() -> None:
 def test_what_on_chunk_does_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that it puts forward by an hour at every chunk, and which is told every chunk, in order."""
     ahead_s, clock = [0.0], time.perf_counter
-    monkeypatch.setattr("outrider.decode.time.perf_counter", lambda: clock() + ahead_s[0])
+    monkeypatch.setattr("outrider.decoding.engine.time.perf_counter", lambda: clock() + ahead_s[0])
     seen: list[Chunk] = []
 
     def on_chunk(arm: Arm, case: Case, chunk: Chunk) -> None:

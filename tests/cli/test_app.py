@@ -132,7 +132,7 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr("outrider.lm.LM.forward", fail)
+    monkeypatch.setattr("outrider.runtime.lm.LM.forward", fail)
     ended = outrider("generate", "Once", "-n", 3)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: the device's memory is full (CUDA out of memory): choose a narrower --dtype")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.bench.certificate_html import render_certificate
-from outrider.lab import certify, wrong
+from outrider.certify import controls
+from outrider.certify import run as certify
+from outrider.certify.page import render_certificate
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +17,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small pilot, and few of everything."""
     monkeypatch.setattr(certify, "NUM_PILOT_TOKENS", 128)
     monkeypatch.setattr(certify, "_NUM_CONTEXTS", 1)
-    monkeypatch.setattr(certify, "CONTROLS", wrong.CONTROLS[1:4:2])
-    monkeypatch.setattr(wrong, "CONTROLS", wrong.CONTROLS[1:4:2])
+    monkeypatch.setattr(certify, "CONTROLS", controls.CONTROLS[1:4:2])
+    monkeypatch.setattr(controls, "CONTROLS", controls.CONTROLS[1:4:2])
 
 
 def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_what_is_wrong_is_not_certified(
 ) -> None:
     """Exit code 1, and the layer is named; so it is on the page."""
     page = tmp_path / "certificate.html"
-    right, accept_all = certify.write, wrong.CONTROLS[0]
+    right, accept_all = certify.write, controls.CONTROLS[0]
     monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, made or accept_all))
     ended = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 32, "--html", page)
     assert ended.code == 1 and "NOT CERTIFIED" in ended.out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.bench.certificate_html import render_samples
+from outrider.certify.page import render_samples
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from commands import Ended, Outrider, only_document
 from outrider.bench.run import Arm, Case, Measurement
-from outrider.cli import compare as command
-from outrider.flow import Stats, Timing
+from outrider.cli.commands import compare as command
+from outrider.records import Stats, Timing
 from pairs import embedded, zoo
 
 QUICK = ("-n", "8", "--num-runs", "2", "--seed", "3")

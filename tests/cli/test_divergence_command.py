@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.lab import certify, wrong
+from outrider.certify import controls
+from outrider.certify import run as certify
 
 
 def test_the_same_texts(outrider: Outrider, prompts: Path) -> None:
@@ -19,7 +20,7 @@ def test_the_same_texts(outrider: Outrider, prompts: Path) -> None:
 
 def test_a_fault_is_explained(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = certify.write
-    monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, wrong.CONTROLS[1]))
+    monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, controls.CONTROLS[1]))
     ended = outrider("divergence", "--prompts", prompts, "-n", 30)
     assert ended.code == 1 and "FAILED" in ended.out
     lines = [line for line in ended.out.splitlines() if line.startswith("prompt ")]

@@ -7,8 +7,8 @@ import pytest
 
 from commands import Outrider, only_document
 from outrider.evals.multiplication import Score, problems, score
-from outrider.flow import Stats, Timing
-from outrider.intervals import paired_difference, wilson
+from outrider.records import Stats, Timing
+from outrider.stats.intervals import paired_difference, wilson
 from pairs import embedded
 
 QUICK = ("--num-prompts", "6", "--seed", "5", "--batch-size", "4")
@@ -82,7 +82,7 @@ def test_problems_are_not_left_out_of_the_progress(outrider: Outrider, monkeypat
         def __exit__(self, *_: Any) -> None:
             pass
 
-    monkeypatch.setattr("outrider.cli.eval_multiplication.progress_bar", Bar)
+    monkeypatch.setattr("outrider.cli.commands.eval_multiplication.progress_bar", Bar)
     outrider("eval", "multiplication", "--num-prompts", 3, "--batch-size", 2)
     assert steps == [-6, 2, 1, 2, 1]
 

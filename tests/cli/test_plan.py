@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.costs import CostArm
-from outrider.flow import Timing
+from outrider.decoding.costs import CostArm
+from outrider.records import Timing
 
 QUICK = "-n", 12, "--context", 8
 
@@ -62,7 +62,7 @@ def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, monkeypatch: 
     def time_rounds(arms: Sequence[CostArm], *_: object, **__: object) -> list[list[Timing]]:
         return [[Timing(1.0, 0.01 * arm.k, 0.01, 1.01 + 0.01 * arm.k)] for arm in arms]
 
-    monkeypatch.setattr("outrider.lab.plan.time_rounds", time_rounds)
+    monkeypatch.setattr("outrider.replay.plan.time_rounds", time_rounds)
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "2", "--draft", "fable")
     assert "Best: none. fable at K = 2 comes nearest" in ended.out
     assert "outrider generate --target fable --draft none" in ended.out

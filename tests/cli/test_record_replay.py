@@ -9,7 +9,7 @@ import torch
 
 from commands import Outrider, only_document
 from outrider.api import Decoder
-from outrider.lab.log import Log
+from outrider.replay.log import Log
 from pairs import embedded, random_llama, save
 
 PROMPTS = [

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.costs import CostArm
+from outrider.decoding.costs import CostArm
 from outrider.distill.shapes import (
     ShapeCost,
     break_even,
@@ -15,8 +15,8 @@ from outrider.distill.shapes import (
 )
 from outrider.distill.student import Shape, new_draft
 from outrider.drafters.model import ModelDrafter
-from outrider.flow import Timing
-from outrider.speedup import predict
+from outrider.records import Timing
+from outrider.stats.speedup import predict
 from toys import as_lm, tiny_llama
 
 

@@ -13,11 +13,11 @@ from outrider.distill.data import Mixture
 from outrider.distill.student import Shape, new_draft
 from outrider.distill.train import Budget, Check, Recipe, check_same_run, distil
 from outrider.errors import FileError, OptionError
-from outrider.flow import Sampling
-from outrider.lab.alpha import measure_alpha
-from outrider.lab.forced import Text
-from outrider.lm import LM
 from outrider.models.loading import Checkpoint, build_lm
+from outrider.records import Sampling
+from outrider.runtime.lm import LM
+from outrider.scoring.alpha import measure_alpha
+from outrider.scoring.teacher_forcing import Text
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))

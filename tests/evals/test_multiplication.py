@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outrider.evals.multiplication import MAX_ANSWER_TOKENS, Problem, Score, compare_scores, problems, score
-from outrider.flow import Stats, Timing
+from outrider.records import Stats, Timing
 from pairs import embedded
 
 

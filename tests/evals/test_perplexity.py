@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.evals.perplexity import judge, windows
-from outrider.flow import Sampling
-from outrider.intervals import ratio_of_sums
-from outrider.lab.alpha import measure_alpha
-from outrider.lab.forced import Text
+from outrider.records import Sampling
+from outrider.scoring.alpha import measure_alpha
+from outrider.scoring.teacher_forcing import Text
+from outrider.stats.intervals import ratio_of_sums
 from toys import as_lm, llama_pair, perturbed, random_table, table_lm, tiny_llama
 
 IDS = torch.randint(60, (150,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -15,7 +15,7 @@ from scipy import stats
 from harness_tasks import write_groups
 from outrider.evals.scores import ArmResult, Score, TaskResult, compare, documents_json, verdict
 from outrider.evals.tasks import load_tasks
-from outrider.intervals import PairedDifference, paired_difference
+from outrider.stats.intervals import PairedDifference, paired_difference
 
 FALSE_ALARM = 1e-6
 

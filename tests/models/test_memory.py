@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.lm import LM
 from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
 from outrider.models.registry import ModelSpec, known_models, resolve
+from outrider.runtime.lm import LM
 from pairs import embedded, random_llama, save
 from toys import random_model
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError, MissingExtra
-from outrider.files import check_writable
-from outrider.intervals import Interval
+from outrider.stats.intervals import Interval
+from outrider.system.files import check_writable
 
 if TYPE_CHECKING:
     from outrider.bench.report import ArmSummary
     from outrider.distill.shapes import ShapeCost
-    from outrider.lab.alpha import Alpha
-    from outrider.lab.counts import RoundCounts
+    from outrider.scoring.alpha import Alpha
+    from outrider.stats.counts import RoundCounts
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.run import Arm, Measurement
-from outrider.flow import Stats, Timing
-from outrider.intervals import Interval, mean_std, paired_ratio
+from outrider.records import Stats, Timing
+from outrider.stats.intervals import Interval, mean_std, paired_ratio
 
 if TYPE_CHECKING:
     from rich.table import Table

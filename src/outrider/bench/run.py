@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from outrider.api import Decoder
-from outrider.flow import Chunk, NumDraftTokens, Stats, Timing
-from outrider.tokens import Prompt
+from outrider.records import Chunk, NumDraftTokens, Stats, Timing
+from outrider.text.tokenizer import Prompt
 
 _NUM_WARM_UP_TOKENS = 8
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from outrider.cli import (
+from outrider.cli.commands import (
     alpha,
     analyze,
     certify,
@@ -15,7 +15,6 @@ from outrider.cli import (
     compare,
     distill,
     divergence,
-    evaluate,
     generate,
     latency,
     models,
@@ -24,6 +23,7 @@ from outrider.cli import (
     replay,
     shapes,
 )
+from outrider.cli.commands import eval as eval_
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.command("latency")(latency.latency)
-app.add_typer(evaluate.app, name="eval")
+app.add_typer(eval_.app, name="eval")
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("analyze")(analyze.analyze)

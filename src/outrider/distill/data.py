@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from outrider.api import Decoder
-from outrider.bench.prompts import PROMPTS
 from outrider.errors import FileError, OptionError
-from outrider.files import read_text, write_whole
-from outrider.lab.forced import Text
-from outrider.tokens import encode
+from outrider.evals.prompts import PROMPTS
+from outrider.scoring.teacher_forcing import Text
+from outrider.system.files import read_text, write_whole
+from outrider.text.tokenizer import encode
 
 _PROMPT_LEN = 16  # tokens of the user's text that the target goes on from
 _WRITTEN_AT_ONCE = 64  # sequences; also what one file holds, and so what a lost process loses at most
@@ -63,7 +63,7 @@ def write_sequences(
 
     Args:
         decoder: without a draft, or with one: what is written follows the target's law all the same.
-        text: what it goes on from: places in it chosen at random; None: the sentences of bench/prompts.py. [N]
+        text: what it goes on from: places in it chosen at random; None: the sentences of evals/prompts.py. [N]
         folder: for the files.
         length: tokens in a sequence, the prompt among them.
         share: (i, n): every n-th file only, from the i-th on, since n processes are at work.

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from outrider.costs import CostArm, time_rounds
+from outrider.decoding.costs import CostArm, time_rounds
 from outrider.distill.student import Shape, new_draft
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.flow import DEFAULT_NUM_DRAFT_TOKENS
-from outrider.lm import LM
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.speedup import expected_tokens
-from outrider.verify import REJECTION
+from outrider.records import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import REJECTION
+from outrider.stats.speedup import expected_tokens
 
 _NUM_PASSES = 4
 _AT_ONCE = 6  # drafts in memory

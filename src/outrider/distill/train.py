@@ -23,20 +23,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_part
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from outrider.costs import measure_round_costs
+from outrider.decoding.costs import measure_round_costs
 from outrider.distill.data import Mixture
 from outrider.distill.losses import LOSSES, Loss
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import FileError, OptionError
-from outrider.files import to_disk, write_whole
-from outrider.flow import Sampling
-from outrider.intervals import Interval
-from outrider.lab.alpha import measure_alpha
-from outrider.lab.forced import Text
-from outrider.lm import LM
 from outrider.models.loading import Checkpoint, build_lm, without_bars
-from outrider.speedup import expected_tokens
-from outrider.verify import REJECTION
+from outrider.records import Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import REJECTION
+from outrider.scoring.alpha import measure_alpha
+from outrider.scoring.teacher_forcing import Text
+from outrider.stats.intervals import Interval
+from outrider.stats.speedup import expected_tokens
+from outrider.system.files import to_disk, write_whole
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP, _DECAY = 0.02, 0.6  # of the budget: the learning rate rises, and falls to zero

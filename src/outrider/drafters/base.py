@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch
-from outrider.flow import Draft
-from outrider.verify import Rule
+from outrider.decoding.batch import Batch
+from outrider.records import Draft
+from outrider.sampling.rules import Rule
 
 
 class Session(Protocol):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch
-from outrider.cache import SlotCache
+from outrider.decoding.batch import Batch
 from outrider.drafters.base import empty_draft
-from outrider.flow import Draft
-from outrider.lm import LM
-from outrider.probs import Settings, is_finite, mark_seen, to_probs
-from outrider.verify import Rule
+from outrider.records import Draft
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings, is_finite, mark_seen, to_probs
+from outrider.sampling.rules import Rule
 
 
 class ModelDrafter:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch
+from outrider.decoding.batch import Batch
 from outrider.drafters.base import empty_draft
-from outrider.flow import Draft
-from outrider.verify import Rule
+from outrider.records import Draft
+from outrider.sampling.rules import Rule
 
 
 class NgramDrafter:

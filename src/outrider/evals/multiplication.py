@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.api import Decoder
-from outrider.flow import Stats, Timing
-from outrider.intervals import Interval, PairedDifference, paired_difference, wald, wilson
+from outrider.records import Stats, Timing
+from outrider.stats.intervals import Interval, PairedDifference, paired_difference, wald, wilson
 
 _SOLVED = ((8, 12), (25, 4), (37, 85))
 MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each

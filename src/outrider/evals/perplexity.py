@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.flow import Sampling
-from outrider.intervals import Interval, ratio_of_sums
-from outrider.lab.alpha import overlap
-from outrider.lab.forced import Forced, Text, sums_by_text
-from outrider.lm import LM
-from outrider.probs import Settings
+from outrider.records import Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings
+from outrider.scoring.alpha import overlap
+from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
+from outrider.stats.intervals import Interval, ratio_of_sums
 
 
 @dataclass(frozen=True, slots=True)

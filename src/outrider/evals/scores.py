@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from lm_eval.api.group import Group
 
-from outrider.flow import Stats
-from outrider.intervals import PairedDifference, paired_difference
-from outrider.lab.evidence import Finding, holm
+from outrider.records import Stats
+from outrider.stats.evidence import Finding, holm
+from outrider.stats.intervals import PairedDifference, paired_difference
 
 LEVEL = 0.05  # of each claim; that of ``PairedDifference.is_equivalent``, too
 

@@ -20,7 +20,7 @@ from outrider.api import Decoder
 from outrider.errors import OptionError
 from outrider.evals.harness import OutriderLM, Progress, task_sampling
 from outrider.evals.scores import ArmResult, TaskResult
-from outrider.flow import Stats
+from outrider.records import Stats
 
 
 def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[str, Any], list[Group]]:

@@ -25,9 +25,9 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
-from outrider.lm import LM
 from outrider.models.registry import ModelSpec
-from outrider.tokens import vocab_size
+from outrider.runtime.lm import LM
+from outrider.text.tokenizer import vocab_size
 
 DTYPES = {
     "float64": torch.float64,

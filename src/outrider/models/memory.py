@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
-from outrider.rounding import eager_length, prepared_length
+from outrider.runtime.shape_buckets import eager_length, prepared_length
 
 
 @dataclass(frozen=True, slots=True)

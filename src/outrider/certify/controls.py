@@ -1,0 +1,250 @@
+"""Rules, drafters and caches that look right, and are not. Each is known from public code, or an easy slip.
+
+The tests of the output's law must find every one of them out, and so must a certificate (``CONTROLS``), or it is none.
+Most of them accept more drafts than a right rule can, which looks like success. Nothing else may import this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.batch import Batch
+from outrider.drafters.base import Drafter, Session
+from outrider.records import Draft, Verdict
+from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.execution import Execution, Step
+from outrider.runtime.lm import LM
+from outrider.sampling.noise import RoundUniforms, round_uniforms
+from outrider.sampling.probs import draw
+from outrider.sampling.rules import BLOCK, REJECTION, Rule
+
+_ALWAYS = -1.0  # a coin that accepts whatever p and q are
+
+
+def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Keep all K unless the first is rejected."""
+    is_first_kept = REJECTION.verify(target_probs, draft, noise).num_accepted[:, None] > 0
+    accept = torch.where(is_first_kept, _ALWAYS, noise.accept)
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+
+
+def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Every drafted token stands, and a bonus follows."""
+    accept = torch.full_like(noise.accept, _ALWAYS)
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+
+
+def _reseeded(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """The generator is seeded anew inside the acceptance loop: all coins are the same number, and the draw's too."""
+    accept = noise.next[:, None].expand_as(noise.accept)
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+
+
+def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """After full acceptance the last accepted token gives way to the bonus, instead of being followed by it."""
+    verdict = REJECTION.verify(target_probs, draft, noise)
+    is_full = (verdict.num_accepted == draft.num_drafted) & (draft.num_drafted > 0)
+    return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
+
+
+def _draw_argmax(draft_rows: Tensor, uniform: Tensor) -> Tensor:
+    """Drafts are argmaxes, while the softmax is reported as q."""
+    return draft_rows.argmax(dim=-1)
+
+
+def _draw_filtered(draft_rows: Tensor, uniform: Tensor) -> Tensor:
+    """Drafts are drawn from the two most probable tokens, while the unfiltered row is reported as q."""
+    second = draft_rows.topk(2, dim=-1).values[:, -1:]
+    return draw(torch.where(draft_rows >= second, draft_rows, 0.0), uniform)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PositionUniforms:
+    """Uniform numbers of the positions of a round: draft and accept [B, K], next [B, K+1]."""
+
+    draft: Tensor
+    accept: Tensor
+    next: Tensor
+
+    def at(self, offset: int) -> Tensor:
+        return self.draft[:, offset]
+
+    def select(self, rows: Tensor, k: int) -> _PositionUniforms:
+        return _PositionUniforms(self.draft[rows, :k], self.accept[rows, :k], self.next[rows, : k + 1])
+
+
+def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _PositionUniforms:
+    """Keyed by seed and position alone, so that the next round meets the numbers of this one again."""
+    made = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(k + 1)]
+    draft = torch.cat([uniforms.draft for uniforms in made], dim=1)
+    accept = torch.cat([uniforms.accept for uniforms in made], dim=1)
+    return _PositionUniforms(draft[:, :k], accept[:, :k], torch.stack([uniforms.next for uniforms in made], dim=1))
+
+
+def _block_by_position(target_probs: Tensor, draft: Draft, noise: _PositionUniforms) -> Verdict:
+    """Block verification with that noise; the next token's number is that of its own position."""
+    first = RoundUniforms(noise.draft, noise.accept, noise.next[:, 0])
+    num_accepted = BLOCK.verify(target_probs, draft, first).num_accepted
+    chosen = noise.next.gather(1, num_accepted[:, None]).squeeze(1)
+    return BLOCK.verify(target_probs, draft, dataclasses.replace(first, next=chosen))
+
+
+class DropUnlikely:
+    """Cuts a draft before its first token of low q. Which tokens are judged then depends on what they are."""
+
+    name = "drop-unlikely"
+
+    def __init__(self, inner: Drafter, least_prob: float) -> None:
+        self.inner = inner
+        self.least_prob = least_prob
+
+    def open(self, batch: Batch) -> _DropUnlikelySession:
+        return _DropUnlikelySession(self.inner.open(batch), self.least_prob)
+
+    def compiled(self) -> DropUnlikely:
+        return DropUnlikely(self.inner.compiled(), self.least_prob)
+
+
+class _DropUnlikelySession:
+    def __init__(self, inner: Session, least_prob: float) -> None:
+        self.inner = inner
+        self.least_prob = least_prob
+
+    def keep(self, rows: Tensor) -> None:
+        self.inner.keep(rows)
+
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        draft = self.inner.propose(batch, k, rule, noise)
+        if draft.probs is None:
+            return draft
+        q_x = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1)
+        num_likely = (q_x >= self.least_prob).long().cumprod(dim=1).sum(dim=1)
+        return dataclasses.replace(draft, num_drafted=torch.minimum(draft.num_drafted, num_likely))
+
+
+class OffByOneRollback:
+    """Runs a target's steps so that its cache keeps one entry too many after a rejection: that of the rejected token,
+    where the correction's own ought to be. All later tokens then see the one that was not said."""
+
+    def __init__(self, inner: Execution) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.favoured_k = inner.favoured_k
+        self.lookahead = inner.lookahead
+
+    def round_length(self, length: int) -> int:
+        return self.inner.round_length(length)
+
+    def round_rows(self, num_rows: int) -> int:
+        return self.inner.round_rows(num_rows)
+
+    def round_drafts(self, num_wanted: int, k: int) -> int:
+        return self.inner.round_drafts(num_wanted, k)
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return self.inner.new_cache(shapes, num_rows, capacity)
+
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        cache, _, lengths, *_ = arguments  # of the verify step
+        rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
+        places = [(rows.to(store.device), last.to(store.device)) for store in cache.storage]
+        stale = [store[place] for store, place in zip(cache.storage, places, strict=True)]  # not fed yet: another's
+        results = self.inner.run(step, lm, static, arguments)
+        for store, place, old in zip(cache.storage, places, stale, strict=True):
+            was_written = (old != 0).flatten(1).any(dim=1)[:, None, None]
+            store[place] = torch.where(was_written, old, store[place])
+        return results
+
+
+def _with_off_by_one_rollback(target: LM) -> LM:
+    wrong = copy.copy(target)
+    wrong.execution = OffByOneRollback(target.execution)
+    return wrong
+
+
+def _same_target(target: LM) -> LM:
+    return target
+
+
+def _same_drafter(drafter: Drafter) -> Drafter:
+    return drafter
+
+
+ALL_OR_NOTHING = Rule("all-or-nothing", REJECTION.make_noise, REJECTION.draw, _all_or_nothing)
+ACCEPT_ALL = Rule("accept-all", REJECTION.make_noise, REJECTION.draw, _accept_all)
+RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseeded)
+REPLACE_LAST = Rule("replace-last", REJECTION.make_noise, REJECTION.draw, _replace_last)
+ARGMAX_DRAFTS = Rule("argmax-drafts", REJECTION.make_noise, _draw_argmax, REJECTION.verify)
+FILTERED_DRAFTS = Rule("filtered-drafts", REJECTION.make_noise, _draw_filtered, REJECTION.verify)
+BLOCK_BY_POSITION = Rule("block-by-position", _make_position_noise, REJECTION.draw, _block_by_position)
+WRONG_RULES = {
+    rule.name: rule
+    for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
+}
+
+_LEAST_PROB = 0.1  # of a token that ``drop-unlikely`` leaves in a certificate's control
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Control:
+    """A known mistake, to be made on purpose in a run of the real loop.
+
+    Attributes:
+        about: in a few words, for tables.
+        wrap_target, wrap_drafter: what the mistake makes of them.
+        needs_probs: it is none if q is one-hot.
+        needs_cache: it is none in a model without keys and values.
+        is_wrong_greedily: it shows at temperature 0, too.
+        least_k: it is none if fewer tokens are drafted.
+    """
+
+    name: str
+    about: str
+    rule: Rule = REJECTION
+    wrap_target: Callable[[LM], LM] = _same_target
+    wrap_drafter: Callable[[Drafter], Drafter] = _same_drafter
+    needs_probs: bool = False
+    needs_cache: bool = False
+    is_wrong_greedily: bool = False
+    least_k: int = 1
+
+    def excuse(self, *, k: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
+        """Why it would be no mistake here; None if it is one."""
+        if k < self.least_k:
+            return f"right for fewer than {self.least_k} drafted tokens"
+        if self.needs_probs and not has_probs:
+            return "right for a draft without probabilities"
+        if self.needs_cache and not has_cache:
+            return "the target has no cache"
+        if is_greedy and not self.is_wrong_greedily:
+            return "right at temperature 0"
+        return None
+
+
+CONTROLS = (
+    Control("keep-all", "kept unless the first fails", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
+    Control("accept-all", "every draft kept", ACCEPT_ALL, is_wrong_greedily=True),
+    Control("reseeded", "one number for all coins", RESEEDED),
+    Control("replace-last", "bonus replaces the last", REPLACE_LAST, is_wrong_greedily=True),
+    Control(
+        "drop-unlikely",
+        "drafts of q < 0.1 dropped",
+        wrap_drafter=lambda d: DropUnlikely(d, _LEAST_PROB),
+        needs_probs=True,
+    ),
+    Control("argmax-drafts", "argmax drafts, softmax q", ARGMAX_DRAFTS, needs_probs=True),
+    Control("filtered-drafts", "top-2 drafts, unfiltered q", FILTERED_DRAFTS, needs_probs=True),
+    Control(
+        "rollback",
+        "cache keeps a rejected token",
+        wrap_target=_with_off_by_one_rollback,
+        needs_cache=True,
+        is_wrong_greedily=True,
+    ),
+)

@@ -1,0 +1,199 @@
+"""Divergence: why two texts that ought to be the same are not.
+
+At temperature 0 speculation gives the text of plain decoding, and ``gumbel`` does at any temperature, but for rounding:
+a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values that they
+leave in the cache; a near-tie may fall the other way (docs/numerics.md). After that the texts are different texts, so
+only the first difference tells anything. There the scores of the two tokens are computed as plain decoding does, and in
+blocks of several sizes. If what the blocks change is no more than rounding may do, and the margin is within a few times
+of that, it is "numerics"; if not, it is "bug".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.engine import decode
+from outrider.drafters.base import NoDrafter
+from outrider.records import Request, Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.noise import gumbels
+from outrider.sampling.probs import Settings, mark_seen, to_probs, wide
+from outrider.sampling.rules import Rule
+from outrider.scoring.tolerances import ROUNDING, is_at_edge
+
+_SLACK = 8.0  # the blocks tried are a few of many shapes, and other shapes may change more
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first difference of two texts.
+
+    Attributes:
+        prompt: index of the prompt, or of the text where each has its own.
+        position: index in the output.
+        plain_id, other_id: the tokens there; None where a text has ended.
+        margin: score of the plain token less that of the other, with the text fed token by token. The score is the
+            log-probability before filters, with the noise added where there is some; None if there are no two tokens
+            to compare.
+        gap: the most that feeding the text in blocks changes the two scores, taken together; None as above.
+    """
+
+    prompt: int
+    position: int
+    plain_id: int | None
+    other_id: int | None
+    margin: float | None
+    gap: float | None
+    verdict: Literal["numerics", "bug"]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """The index of it; None for equal texts."""
+    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(plain) == len(other) else min(len(plain), len(other))
+
+
+def plain_batches(target: LM, rule: Rule, requests: Sequence[Request], batch_size: int) -> Iterator[list[list[int]]]:
+    """What plain decoding writes, a batch at a time.
+
+    Args:
+        requests: not used before.
+    """
+    for begin in range(0, len(requests), batch_size):
+        batch = requests[begin : begin + batch_size]
+        plain: list[list[int]] = [[] for _ in batch]
+        for round_ in decode(target, NoDrafter(), batch, rule, num_draft_tokens=0):
+            for row in round_.rows:
+                plain[row.row] += row.token_ids
+        yield plain
+
+
+def against_plain(
+    target: LM,
+    requests: Sequence[Request],
+    batches: Iterable[Sequence[Sequence[int]]],
+    texts: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int,
+    on_texts: Callable[[int], None] = lambda done: None,
+) -> tuple[int, list[Divergence]]:
+    """Hold texts against those of plain decoding.
+
+    Args:
+        requests: what was asked for.
+        batches: what plain decoding wrote.
+        texts: what was written otherwise, for each request.
+        num_draft_tokens: K of those.
+        on_texts: told how many were just compared.
+
+    Returns:
+        How many tokens plain decoding wrote, and the first difference of each two texts that differ.
+    """
+    index = num_tokens = 0
+    differences = []
+    for batch in batches:
+        for plain in batch:
+            one = requests[index]
+            found = explain(target, index, one.prompt_ids, plain, texts[index], one.sampling, num_draft_tokens)
+            if found is not None:
+                differences.append(found)
+            index += 1
+            num_tokens += len(plain)
+        on_texts(len(batch))
+    assert index == len(requests) == len(texts)
+    return num_tokens, differences
+
+
+@torch.inference_mode()
+def explain(
+    target: LM,
+    prompt: int,
+    prompt_ids: Sequence[int],
+    plain: Sequence[int],
+    other: Sequence[int],
+    sampling: Sampling,
+    num_draft_tokens: int,
+) -> Divergence | None:
+    """The first difference of what plain decoding and another wrote; None if there is none.
+
+    Args:
+        sampling: of both. Above temperature 0 it has a seed, and the texts are those of ``gumbel``.
+        num_draft_tokens: K of the other.
+    """
+    at = first_difference(plain, other)
+    if at is None:
+        return None
+    a, b = (text[at] if at < len(text) else None for text in (plain, other))
+    if a is None or b is None:
+        return Divergence(prompt, at, a, b, None, None, "bug")
+    prefix = [*prompt_ids, *plain[:at]]
+    begin = len(prompt_ids) - 1  # where plain decoding begins to feed token by token
+    seen = mark_seen(torch.zeros(1, target.vocab_size, dtype=torch.bool), torch.tensor([prefix]))[0, -1]
+    logits = _logits(target, prefix, begin, 1, 0)
+    # The token fed last may stand anywhere in a verify forward, and has stood elsewhere in other rounds.
+    num_after = min(num_draft_tokens, target.context_len - len(prefix))
+    blocks = [(1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
+    others = [_logits(target, prefix, begin, *block) for block in blocks]
+    scores = [_scores(one, seen, sampling)[[a, b]] for one in (logits, *others)]
+    gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
+    margin = float(scores[0][0] - scores[0][1])
+    if not all(score.isfinite().all() for score in scores):  # a token that a bias forbids
+        return Divergence(prompt, at, a, b, None, None, "bug")
+    if sampling.temperature > 0:
+        assert sampling.seed is not None
+        noise = gumbels(torch.tensor([sampling.seed]), torch.tensor([[len(prefix)]]), target.vocab_size)[0, 0]
+        margin += float(noise[a] - noise[b])
+    # Scores are logits over the temperature, or penalised logits.
+    scale = max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
+    most, last_bit = (2 * scale * size for size in (ROUNDING[target.dtype], _last_bit(logits)))
+    is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
+    if sampling.temperature > 0 and not is_near:
+        # Near or not, a filter may let one of them through in one forward, and not in another.
+        is_near = any(is_at_edge(logits, seen, token_id, sampling) for token_id in (a, b))
+    return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
+
+
+def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
+    """After a prefix that is fed in blocks of ``width`` tokens from ``begin`` on, the last with ``num_after`` more
+    behind it, which are not seen. [V], on the CPU"""
+    device = target.device
+    length = len(prefix)
+    ids = torch.tensor([[*prefix, *[prefix[0]] * num_after]], device=device)
+    cache = target.new_cache(1, length + num_after)
+    if width >= length:
+        begin = 0
+    if begin:
+        ends = torch.tensor([begin], device=device)
+        target.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=begin)
+    for start in range(begin, length, width):
+        is_last = start + width >= length
+        end = length + num_after if is_last else start + width
+        positions = torch.arange(start, end, device=device)[None]
+        logits = target.forward(ids[:, start:end], positions, cache, target.view_len(end, cache))
+        if is_last:
+            return logits[0, length - 1 - start].cpu()
+    raise AssertionError("a prefix has at least one token")
+
+
+def _scores(logits: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities before top-k, top-p and min-p; at temperature 0 those of 1, which are in the same order. [V]"""
+    bare = replace(sampling, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0)
+    settings = Settings.of([bare], len(logits), logits.device)
+    seen_row = None if settings.repetition_penalty is None else seen[None, None]
+    return wide(to_probs(logits[None, None], settings, seen_row))[0, 0].log()
+
+
+def _last_bit(logits: Tensor) -> float:
+    """What the largest logit may be off by in its last bit."""
+    finite = logits[logits.isfinite()]
+    return float(finite.abs().max()) * torch.finfo(logits.dtype).eps

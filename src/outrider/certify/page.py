@@ -1,0 +1,223 @@
+"""What ``certify`` and ``certify-samples`` found, as a page to read: one HTML file with its figures in it, without
+scripts, that fetches nothing.
+
+A page is a function of the document that the command writes with ``--json`` (docs/json.md) and of nothing else. Its
+words are in the templates ``certificate.html`` and ``samples.html``, and what both say in ``page.html``; its figures
+are drawn in outrider.bench.plots.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
+from outrider.certify.exact import comparisons
+from outrider.stats.intervals import normal_limit, uniform_bins, uniform_distance, wilson
+
+# What each test would have found of the law, and what its statistic is.
+TESTS = {
+    "score": ("pushed towards {towards}", "z"),
+    "likelihood": ("too sharp or too flat", "z"),
+    "rank": ("pushed towards high or low token ids", "z"),
+    "pit-ks": ("bent along q − p, by Kolmogorov-Smirnov", "D"),
+    "pit-chi2": ("bent along q − p, by chi-square", "χ²"),
+    "score-by-place": ("pushed towards {towards} at some place in the round", "log W"),
+    "score-by-position": ("pushed towards {towards} in some stretch of the text", "log W"),
+    "score-by-prompt": ("pushed towards {towards} after some prompt", "log W"),
+    "likelihood-by-place": ("too sharp or too flat at some place in the round", "log W"),
+    "rank-by-place": ("pushed towards high or low token ids at some place in the round", "log W"),
+}
+# Options that the law of a token depends on, and the values with which they do nothing.
+_SAMPLING = {
+    "temperature": None,
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "logit_bias": None,
+}
+
+
+def render_certificate(document: Mapping[str, Any]) -> str:
+    """The page of a certificate.
+
+    Args:
+        document: of outrider/certify/1, as it is read back from JSON.
+    """
+    statistical, options = document["statistical"], document["options"]
+    reasons = list(_reasons(document))
+    assert document["is_certified"] == (not reasons)
+    figures = statistical and _figures(statistical) | _round_figures(statistical["places"], options["num_draft_tokens"])
+    return _render(
+        "certificate.html",
+        document,
+        towards="the draft",
+        reasons=reasons,
+        figures=figures,
+        exact_rows=list(comparisons(document["exact"])),
+        sampling=list(_sampling(options)),
+    )
+
+
+def render_samples(document: Mapping[str, Any]) -> str:
+    """The page of texts that another system has written.
+
+    Args:
+        document: of outrider/certify-samples/1, as it is read back from JSON.
+    """
+    statistical, shared = document["statistical"], document["shared_options"]
+    towards = "a sharper law" if document["options"]["draft"] == ["none"] else "the draft"
+    reasons = [*_statistical_reasons(statistical, towards), *_greedy_reasons(document["greedy"])]
+    assert document["is_consistent"] == (not reasons)
+    # The rule of another system is not known, and does not matter.
+    options = {name: value for name, value in document["options"].items() if name != "acceptance"}
+    return _render(
+        "samples.html",
+        {**document, "options": options},
+        towards=towards,
+        reasons=reasons,
+        figures=statistical and _figures(statistical),
+        sampling=list(_sampling(shared)),
+        own_options=[_dashed(name) for name in _SAMPLING if name not in shared],
+    )
+
+
+def _render(template: str, document: Mapping[str, Any], *, towards: str, **more: Any) -> str:
+    """A page from its template.
+
+    Args:
+        towards: what the tests lean to.
+        more: what else the template needs.
+    """
+    loader = PackageLoader("outrider.certify", "")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(whole=_whole, share=_share, number=_number, gap=_gap, value=_value)
+    return environment.get_template(template).render(
+        document,
+        towards=towards,
+        words={name: (found.format(towards=towards), symbol) for name, (found, symbol) in TESTS.items()},
+        command=shlex.join(["outrider", *document["provenance"]["argv"]]),
+        **more,
+    )
+
+
+def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
+    """Why it is not certified; none if it is."""
+    for name, gap, tolerance, is_ok in comparisons(document["exact"]):
+        if not is_ok:
+            yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
+    yield from _statistical_reasons(document["statistical"], "the draft")
+    if document["is_idle"]:
+        yield "No drafted token stood, or no mistake would have shown: with these options there is nothing to certify."
+    for control in document["controls"]:
+        if control["excuse"] is None and not control["is_caught"]:
+            yield (
+                f"A mistake made on purpose was not found out ({control['name']}: {control['about']}), so the tests "
+                "are too weak here: test more tokens."
+            )
+    yield from _greedy_reasons(document["greedy"])
+
+
+def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
+    if statistical is None:
+        return
+    for test in statistical["tests"]:
+        if test["is_alarm"]:
+            found, _ = TESTS[test["name"]]
+            yield f"The law of the text is {found.format(towards=towards)} ({test['name']}, p = {_number(test['p'])})."
+    if statistical["num_forbidden"]:
+        yield f"The target does not allow {_whole(statistical['num_forbidden'])} of the tokens that were written."
+    wanted, least = statistical["wanted"], statistical["detectable"]
+    if wanted is not None and (least is None or least > wanted):
+        yield f"A deviation of {_share(wanted)} was to be found out, and might not have been: test more tokens."
+
+
+def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for one in greedy:
+        num_bugs = sum(difference["verdict"] != "numerics" for difference in one["differences"])
+        if num_bugs:
+            how = "with the same seed" if one["has_noise"] else "at temperature 0"
+            yield (
+                f"Of {_whole(one['num_texts'])} texts {how}, {_whole(num_bugs)} differ from plain decoding by more "
+                "than rounding explains."
+            )
+
+
+def _sampling(options: Mapping[str, Any]) -> Iterator[str]:
+    """What the law of a token depends on, where it does."""
+    for name, none in _SAMPLING.items():
+        if options.get(name, none) != none:
+            yield f"{_dashed(name)} {_value(options[name])}"
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _figures(statistical: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of any text, and the numbers that their captions name."""
+    num_tokens, bins = statistical["num_tokens"], statistical["pit_histogram"]
+    band = uniform_bins(num_tokens, len(bins))
+    figures = {
+        "bins": svg_of_bins(bins, band),
+        "band": band,
+        "num_bins_outside": sum(not band[0] <= count <= band[1] for count in bins),
+    }
+    if "pit_excess" in statistical:  # older documents are without
+        distance = uniform_distance(num_tokens)
+        excess = statistical["pit_excess"]
+        figures |= {
+            "excess": svg_of_excess(excess, distance),
+            "distance": distance,
+            "least_excess": min(excess),
+            "most_excess": max(excess),
+        }
+    return figures
+
+
+def _round_figures(places: Sequence[Mapping[str, Any]], num_draft_tokens: int | str) -> dict[str, Any]:
+    """The figures of text that was written in rounds."""
+    zs = [place["z"] for place in places]
+    z_limit = normal_limit(len(zs))
+    counts = [place["num_tokens"] for place in places]
+    most = num_draft_tokens if isinstance(num_draft_tokens, int) else 1  # "auto"
+    counts += [0] * (most + 1 - len(counts))  # places that no round came to
+    return {
+        "acceptance": svg_of_acceptance(
+            [wilson(there, before) if before else None for before, there in pairwise(counts)],
+            [wilson(there, counts[0]) for there in counts[1:]],
+        ),
+        "z": svg_of_z(zs, z_limit),
+        "z_limit": z_limit,
+    }
+
+
+def _whole(value: int) -> str:
+    return f"{value:,}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.2%}"
+
+
+def _number(value: float | None) -> str:
+    """A p-value or a statistic."""
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _gap(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0e}" if value else "0"
+
+
+def _value(value: Any) -> str:
+    """Of an option."""
+    if isinstance(value, list):
+        return ", ".join(map(_value, value)) or "–"
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,383 @@
+"""Certify: does this pair, with these options, on this machine, say what the target alone would say?
+
+Four findings, each reported apart:
+
+- *exact*: the acceptance rule on the pair's real probabilities, without randomness (outrider.certify.exact);
+- *statistical*: texts of the real loop against the target's own conditional laws (outrider.stats.evidence);
+- *controls*: known mistakes, made on purpose in the real loop, are found out by the same tests with no more tokens; if
+  one is not, the tests are too weak here to certify anything (outrider.certify.controls);
+- *greedy*: at temperature 0 the text is that of plain decoding (outrider.certify.divergence).
+
+How many tokens are looked at is settled before the first of them is drawn, by a pilot run whose texts are not tested;
+so are the stakes. The tested sample is the first n tokens of texts 0, 1, 2 ... put in a row, wherever that ends.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from outrider.api import Decoder
+from outrider.certify.certificate import Certificate, ControlReport, GreedyReport
+from outrider.certify.controls import CONTROLS, Control
+from outrider.certify.design import Design, num_tests
+from outrider.certify.divergence import against_plain, first_difference, plain_batches
+from outrider.certify.exact import check_exactly
+from outrider.certify.observed import Observed, Written, joined, observe
+from outrider.decoding.engine import decode
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import OptionError, PromptError
+from outrider.records import DEFAULT_NUM_DRAFT_TOKENS, Request, Sampling
+from outrider.sampling.rules import GUMBEL, REJECTION, RULES
+from outrider.stats.evidence import rate_bound, tokens_needed
+from outrider.text.row_text import RowText
+
+NUM_PILOT_TOKENS = 1024
+LEAST_NUM_TOKENS = 200
+_PILOT_TEXTS = 2**32  # the pilot's texts are counted from here, so that no seed is used twice
+_NUM_CONTEXTS = 8  # of the exact layer
+_LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each has its share of the level
+_MOST_CONTROL_LEVEL = 1e-3  # at a higher one, a right loop would be found out now and then
+_HARDLY_OFF = 0.005  # total variation below which a mistake is none
+_SPARE = 1.2  # tokens wanted over tokens needed: the pilot's estimate is one
+_BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be certified.
+
+    Attributes:
+        decoder: with its draft, rule and K.
+        sampling: without a seed.
+        prompts: token ids of each.
+        level: probability of a false alarm of the statistical layer.
+        seed: text i is written with seed + i.
+    """
+
+    decoder: Decoder
+    sampling: Sampling
+    prompts: Sequence[Sequence[int]]
+    level: float
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert self.prompts and self.batch_size >= 1
+        if not 0 < self.level < 1:
+            raise OptionError("--alpha-level", self.level, "a number between 0 and 1")
+        most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
+        for index, ids in enumerate(self.prompts):
+            if len(ids) >= most:
+                raise PromptError(f"prompt {index} has {len(ids)} tokens, but here a prompt has less than {most}")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of the controls, which are made with a constant one."""
+        k = self.decoder.num_draft_tokens
+        return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature == 0
+
+    def prompt_of(self, text: int) -> int:
+        return text % len(self.prompts)
+
+    def request(self, text: int) -> Request:
+        """The request of a text, ended by what ends texts of the decoder."""
+        ids = self.prompts[self.prompt_of(text)]
+        most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
+        sampling = replace(self.sampling, seed=self.seed + text, max_new_tokens=most)
+        stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, ())
+        return Request(ids, sampling, stop)
+
+
+def write(job: Job, texts: Sequence[int], control: Control | None = None) -> list[Written]:
+    """Texts of the real loop, in one batch.
+
+    Args:
+        control: a mistake to make.
+    """
+    decoder = job.decoder
+    requests = [job.request(text) for text in texts]
+    rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
+    if control is None:
+        names = [one.name for one in fields(Sampling)]
+        columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
+        for chunk in decoder.stream_many([list(request.prompt_ids) for request in requests], **columns):
+            rounds[chunk.row].append(chunk.token_ids)
+    else:
+        decoder = _eager(decoder)
+        target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
+        for round_ in decode(target, drafter, requests, control.rule, num_draft_tokens=job.num_draft_tokens):
+            for row in round_.rows:
+                rounds[row.row].append(row.token_ids)
+    return [
+        Written(
+            index=text,
+            prompt=job.prompt_of(text),
+            prompt_ids=tuple(request.prompt_ids),
+            token_ids=tuple(token for ids in row for token in ids),
+            places=tuple(place for ids in row for place in range(len(ids))),
+        )
+        for text, request, row in zip(texts, requests, rounds, strict=True)
+    ]
+
+
+def _eager(decoder: Decoder) -> Decoder:
+    """For mistakes, and what they are held against: preparing steps for each would take longer than all the rest."""
+    drafter = decoder.drafter
+    if isinstance(drafter, ModelDrafter):
+        drafter = ModelDrafter(drafter.lm.eager())
+    return replace(decoder, target=decoder.target.eager(), drafter=drafter)
+
+
+class Sample:
+    """Tokens of one way to write, in the order of the texts, as many as are asked for."""
+
+    def __init__(self, job: Job, control: Control | None = None, first_text: int = 0) -> None:
+        self._job, self._control, self._next_text = job, control, first_text
+        self._parts: list[Observed] = []
+        self.written: list[Written] = []
+
+    def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> Observed:
+        """The first tokens, written where they are not there yet."""
+        job = self._job
+        num_there = sum(map(len, self._parts))
+        while num_there < num_tokens:
+            texts = range(self._next_text, self._next_text + job.batch_size)
+            self._next_text += job.batch_size
+            batch = write(job, texts, self._control)
+            decoder = job.decoder
+            part = observe(
+                decoder.target, decoder.drafter, job.sampling, batch, seed=job.seed, batch_size=job.batch_size
+            )
+            self.written += batch
+            self._parts.append(part)
+            on_tokens(min(len(part), num_tokens - num_there))
+            num_there += len(part)
+        return joined(self._parts).first(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pilot:
+    """A look at tokens that will not be tested.
+
+    Attributes:
+        observed: None at temperature 0.
+        seconds: for each of them, to write and to judge it.
+    """
+
+    written: Sequence[Written]
+    observed: Observed | None
+    seconds: float
+
+    def num_tokens_for(self, budget_s: float) -> int:
+        """How many tokens to test if all is to take about so long."""
+        return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
+
+    def num_tokens_to_detect(self, distance: float, level: float) -> int:
+        """How many tokens to test so that so large a total variation is found out.
+
+        Raises:
+            OptionError: the draft is not that far from the target.
+        """
+        assert self.observed is not None
+        drift = self.observed.drift
+        needed = tokens_needed(self.observed.score, drift, distance, level / num_tests(has_rounds=True))
+        if needed is None:
+            farthest = float(drift.distances.mean())
+            raise OptionError(
+                "--detect-tv",
+                distance,
+                f"the draft itself is no farther from the target than {farthest:.3f}: ask for less",
+            )
+        return max(LEAST_NUM_TOKENS, math.ceil(_SPARE * needed))
+
+
+def fly(job: Job) -> Pilot:
+    """The pilot run."""
+    # For warming up; where steps are prepared for each size, a whole batch, whose rows end one after the other. (Other
+    # prompts may be of other sizes still, and then the sample gets smaller.)
+    first = _PILOT_TEXTS + (1 if job.decoder.target.execution.name == "eager" else job.batch_size)
+    write(job, range(_PILOT_TEXTS, first))
+    began = time.perf_counter()
+    if job.is_greedy:
+        written = write(job, range(first, first + job.batch_size))
+        return Pilot(written, None, (time.perf_counter() - began) / sum(len(one.token_ids) for one in written))
+    sample = Sample(job, first_text=first)
+    observed = sample.first(NUM_PILOT_TOKENS)
+    num_tokens = sum(len(one.token_ids) for one in sample.written)  # more: whole batches are written
+    return Pilot(sample.written, observed, (time.perf_counter() - began) / num_tokens)
+
+
+def certify(
+    job: Job,
+    pilot: Pilot,
+    num_tokens: int,
+    *,
+    wanted: float | None = None,
+    controls: Sequence[Control] | None = None,
+    on_tokens: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Certificate:
+    """All layers.
+
+    Args:
+        num_tokens: to be tested.
+        wanted: the total variation that must be detectable.
+        controls: the mistakes to be made; None for all.
+        on_tokens: told what is being done, how many tokens of it were just written, and of how many.
+    """
+    decoder = job.decoder
+    contexts = list(_contexts(job, pilot.written))
+    exact = check_exactly(decoder.target, decoder.drafter, job.sampling, RULES[decoder.acceptance], contexts)
+    checks = [(there, list(plain_texts(there))) for there in _deterministic(job)]
+    greedy = [check_greedily(there, plain) for there, plain in checks]
+    made = CONTROLS if controls is None else controls
+    if pilot.observed is None:
+        there, plain = checks[0]
+        if decoder.target.execution.name != "eager":  # mistakes are made eagerly, and rounding is no mistake
+            there = replace(there, decoder=_eager(decoder))
+            plain = list(plain_texts(there))
+        return Certificate(exact, None, [_greedy_control(there, plain, control) for control in made], greedy)
+    design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts))
+
+    def telling(what: str) -> Callable[[int], None]:
+        return lambda done: on_tokens(what, done, num_tokens)
+
+    sample = Sample(job)
+    observed = sample.first(num_tokens, telling("sample"))
+    statistical = design.report(observed, job.level, len(sample.written), wanted)
+    found = []
+    reference = _Reference(job)
+    for control in made:
+        report, written = _control(job, design, control, telling(control.name))
+        if not report.is_ok and statistical.detectable is not None:
+            most = _most_off(reference.first(len(written)), written)
+            if most < min(_HARDLY_OFF, statistical.detectable):
+                report = replace(report, excuse=f"off by less than {most:.2%} here (with 99%)")
+        found.append(report)
+    return Certificate(exact, statistical, found, greedy)
+
+
+def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]:
+    """Prefixes of texts, here and there."""
+    for i in range(_NUM_CONTEXTS):
+        one = written[i % len(written)]
+        text = (*one.prompt_ids, *one.token_ids)[: job.decoder.context_len - 3]
+        yield text[: max(len(one.prompt_ids), len(text) * (i + 1) // _NUM_CONTEXTS)]
+
+
+def _deterministic(job: Job) -> Iterator[Job]:
+    """The same with options under which the text is that of plain decoding."""
+    yield replace(job, sampling=replace(job.sampling, temperature=0.0))
+    if job.decoder.acceptance == GUMBEL.name and not job.is_greedy:
+        yield job
+
+
+def plain_texts(job: Job) -> Iterator[list[list[int]]]:
+    """Of all prompts, by plain decoding, a batch at a time."""
+    requests = [job.request(index) for index in range(len(job.prompts))]
+    return plain_batches(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
+
+
+def check_greedily(
+    job: Job,
+    plain: Iterable[Sequence[Sequence[int]]],
+    control: Control | None = None,
+    on_texts: Callable[[int], None] = lambda done: None,
+) -> GreedyReport:
+    """Texts of all prompts against plain decoding, each explained where they differ.
+
+    Args:
+        plain: its texts (``plain_texts``).
+    """
+    indices = range(len(job.prompts))
+    texts = []
+    for begin in range(0, len(indices), job.batch_size):
+        texts += [one.token_ids for one in write(job, indices[begin : begin + job.batch_size], control)]
+    num_tokens, differences = against_plain(
+        job.decoder.target,
+        [job.request(index) for index in indices],
+        plain,
+        texts,
+        num_draft_tokens=job.num_draft_tokens,
+        on_texts=on_texts,
+    )
+    return GreedyReport(len(job.prompts), num_tokens, differences, job.sampling.temperature > 0)
+
+
+def _excuse(job: Job, control: Control) -> str | None:
+    return control.excuse(
+        k=job.num_draft_tokens,
+        has_probs=isinstance(job.decoder.drafter, ModelDrafter),
+        has_cache=bool(job.decoder.target.layer_shapes),
+        is_greedy=job.is_greedy,
+    )
+
+
+def _control(
+    job: Job, design: Design, control: Control, on_tokens: Callable[[int], None]
+) -> tuple[ControlReport, Sequence[Written]]:
+    """Make a mistake until it is found out, or the tokens are used up. Gives what it wrote, too."""
+    excuse = _excuse(job, control)
+    if excuse is not None:
+        return ControlReport(control, excuse), ()
+    sample = Sample(job, control)
+    report = ControlReport(control)
+    level = min(job.level, _MOST_CONTROL_LEVEL) / len(_LOOKS)
+    for share in _LOOKS:
+        num_tokens = max(1, round(share * design.num_tokens))
+        observed = sample.first(num_tokens, on_tokens)
+        tests = design.tests(observed, level)
+        best = min(tests, key=lambda test: test.p)
+        is_forbidden = bool(observed.is_forbidden.any())
+        is_caught = is_forbidden or best.is_alarm
+        by, p = ("forbidden tokens", 0.0) if is_forbidden else (best.name, best.p)
+        report = ControlReport(control, None, is_caught, num_tokens, by, p)
+        if is_caught:
+            break
+    return report, sample.written
+
+
+class _Reference:
+    """Texts of the rule that the mistakes are of, with their K and the same seeds."""
+
+    def __init__(self, job: Job) -> None:
+        k = job.num_draft_tokens
+        self._job = replace(job, decoder=replace(_eager(job.decoder), acceptance=REJECTION.name, num_draft_tokens=k))
+        self._written: list[Written] = []
+
+    def first(self, num_texts: int) -> Sequence[Written]:
+        """The first texts, written where they are not there yet."""
+        while len(self._written) < num_texts:
+            begin = len(self._written)
+            self._written += write(self._job, range(begin, begin + self._job.batch_size))
+        return self._written[:num_texts]
+
+
+def _most_off(right: Sequence[Written], written: Sequence[Written]) -> float:
+    """By how much a mistake can be off, in total variation, going by where its texts part from those that the right
+    rule writes with the same noise: whatever is done with the noise, two laws do not give the same token more often
+    than they agree (the coupling inequality). An upper bound, with probability POWER, on average until texts part."""
+    num_apart = num_tokens = 0
+    for a, b in zip(right, written, strict=True):
+        at = first_difference(a.token_ids, b.token_ids)
+        num_apart += at is not None
+        num_tokens += len(a.token_ids) if at is None else at + 1
+    return rate_bound(num_apart, num_tokens)
+
+
+def _greedy_control(job: Job, plain: Sequence[Sequence[Sequence[int]]], control: Control) -> ControlReport:
+    excuse = _excuse(job, control)
+    if excuse is not None:
+        return ControlReport(control, excuse)
+    found = check_greedily(job, plain, control)
+    # Nothing is left to chance here; enough text is what would be enough above temperature 0.
+    if not found.differences and rate_bound(0, found.num_tokens) < _HARDLY_OFF:
+        excuse = f"it never comes up in {found.num_tokens} tokens"
+    return ControlReport(control, excuse, not found.is_ok, found.num_tokens, "text")

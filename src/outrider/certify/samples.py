@@ -1,0 +1,167 @@
+"""Samples: do texts that another system has written follow the target's law?
+
+The statistical layer of a certificate (outrider.certify.design) for texts that come with nothing else: no rounds, no
+seeds, no way to have more of them. The first texts settle the stakes and are not tested; all tokens of the others are.
+Texts that claim to be greedy are compared with plain decoding, token by token (outrider.certify.divergence).
+
+Each text must have been sampled with randomness of its own: texts that share a seed, or are copies, are not n texts.
+How many tokens there are may depend on what they are, where texts end by an end token. The sums of the tests by stakes
+are martingales that end with the last text, so their p-values hold as they are; for those of the PIT it holds up to
+what the limit theorem leaves (docs/certify.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.certify.certificate import GreedyReport, StatisticalReport
+from outrider.certify.design import Design
+from outrider.certify.divergence import against_plain, plain_batches
+from outrider.certify.observed import Observed, Written, joined, observe
+from outrider.drafters.base import Drafter
+from outrider.errors import PromptError
+from outrider.records import Request, Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import REJECTION
+from outrider.text.row_text import RowText
+
+_PILOT_SHARE = 0.1  # of the texts
+_LARGEST_BLOCK = 8  # tokens in a forward of a system that is not known; for telling rounding from faults
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A text that another system has written.
+
+    Attributes:
+        line: its number in the file, for messages.
+        token_ids: what was written after the prompt, with the end token if there was one.
+        sampling: as it is said to have been sampled; its limits, seed and stop strings do not matter.
+    """
+
+    line: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesReport:
+    """All findings.
+
+    Attributes:
+        statistical: of the sampled texts; None if there are none.
+        greedy: of the texts of temperature 0; empty if there are none.
+        num_repeats: see the function.
+    """
+
+    statistical: StatisticalReport | None
+    greedy: Sequence[GreedyReport]
+    num_repeats: int
+
+    @property
+    def is_consistent(self) -> bool:
+        return all(one.is_ok for one in self.greedy) and (self.statistical is None or self.statistical.is_ok)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "is_consistent": self.is_consistent,
+            "num_repeats": self.num_repeats,
+            "statistical": self.statistical and self.statistical.to_json(),
+            "greedy": [one.to_json() for one in self.greedy],
+        }
+
+
+def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) -> None:
+    """Find out before the work that a text cannot be judged.
+
+    Raises:
+        PromptError: it is empty, too long, or has ids beyond the vocabulary.
+    """
+    for one in samples:
+        whole, where = (*one.prompt_ids, *one.token_ids), f"line {one.line}"
+        if not one.prompt_ids or not one.token_ids:
+            raise PromptError(f"{where}: there must be at least one token of the prompt, and one of the output")
+        if len(whole) > context_len:
+            raise PromptError(f"{where}: {len(whole)} tokens, but here a text has at most {context_len}: cut it")
+        if max(whole) >= vocab_size or min(whole) < 0:
+            raise PromptError(f"{where}: a token id outside 0..{vocab_size - 1}")
+
+
+def judge(
+    target: LM,
+    drafter: Drafter,
+    samples: Sequence[Sample],
+    *,
+    level: float,
+    seed: int,
+    batch_size: int,
+    on_texts: Callable[[int], None] = lambda done: None,
+) -> StatisticalReport:
+    """Hold sampled texts against the target's law.
+
+    Args:
+        drafter: where deviations are looked for: towards its q.
+        samples: at least two, of temperatures above 0.
+        level: probability of a false alarm.
+        seed: of the tests' own randomness.
+        on_texts: told how many texts were just judged.
+    """
+    num_pilots = max(1, round(_PILOT_SHARE * len(samples)))
+    num_tested = len(samples) - num_pilots
+    assert num_tested > 0
+    prompts = {ids: index for index, ids in enumerate(dict.fromkeys(one.prompt_ids for one in samples))}
+    laws: list[Sampling] = []
+    groups: list[list[Written]] = []
+    for index, one in enumerate(samples):
+        if one.sampling not in laws:
+            laws.append(one.sampling)
+            groups.append([])
+        text = Written(index, prompts[one.prompt_ids], one.prompt_ids, one.token_ids, (0,) * len(one.token_ids))
+        groups[laws.index(one.sampling)].append(text)
+
+    def observed(indices: range) -> Observed:
+        parts = []
+        for law, group in zip(laws, groups, strict=True):
+            texts = [text for text in group if text.index in indices]
+            for begin in range(0, len(texts), batch_size):
+                batch = texts[begin : begin + batch_size]
+                parts.append(observe(target, drafter, law, batch, seed=seed, batch_size=batch_size))
+                on_texts(len(batch))
+        return joined(parts)
+
+    pilot, tested = observed(range(num_pilots)), observed(range(num_pilots, len(samples)))
+    num_tokens = len(pilot) * num_tested // num_pilots  # not len(tested), which may depend on the tokens
+    design = Design.of(pilot, num_tokens, level, len(prompts), has_rounds=False)
+    report = design.report(tested, level, num_tested, None)
+    # What the target forbids is no matter of chance, in whichever text.
+    return replace(
+        report,
+        num_forbidden=report.num_forbidden + int(pilot.is_forbidden.sum()),
+        num_at_edge=report.num_at_edge + int(pilot.is_at_edge.sum()),
+    )
+
+
+def num_repeats(samples: Sequence[Sample]) -> int:
+    """How many sampled texts are equal to an earlier one of the same prompt."""
+    texts = [(one.prompt_ids, one.token_ids) for one in samples]
+    return len(texts) - len(set(texts))
+
+
+def judge_greedily(
+    target: LM, samples: Sequence[Sample], batch_size: int, on_texts: Callable[[int], None] = lambda done: None
+) -> GreedyReport:
+    """Hold greedy texts against plain decoding. Differences carry the number of the line in the place of a prompt's."""
+    requests = []
+    for one in samples:
+        sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
+        requests.append(Request(one.prompt_ids, sampling, RowText(None, (), ())))
+    texts = [one.token_ids for one in samples]
+    plain = plain_batches(target, REJECTION, requests, batch_size)
+    num_tokens, differences = against_plain(
+        target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_texts=on_texts
+    )
+    differences = [replace(one, prompt=samples[one.prompt].line) for one in differences]
+    return GreedyReport(len(samples), num_tokens, differences, has_noise=False)

@@ -1,0 +1,90 @@
+"""``outrider alpha``: how far target and draft agree, from their logits alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.jsonl import read_prompts
+from outrider.cli.shared.options import BatchSizeOption, JsonOption, PairOptions, check_batch_size, flat
+from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.errors import OptionError
+
+if TYPE_CHECKING:
+    from outrider.scoring.alpha import Alpha
+
+
+@flat
+def alpha(
+    pair: PairOptions,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File of texts to judge: JSON lines with a 'prompt', or plain lines. Default: 15 sentences."),
+    ] = None,
+    temperatures: Annotated[str, typer.Option("-t", "--temperature", help="One or several: 0,0.5,1.")] = "0,0.5,1,1.5",
+    top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
+    batch_size: BatchSizeOption = 8,
+    plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """The probability that a drafted token stands, at every place of given texts. Nothing is generated."""
+    grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
+    check_batch_size(batch_size)
+    check_json_target(json_target)
+
+    from outrider.bench.plots import check_plot_file, plot_alpha
+    from outrider.bench.report import interval_text, new_table
+    from outrider.drafters.model import ModelDrafter
+    from outrider.evals.prompts import PROMPTS
+    from outrider.scoring.alpha import measure_alpha, sampling_grid
+    from outrider.scoring.teacher_forcing import Text
+    from outrider.text.tokenizer import encode
+
+    if plot is not None:
+        check_plot_file(plot)
+    samplings = list(sampling_grid(*grid))
+    sentences = PROMPTS if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
+    decoder = pair.load()
+    texts = [Text(encode(decoder.tokenizer, sentence)) for sentence in sentences]
+    results: dict[str, list[Alpha]] = {}
+    for name in pair.draft_names:
+        drafter = pair.load_draft(decoder, name)
+        if not isinstance(drafter, ModelDrafter):
+            raise OptionError("--draft", name, "alpha is of two models (outrider replay judges look-ups)")
+        with progress_bar(name, len(texts)) as advance:
+            results[name] = measure_alpha(
+                decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance
+            )
+    console = console_for(json_target)
+    num_tokens = results[pair.draft_names[0]][0].num_tokens
+    table = new_table(
+        f"{decoder.target.name}, {num_tokens} tokens", "draft", "temperature", "top-p", "alpha, 95%", "TV"
+    )
+    for name, alphas in results.items():
+        for one in alphas:
+            value, sampling = one.alpha.value, one.sampling
+            top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # where it changes nothing
+            row = f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"
+            table.add_row(name, *row)
+    console.print(table)
+    console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")
+    if plot is not None:
+        plot_alpha(results, plot, f"{decoder.target.name}: agreement with its draft")
+        console.print(f"Plot: {plot}")
+    body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
+    options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
+    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder.target)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    """Numbers with commas between them, each once and in order; the options themselves check their range.
+
+    Raises:
+        OptionError
+    """
+    try:
+        return sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise OptionError(name, text, "numbers with commas between them, like 0,0.5,1") from None

@@ -1,0 +1,107 @@
+"""``outrider analyze``: what a file of rounds says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import JsonOption
+from outrider.cli.shared.output import check_json_target, check_outputs, console_for, write_json
+from outrider.errors import OptionError
+from outrider.records import MAX_NUM_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from outrider.replay.rounds import Analysis
+
+
+def analyze(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Rounds: the --output of replay or of generate; or lines of cumulative counts like [3, 5] "
+            "(decoding-speculative-decoding), in which the ends of prompts are guessed from a decrease, unless "
+            "--tokens-per-prompt is given."
+        ),
+    ],
+    tokens_per_prompt: Annotated[
+        int | None, typer.Option(help="For cumulative counts: every prompt was written to so many tokens.")
+    ] = None,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option("-k", "--num-draft-tokens", help="For cumulative counts: K. Default: the most that were kept."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot rounds and positions: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Tokens per round, over prompts and categories, and how often each drafted position stands."""
+    for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
+        if value is not None and value < 1:
+            raise OptionError(name, value, "a whole number >= 1")
+    if num_draft_tokens is not None and num_draft_tokens > MAX_NUM_DRAFT_TOKENS:
+        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"a whole number <= {MAX_NUM_DRAFT_TOKENS}")
+    check_outputs({"--json": json_target, "--plot": plot}, [file])
+    check_json_target(json_target)
+
+    from outrider.bench.plots import check_plot_file, plot_rounds
+    from outrider.bench.report import interval_text, new_table
+    from outrider.replay.rounds import analyse, read_file
+
+    if plot is not None:
+        check_plot_file(plot)
+    found = read_file(file, tokens_per_prompt=tokens_per_prompt, k=num_draft_tokens)
+    analyses = {arm: analyse(prompts) for arm, prompts in found.arms.items()}
+    console = console_for(json_target)
+    rounds = new_table(str(file), "rounds", "category", "prompts", "rounds", "tau, 95%", "mean of prompts", "accepted")
+    for arm, all_prompts in analyses.items():
+        for category, one in [("all", all_prompts), *all_prompts.by_category.items()]:
+            rounds.add_row(
+                arm.label,
+                category,
+                str(len(one.prompts)),
+                str(round(one.counts.num_rounds)),
+                interval_text(one.tau),
+                "-" if one.prompt_tau is None else f"{one.prompt_tau:.2f}",
+                "-" if one.counts.draft_acceptance_rate is None else f"{100 * one.counts.draft_acceptance_rate:.1f}%",
+            )
+    console.print(rounds)
+    for arm, one in analyses.items():
+        positions = new_table(arm.label, "position", "drafted", "judged", "accepted", "if those before", "of drafted")
+        for rate in one.rates:
+            at = rate.position
+            positions.add_row(
+                str(at.position),
+                str(round(at.num_drafted)),
+                str(round(at.num_judged)),
+                str(round(at.num_accepted)),
+                interval_text(rate.conditional),
+                interval_text(rate.unconditional),
+            )
+        console.print(positions)
+    console.print(
+        "tau: tokens per round, with an interval over the prompts; intervals of positions take rounds as independent",
+        style="dim",
+    )
+    for note in found.notes:
+        console.print(f"Note: {note}")
+    if plot is not None:
+        plot_rounds({arm.label: one.counts for arm, one in analyses.items()}, plot, file.name)
+        console.print(f"Plot: {plot}")
+    options = {"file": str(file), "tokens_per_prompt": tokens_per_prompt, "num_draft_tokens": num_draft_tokens}
+    body: dict[str, Any] = {
+        "arms": [
+            {"draft": arm.draft, "k": arm.k, "acceptance": arm.acceptance, **_analysis_json(one)}
+            for arm, one in analyses.items()
+        ],
+        "notes": list(found.notes),
+    }
+    write_json(json_target, "analyze", options, body)
+
+
+def _analysis_json(analysis: Analysis) -> dict[str, Any]:
+    prompts = [
+        {"index": one.index, "category": one.category, "stats": one.counts.to_json()} for one in analysis.prompts
+    ]
+    categories = [{"category": name, **one.to_json()} for name, one in analysis.by_category.items()]
+    return analysis.to_json() | {"categories": categories, "prompts": prompts}

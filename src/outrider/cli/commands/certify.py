@@ -1,0 +1,295 @@
+"""``outrider certify``: is the text of this pair, with these options, distributed as the target's own?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.findings import (
+    greedy_row,
+    statistical_rows,
+    tell_deviation,
+    tell_differences,
+    verdict,
+    write_findings,
+)
+from outrider.cli.shared.jsonl import read_prompts
+from outrider.cli.shared.options import (
+    DEFAULT_ALPHA_LEVEL,
+    AlphaLevelOption,
+    BatchSizeOption,
+    HtmlOption,
+    JsonOption,
+    PairOptions,
+    PromptsOption,
+    SamplingOptions,
+    SeedOption,
+    check_alpha_level,
+    check_batch_size,
+    flat,
+    single_k,
+)
+from outrider.cli.shared.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    make_document,
+    options_json,
+    progress_bar,
+)
+from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
+from outrider.errors import FileError, OptionError, PromptError
+from outrider.records import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.certify.certificate import Certificate, ControlReport
+    from outrider.certify.run import Job, Pilot
+
+_STATISTICS = "Statistics"
+_DEFAULT_BUDGET = "5m"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@flat
+def certify(
+    context: typer.Context,
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: Annotated[
+        str,
+        typer.Option(
+            "-k", "--num-draft-tokens", help="K, tokens drafted per round, or auto.", rich_help_panel="Models"
+        ),
+    ] = str(DEFAULT_NUM_DRAFT_TOKENS),
+    prompts: PromptsOption = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
+    ] = 64,
+    alpha_level: AlphaLevelOption = DEFAULT_ALPHA_LEVEL,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"About how long it may take: 90s, 5m. Default: {_DEFAULT_BUDGET}.", rich_help_panel=_STATISTICS
+        ),
+    ] = None,
+    detect_tv: Annotated[
+        float | None,
+        typer.Option(help="Total variation to be found out with 99%: sets the sample.", rich_help_panel=_STATISTICS),
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to test, in the place of a budget.", rich_help_panel=_STATISTICS)
+    ] = None,
+    batch_size: BatchSizeOption = 8,
+    seed: SeedOption = 0,
+    again: Annotated[
+        Path | None, typer.Option(help="Run a certificate once more, from the JSON document of it.")
+    ] = None,
+    html: HtmlOption = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
+    check_json_target(json_target)
+    sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
+    given = [(name, value) for name, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        raise OptionError(*given[0], f"give one of {', '.join(sizes)}")
+    stored: dict[str, Any] | None = None
+    if again is not None:
+        check_alone(context)
+        pair, sampling, own, stored = read_certificate(again)
+        prompts, chosen_k, max_new_tokens, alpha_level, detect_tv, num_tokens, batch_size, seed = own
+        num_draft_tokens = str(chosen_k)
+    check_outputs({"--html": html, "--json": json_target}, [prompts, pair.models, again])
+    check_batch_size(batch_size)
+    k = single_k(num_draft_tokens, pair, sampling, seed)
+    budget_s = _seconds(budget or _DEFAULT_BUDGET)
+    if detect_tv is not None and not 0 < detect_tv < 1:
+        raise OptionError("--detect-tv", detect_tv, "a number between 0 and 1, like 0.01")
+    check_alpha_level(alpha_level)
+    draft = pair.single_draft
+    if draft == "none":
+        raise OptionError("--draft", draft, "without a draft there is nothing to certify")
+    options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
+    texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
+
+    from outrider.bench.plots import check_plot_file
+    from outrider.certify.page import render_certificate
+    from outrider.certify.run import LEAST_NUM_TOKENS, fly
+    from outrider.certify.run import certify as judge
+
+    if html is not None:
+        check_plot_file(html, (".html",))
+
+    if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
+        raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
+    decoder, job = job_of(pair, options, k, texts, alpha_level, batch_size, seed)
+    inputs = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
+    if stored is not None and stored != inputs:
+        what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != inputs[name])
+        raise FileError(f"{again}: the {what} are other ones now, so it cannot be run again")
+    pilot = fly(job)
+    if num_tokens is None:
+        num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
+    with _telling(num_tokens) as on_tokens:
+        certificate = judge(job, pilot, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
+    _show(console_for(json_target), job, draft, certificate)
+    settings = options_json(
+        pair,
+        options,
+        num_draft_tokens=k,
+        prompts=prompts,
+        alpha_level=alpha_level,
+        budget=budget,
+        detect_tv=detect_tv,
+        num_tokens=num_tokens,
+        batch_size=batch_size,
+    )
+    document = make_document("certify", settings, {**certificate.to_json(), **inputs}, decoder.target)
+    write_findings(document, json_target, html, render_certificate)
+    if not certificate.is_certified:
+        raise typer.Exit(1)
+
+
+def job_of(
+    pair: PairOptions,
+    options: dict[str, Any],
+    k: NumDraftTokens,
+    texts: Sequence[str] | None,
+    level: float,
+    batch_size: int,
+    seed: int,
+) -> tuple[Decoder, Job]:
+    """What is to be certified.
+
+    Args:
+        texts: prompts; None for the built-in ones.
+
+    Raises:
+        PromptError: it says which.
+    """
+    from dataclasses import replace
+
+    from outrider.certify.run import Job
+    from outrider.evals.prompts import PROMPTS
+    from outrider.records import Sampling
+
+    plain = pair.load()
+    decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
+    prompts = []
+    for index, text in enumerate(PROMPTS if texts is None else texts):
+        try:
+            prompts.append(tuple(decoder.encode(text)))
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from None
+    return decoder, Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+
+
+def _weights(decoder: Decoder) -> dict[str, str | None]:
+    """A checksum of each model's weights."""
+    from outrider.drafters.model import ModelDrafter
+    from outrider.models.loading import weights_checksum
+
+    drafter = decoder.drafter
+    return {
+        "target": weights_checksum(decoder.target.model),
+        "draft": weights_checksum(drafter.lm.model) if isinstance(drafter, ModelDrafter) else None,
+    }
+
+
+def _checksum(prompts: Sequence[Sequence[int]]) -> str:
+    """SHA-256 of token ids."""
+    return hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()
+
+
+def _num_tokens(job: Job, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:
+    if detect_tv is None:
+        return pilot.num_tokens_for(budget_s)
+    if job.is_greedy:
+        raise OptionError("--detect-tv", detect_tv, "at temperature 0 nothing is left to chance; leave it out")
+    return pilot.num_tokens_to_detect(detect_tv, job.level)
+
+
+@contextmanager
+def _telling(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
+    """One bar over the tokens of the sample and of all controls: a control that is found out early is a jump."""
+    from outrider.certify.controls import CONTROLS
+
+    done: dict[str, int] = {}
+    with progress_bar("tokens", num_tokens * (1 + len(CONTROLS))) as advance:
+
+        def on_tokens(what: str, steps: int, total: int) -> None:
+            if what not in done:
+                advance(sum(total - count for count in done.values()))
+                done.update({name: total for name in done} | {what: 0})
+            done[what] += steps
+            advance(steps)
+
+        yield on_tokens
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not match or float(match[1]) == 0:
+        raise OptionError("--budget", text, "a time, like 90s or 5m")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
+    from outrider.bench.report import new_table
+    from outrider.certify.exact import comparisons
+
+    decoder = job.decoder
+    title = (
+        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, "
+        f"temperature {job.sampling.temperature:g}"
+    )
+    table = new_table(title, "layer", "found", "verdict")
+    for name, gap, _, is_ok in comparisons(certificate.exact.to_json()):
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(is_ok))
+    statistical = certificate.statistical
+    if statistical is None:
+        table.add_row("statistical", "nothing is left to chance", "-")
+    else:
+        for row in statistical_rows(statistical):
+            table.add_row(*row)
+    for one in certificate.greedy:
+        table.add_row(*greedy_row(one))
+    for control in certificate.controls:
+        found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
+        table.add_row(f"control: {control.control.about}", _control_text(control), found)
+    console.print(table)
+    for one in certificate.greedy:
+        tell_differences(console, one, "prompt", decoder.tokenizer)
+    if statistical is not None:
+        tell_deviation(console, statistical, "the draft")
+        wanted, least = statistical.wanted, statistical.detectable
+        if wanted is not None and (least is None or least > wanted):
+            console.print(f"That is more than the {wanted:.2%} asked for: test more (--num-tokens).")
+    if certificate.is_idle:
+        console.print(
+            "No drafted token stood, or no mistake would have shown: with these options nothing is certified."
+        )
+    elif any(not control.is_ok for control in certificate.controls):
+        more = "prompts, or longer texts (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
+        console.print(f"A known mistake was not found out, so that nothing is certified: take more {more}.")
+    false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
+    console.print(("CERTIFIED" if certificate.is_certified else "NOT CERTIFIED") + false_alarm, style="bold")
+
+
+def _control_text(report: ControlReport) -> str:
+    if report.excuse:
+        return report.excuse
+    p = "" if report.p is None else f"p = {report.p:.0e}, "
+    return f"{p}{report.num_tokens} tokens"

@@ -1,0 +1,197 @@
+"""``outrider certify-samples``: do texts of another system follow the target's law?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.findings import greedy_row, statistical_rows, tell_deviation, tell_differences, write_findings
+from outrider.cli.shared.jsonl import SampleLine, read_samples
+from outrider.cli.shared.options import (
+    DEFAULT_ALPHA_LEVEL,
+    AlphaLevelOption,
+    BatchSizeOption,
+    HtmlOption,
+    JsonOption,
+    MachineOptions,
+    PairOptions,
+    SamplingOptions,
+    check_alpha_level,
+    check_batch_size,
+    flat,
+)
+from outrider.cli.shared.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    make_document,
+    options_json,
+    progress_bar,
+)
+from outrider.errors import FileError, OptionError, PromptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.certify.samples import Sample, SamplesReport
+
+_NAMES = tuple(field.name for field in fields(SamplingOptions))
+
+
+@flat
+def certify_samples(
+    target: Annotated[
+        str, typer.Argument(help="Known name, folder or hub id of the model that the texts are said to be of.")
+    ],
+    file: Annotated[Path, typer.Argument(help="JSON lines: prompt_ids or prompt; token_ids or text; perhaps options.")],
+    machine: MachineOptions,
+    sampling: SamplingOptions,
+    draft: Annotated[
+        str, typer.Option(help="The draft that the system used: where deviations are looked for first.")
+    ] = "none",
+    alpha_level: AlphaLevelOption = DEFAULT_ALPHA_LEVEL,
+    batch_size: BatchSizeOption = 8,
+    seed: Annotated[int, typer.Option(help="Of the tests' own randomness.")] = 0,
+    html: HtmlOption = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Hold texts of any system against the law of its target. Exit code 0: consistent, 1: not.
+
+    Sampling options are those that the texts are said to be sampled with, where their lines do not say. Each text must
+    have been sampled with randomness of its own."""
+    check_outputs({"--html": html, "--json": json_target}, [file, machine.models])
+    check_json_target(json_target)
+    check_batch_size(batch_size)
+    check_alpha_level(alpha_level)
+    if seed < 0:
+        raise OptionError("--seed", seed, "a whole number >= 0")
+    options = sampling.to_options(seed=None, num_seeds=1)
+    lines = read_samples(file, _NAMES)
+    is_text = any(isinstance(line.output, str) for line in lines)
+
+    from outrider.bench.plots import check_plot_file
+    from outrider.certify.page import render_samples
+    from outrider.certify.samples import check_samples
+
+    if html is not None:
+        check_plot_file(html, (".html",))
+    pair = PairOptions(target=target, draft=[draft], **asdict(machine))
+    plain = pair.load()
+    decoder = replace(plain, drafter=pair.load_draft(plain, draft))
+    samples = list(_samples(decoder, file, lines, sampling))
+    try:
+        check_samples(samples, decoder.target.vocab_size, decoder.context_len)
+    except PromptError as error:
+        raise FileError(f"{file}, {error}") from None
+    report = _judge(decoder, file, samples, alpha_level, seed, batch_size)
+    _show(console_for(json_target), decoder, file, report, is_text, alpha_level)
+    settings = options_json(pair, options, file=file, alpha_level=alpha_level, batch_size=batch_size, seed=seed)
+    body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
+    document = make_document("certify-samples", settings, body, decoder.target)
+    write_findings(document, json_target, html, render_samples)
+    if not report.is_consistent:
+        raise typer.Exit(1)
+
+
+def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions) -> Iterator[Sample]:
+    """Token ids and options of each line.
+
+    Args:
+        sampling: where a line does not say.
+
+    Raises:
+        FileError: an option or a prompt of a line is not possible.
+    """
+    from outrider.certify.samples import Sample
+    from outrider.records import Sampling
+
+    for line in lines:
+        where = f"{file}, line {line.number}"
+        given = replace(sampling, **line.options)
+        try:
+            law = Sampling(**given.to_options(seed=None, num_seeds=1))
+            decoder.check_bias(law.logit_bias or {})
+            prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
+            whole = prompt_ids
+            if isinstance(line.output, str):
+                assert isinstance(line.prompt, str)
+                whole = tuple(decoder.encode(line.prompt + line.output))
+        except (OptionError, PromptError) as error:
+            raise FileError(f"{where}: {error}") from None
+        if isinstance(line.output, tuple):
+            yield Sample(line.number, prompt_ids, line.output, law)
+            continue
+        # The last token of the prompt may have grown by the first characters of the output: then it is judged, too.
+        differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
+        num_shared = next(differing, len(prompt_ids))
+        yield Sample(line.number, whole[:num_shared], whole[num_shared:], law)
+
+
+def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
+    """The options that are the same for all texts."""
+    first, *others = (asdict(replace(sampling, **line.options)) for line in lines)
+    return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
+
+
+def _judge(
+    decoder: Decoder, file: Path, samples: Sequence[Sample], level: float, seed: int, batch_size: int
+) -> SamplesReport:
+    """Raises FileError: there are too few texts."""
+    from outrider.certify.samples import SamplesReport, judge, judge_greedily, num_repeats
+
+    target = decoder.target
+    greedy = [one for one in samples if one.sampling.temperature == 0]
+    sampled = [one for one in samples if one.sampling.temperature > 0]
+    if len(sampled) == 1 or not samples:
+        raise FileError(f"{file}: the tests need two sampled texts or more, since some settle how others are tested")
+    statistical, greedy_reports = None, []
+    with progress_bar("texts", len(samples)) as advance:
+        if greedy:
+            greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
+        if sampled:
+            statistical = judge(
+                target,
+                decoder.drafter,
+                sampled,
+                level=level,
+                seed=seed,
+                batch_size=batch_size,
+                on_texts=advance,
+            )
+    return SamplesReport(statistical, greedy_reports, num_repeats(sampled))
+
+
+def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport, is_text: bool, level: float) -> None:
+    from outrider.bench.report import new_table
+    from outrider.drafters.base import NoDrafter
+
+    table = new_table(f"{file} against {decoder.target.name}", "layer", "found", "verdict")
+    if report.statistical is not None:
+        for row in statistical_rows(report.statistical):
+            table.add_row(*row)
+    for one in report.greedy:
+        table.add_row(*greedy_row(one))
+    console.print(table)
+    false_alarm = ""
+    if report.statistical is not None:
+        is_draft = not isinstance(decoder.drafter, NoDrafter)
+        tell_deviation(console, report.statistical, "the draft" if is_draft else "a sharper law")
+        false_alarm = f" (a right system fails the tests with probability {level:g})"
+    for one in report.greedy:
+        tell_differences(console, one, "line", decoder.tokenizer)
+    if is_text:
+        console.print(
+            "Texts were cut into tokens anew, perhaps into other ones than were sampled: a right system can fail. "
+            "Token ids are better."
+        )
+    if report.num_repeats:
+        console.print(
+            f"Repeats among the sampled texts: {report.num_repeats}. If they share a seed or were kept from an earlier "
+            "answer, rather than being sampled anew, the tests do not hold: leave them out."
+        )
+    console.print(("CONSISTENT" if report.is_consistent else "NOT CONSISTENT") + false_alarm, style="bold")

@@ -1,0 +1,219 @@
+"""``outrider compare``: the race between plain and speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import (
+    EndOptions,
+    JsonOption,
+    NumDraftTokensListOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    parse_k,
+)
+from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
+from outrider.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.bench.report import ArmSummary
+    from outrider.bench.run import Arm, Case, Measurement
+    from outrider.records import Chunk, NumDraftTokens
+
+_PANEL_HEIGHT = 5  # lines: a panel with fewer shows no text
+_PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
+
+
+@flat
+def compare(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
+    num_draft_tokens: NumDraftTokensListOption = "4",
+    num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the one that is shown.")] = 5,
+    seed: SeedOption = 0,
+    json_target: JsonOption = None,
+) -> None:
+    """Race plain against speculative decoding, and say how much faster it is, with an interval."""
+    ks = parse_k(num_draft_tokens)
+    if num_runs < 1:
+        raise OptionError("--num-runs", num_runs, "a whole number >= 1")
+    options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
+    if pair.draft_names == ["none"]:
+        raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
+    if not prompt.strip():
+        raise PromptError("the prompt is empty: give at least one token of text to start from")
+    check_json_target(json_target)
+
+    from outrider.bench.report import summarise
+    from outrider.bench.run import Case, interleave, warm_up
+
+    num_arms = 1 + len(pair.draft_names) * len(ks)
+    decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
+    decoder.encode(prompt)
+    arms = _arms(pair, decoder, ks)
+    console = console_for(json_target)
+    cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
+    warm_up(arms, cases, options)
+    # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
+    shown = _show_race(console, arms, cases[0], options)
+    measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
+    summaries = summarise(measurements, arms)
+    if not summaries:
+        raise typer.Exit(130)
+    checks = _check_same_model(pair, [*shown, *measurements], decoder)
+    _print_verdict(console, summaries, decoder)
+    for check in checks:
+        console.print(check["message"], style="green" if check["is_ok"] else "bold red")
+    body: dict[str, Any] = {
+        "arms": [summary.to_json() for summary in summaries],
+        "baseline": arms[0].name,
+        "texts": {m.arm.name: m.text for m in shown},
+        "same_model_checks": checks,
+        "is_interrupted": is_interrupted,
+    }
+    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs)
+    write_json(json_target, "compare", settings, body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
+    if not all(check["is_ok"] for check in checks):
+        raise typer.Exit(1)
+
+
+def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
+    """Plain decoding, then each draft at each K."""
+    from outrider.bench.run import Arm, arms_by_k
+
+    arms = [Arm("plain", decoder)]
+    for name in pair.draft_names:
+        if name != "none":
+            with_draft = replace(decoder, drafter=pair.load_draft(decoder, name))
+            arms += arms_by_k(with_draft, name, ks)
+    return arms
+
+
+def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
+    """Run the arms before the eyes of the reader: live panels on a terminal, plain text elsewhere."""
+    from outrider.bench.run import measure
+
+    if console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms):
+        return _show_panels(console, arms, case, options)
+    measurements = []
+    for arm in arms:
+        # Not through the console, which would wrap the text and expand its tabs.
+        print(f"--- {arm.name}", file=console.file)
+        measurement = measure(arm, case, options)
+        print(measurement.text, file=console.file)
+        measurements.append(measurement)
+    return measurements
+
+
+def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.text import Text
+
+    from outrider.bench.run import measure
+    from outrider.records import Timing
+
+    num_lines = max(3, (console.height - 2) // len(arms) - 2)
+    texts = {arm.name: "" for arm in arms}
+    counts = dict.fromkeys(texts, 0)
+    timings = {name: Timing() for name in texts}
+    running: list[str] = []
+
+    def panels() -> Group:
+        shown = []
+        for arm in arms:
+            rate = counts[arm.name] / timings[arm.name].total_s if counts[arm.name] else 0.0
+            # The last lines are what is new; a text that is longer than its panel loses its beginning.
+            lines = Text(texts[arm.name]).wrap(console, console.width - 4)[-num_lines:]
+            title = f"{arm.name}: {counts[arm.name]} tokens, {rate:.1f} tokens/s"
+            style = "cyan" if arm.name in running else "dim"
+            shown.append(Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style))
+        return Group(*shown)
+
+    measurements = []
+    # No refresh thread: it would take time from the arm that is being measured.
+    with Live(panels(), console=console, auto_refresh=False) as live:
+
+        def show(arm: Arm, case: Case, chunk: Chunk) -> None:
+            texts[arm.name] += chunk.text
+            counts[arm.name] += len(chunk.token_ids)
+            timings[arm.name] += chunk.timing
+            live.update(panels(), refresh=True)
+
+        for arm in arms:
+            running[:] = [arm.name]
+            measurements.append(measure(arm, case, options, show))
+        running.clear()
+        live.update(panels(), refresh=True)
+    return measurements
+
+
+def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
+    from outrider.bench.report import interval_text, new_table, pm_text
+
+    num_runs = summaries[0].num_cases
+    title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; parts in ms per token"
+    parts = ("prefill", "draft", "verify", "rest")
+    table = new_table(title, "arm", "K", "tok/s", "ms/token", "tau", *parts)
+    for summary in summaries:
+        times = summary.timing.to_json()
+        num_tokens = summary.stats.num_generated_tokens
+        table.add_row(
+            summary.arm.label,
+            str(summary.arm.num_draft_tokens or "plain"),
+            f"{summary.tokens_per_s:.0f}",
+            pm_text(summary.ms_per_token, 2),
+            f"{summary.stats.mean_acceptance_length or 1:.2f}",
+            *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
+        )
+    console.print(table)
+    console.print("tok/s and ms/token (mean ± standard deviation): without prefill; tau: tokens per round", style="dim")
+    for summary in summaries[1:]:
+        console.print(f"{summary.arm.name}: [bold]{interval_text(summary.speed_up)}[/] times as fast as plain")
+    if num_runs == 1:
+        console.print("One run has no interval: use --num-runs 5 or more.", style="dim")
+
+
+def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:
+    """Where a draft is the target itself, p = q and nothing may be rejected: a test of everything at once."""
+    from outrider.bench.run import count_rejections
+    from outrider.models.registry import resolve
+
+    target = resolve(pair.target, pair.models)
+    checks = []
+    for name in pair.draft_names:
+        if name in ("none", "ngram") or not resolve(name, pair.models).is_same_model(target):
+            continue
+        ratios = [ratio for m in measurements if m.arm.draft == name for ratio in m.rejected_ratios]
+        num_rounding, worst = count_rejections(ratios, decoder.target.dtype)
+        is_ok = num_rounding == len(ratios)
+        if not ratios:
+            message = f"Sanity check: {name} drafts for itself, and no token was rejected."
+        elif is_ok:
+            message = (
+                f"Sanity check: {name} drafts for itself; {num_rounding} rejections, all by rounding (p/q near 1)."
+            )
+        else:
+            message = (
+                f"SANITY CHECK FAILED: {name} drafts for itself, and {len(ratios) - num_rounding} tokens were rejected "
+                f"that rounding does not explain (worst p/q = {worst:.3g}). The text may not follow the target. "
+                "At temperature 0, and at the edge of top-k, top-p or min-p, a near tie can do this: run again at "
+                "temperature 1 without them to tell."
+            )
+        rounding = {"draft": name, "num_rejected": len(ratios), "num_by_rounding": num_rounding, "worst_ratio": worst}
+        checks.append(rounding | {"is_ok": is_ok, "message": message})
+    return checks

@@ -1,0 +1,256 @@
+"""``outrider distill``: train a draft for a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import JsonOption, set_threads
+from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
+from outrider.errors import MissingExtra, OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.api import Decoder
+    from outrider.distill.data import Mixture
+    from outrider.distill.train import Check
+    from outrider.scoring.teacher_forcing import Text
+
+_DEFAULT_MINUTES = 10.0
+
+_SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
+
+
+def distill(
+    target: Annotated[str, typer.Argument(help="Known name, folder or hub id.")],
+    output: Annotated[Path, typer.Option(help="Folder for the draft. A run that was interrupted is continued.")],
+    layers: Annotated[
+        int | None, typer.Option(help="Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
+    ] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option(help="Width. Default: the target's.", rich_help_panel=_SHAPE)
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Feed-forward width. Default: in proportion.", rich_help_panel=_SHAPE)
+    ] = None,
+    init: Annotated[
+        str,
+        typer.Option(
+            help="Weights to begin with: target (some of its layers, part of its width), scratch (random), or a "
+            "draft that is there (known name, folder, hub id).",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = "target",
+    data: Annotated[Path | None, typer.Option(help="Text file to train on, and to let the target go on from.")] = None,
+    written: Annotated[int, typer.Option(help="Sequences that the target writes first.")] = 1024,
+    written_fraction: Annotated[
+        float, typer.Option(help="With --data: how many of the training sequences are of those.")
+    ] = 0.5,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel=_TRAINING)] = 256,
+    steps: Annotated[int | None, typer.Option(help="Train so many steps.", rich_help_panel=_TRAINING)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Train so many minutes (default: 10).", rich_help_panel=_TRAINING)
+    ] = None,
+    loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd or tv.", rich_help_panel=_TRAINING)] = "kl",
+    batch_size: Annotated[
+        int, typer.Option(help="Sequences in a step, on each device.", rich_help_panel=_TRAINING)
+    ] = 8,
+    learning_rate: Annotated[
+        float, typer.Option(help="The highest; it rises and falls.", rich_help_panel=_TRAINING)
+    ] = 2e-3,
+    patience: Annotated[
+        int, typer.Option(help="End after so many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
+    ] = 8,
+    seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0,
+    models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=_MACHINE)] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=_MACHINE)
+    ] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Train a draft whose distribution is near the target's; alpha and tokens per second tell how near."""
+    for name, value in (("--written", written), ("--length", length)):
+        if value < 2:
+            raise OptionError(name, value, "a whole number >= 2")
+    if not 0 <= written_fraction <= 1:
+        raise OptionError("--written-fraction", written_fraction, "a number from 0 to 1")
+    if data is None and written_fraction == 0:
+        raise OptionError("--written-fraction", written_fraction, "without --data there is nothing else to train on")
+    check_json_target(json_target)
+
+    from importlib.util import find_spec
+
+    if find_spec("accelerate") is None:
+        raise MissingExtra("accelerate", "distill")
+    set_threads(threads)
+
+    from accelerate import PartialState
+
+    from outrider.api import load
+    from outrider.distill.train import Budget, Recipe, check_same_run, distil
+    from outrider.models.loading import stored_dtype
+    from outrider.models.registry import resolve
+
+    if steps is None and minutes is None:
+        minutes = _DEFAULT_MINUTES
+    budget = Budget(steps, None if minutes is None else 60 * minutes)
+    recipe = Recipe(loss, batch_size, learning_rate, patience, seed)
+    processes = PartialState()  # before the target is loaded: under `accelerate launch` it chooses this process's GPU
+    decoder = load(target, device=device, models_file=models)
+    lm = decoder.target
+    if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index or 0):
+        raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, which the trainer follows, too")
+    if length > lm.context_len:
+        raise OptionError("--length", length, f"{lm.name} can take {lm.context_len} tokens")
+    draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
+    text = None if data is None else _text(decoder, data, length, written_fraction)
+    options: dict[str, Any] = {
+        "target": target,
+        "init": init,
+        "layers": layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "data": None if data is None else str(data),
+        "written": written,
+        "written_fraction": written_fraction,
+        "length": length,
+        "steps": steps,
+        "minutes": minutes,
+        "loss": loss,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "patience": patience,
+        "seed": seed,
+    }
+    if processes.is_main_process:
+        check_same_run(output, options)
+    mixture, held_out = _data(decoder, text, output, written, written_fraction, length, seed)
+
+    console = console_for(json_target)
+    console.quiet = not processes.is_main_process
+    num_params = sum(parameter.numel() for parameter in draft.parameters())
+    console.print(f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; {len(held_out)} texts held out")
+    with progress_bar("training, per mille", 1000) as advance:
+        done = 0
+
+        def on_step(spent: float) -> None:
+            nonlocal done
+            advance(round(1000 * spent) - done)
+            done = round(1000 * spent)
+
+        checks = distil(
+            lm,
+            draft,
+            decoder.tokenizer,
+            output,
+            mixture,
+            held_out,
+            recipe,
+            budget,
+            save_dtype=stored_dtype(resolve(target, models)),
+            on_step=on_step,
+            on_check=lambda check: console.print(_line(check)),
+        )
+    best = max(checks, key=lambda check: check.alpha.value)
+    console.print(f"Best: {_line(best)}. Use it: outrider generate --target {target} --draft {output}")
+    if processes.is_main_process:
+        body = {
+            "checks": [check.to_json() for check in checks],
+            "best": best.to_json(),
+            "num_params": num_params,
+            "num_held_out": len(held_out),
+        }
+        write_json(json_target, "distill", options | {"device": device, "threads": threads}, body, lm)
+        write_json(str(output / "distill.json"), "distill", options | {"device": device, "threads": threads}, body, lm)
+
+
+def _new_draft(
+    decoder: Decoder,
+    init: str,
+    layers: int | None,
+    hidden_size: int | None,
+    intermediate_size: int | None,
+    seed: int,
+    length: int,
+    models: Path | None,
+) -> Any:
+    """The draft to train, in float32.
+
+    Raises:
+        OptionError, ModelError, TokenizerMismatch
+    """
+    from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
+    from outrider.models.loading import context_len, load_checkpoint
+    from outrider.models.registry import resolve
+    from outrider.text.tokenizer import check_same_tokens
+
+    target: Any = decoder.target.model
+    if init in ("target", "scratch"):
+        default = default_shape(target.config)
+        num_layers = default.num_layers if layers is None else layers
+        shape = Shape(num_layers, default.hidden_size if hidden_size is None else hidden_size, intermediate_size)
+        draft = new_draft(target.config, shape, seed)
+        if init == "target":
+            copy_slices(target, draft)
+        return draft
+    if (layers, hidden_size, intermediate_size) != (None, None, None):
+        raise OptionError("--init", init, "a draft that is there has its shape already: leave out the widths")
+    checkpoint = load_checkpoint(resolve(init, models), device=str(decoder.target.device), dtype="float32")
+    if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
+        check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
+    if length > context_len(checkpoint.model.config):
+        raise OptionError("--length", length, f"{init} can take {context_len(checkpoint.model.config)} tokens")
+    return checkpoint.model
+
+
+def _text(decoder: Decoder, data: Path, length: int, written_fraction: float) -> Tensor:
+    """The user's text. Raises FileError, OptionError: it is too short."""
+    from outrider.distill.data import text_tokens
+
+    text = text_tokens(decoder.tokenizer, data)
+    if written_fraction < 1 and len(text) < 2 * length:
+        raise OptionError("--length", length, f"{data} has only {len(text)} tokens, to train on and to check with")
+    return text
+
+
+def _data(
+    decoder: Decoder, text: Tensor | None, output: Path, written: int, written_fraction: float, length: int, seed: int
+) -> tuple[Mixture, list[Text]]:
+    """What to train on, and what is held out: of what the target wrote, if it wrote anything, since a draft will meet
+    such text."""
+    from accelerate import PartialState
+
+    from outrider.distill.data import (
+        Mixture,
+        beginning,
+        hold_out_text,
+        hold_out_written,
+        read_sequences,
+        write_sequences,
+    )
+
+    start = beginning(decoder.tokenizer)
+    if text is not None and written_fraction == 0:
+        rest, held_out = hold_out_text(text, length)
+        return Mixture(rest, None, length, 0.0, seed, start), held_out
+    processes, folder = PartialState(), output / "training"
+    share = processes.process_index, processes.num_processes
+    with progress_bar("sequences that the target writes", written // share[1]) as advance:
+        write_sequences(
+            decoder, text, folder, num_sequences=written, length=length, seed=seed, share=share, on_done=advance
+        )
+    processes.wait_for_everyone()
+    sequences, held_out = hold_out_written(*read_sequences(folder, num_sequences=written, length=length))
+    trained_on = None if written_fraction == 1 else text
+    return Mixture(trained_on, sequences, length, written_fraction, seed, start), held_out
+
+
+def _line(check: Check) -> str:
+    loss = "" if check.loss is None else f", loss {check.loss:.3f}"
+    with_k = f"{check.tokens_per_s:.0f} tokens/s predicted (K = {check.k})"
+    alpha = f"alpha {check.alpha.value:.3f}"  # with three digits: its interval says nothing of the change between two
+    return f"step {check.step}, {check.seconds / 60:.1f} min{loss}, {alpha}, {with_k}"

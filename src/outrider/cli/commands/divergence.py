@@ -1,0 +1,78 @@
+"""``outrider divergence``: where greedy speculation and plain decoding part, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from outrider.cli.commands.certify import job_of
+from outrider.cli.shared.findings import greedy_row, tell_differences
+from outrider.cli.shared.jsonl import read_prompts
+from outrider.cli.shared.options import (
+    DEFAULT_ALPHA_LEVEL,
+    BatchSizeOption,
+    JsonOption,
+    NumDraftTokensOption,
+    PairOptions,
+    PromptsOption,
+    SamplingOptions,
+    SeedOption,
+    check_batch_size,
+    flat,
+    single_k,
+)
+from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.errors import OptionError
+
+
+@dataclass(frozen=True)
+class _GreedyOptions(SamplingOptions):
+    """Greedy, unless another temperature is asked for."""
+
+    temperature: Annotated[
+        float, typer.Option("-t", "--temperature", help="Above 0 only with --acceptance gumbel.")
+    ] = 0.0
+
+
+@flat
+def divergence(
+    pair: PairOptions,
+    sampling: _GreedyOptions,
+    num_draft_tokens: NumDraftTokensOption = None,
+    prompts: PromptsOption = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
+    ] = 128,
+    batch_size: BatchSizeOption = 8,
+    seed: SeedOption = 0,
+    json_target: JsonOption = None,
+) -> None:
+    """Explain where greedy speculation and plain decoding part: rounding, or a fault (exit code 1)."""
+    check_json_target(json_target)
+    check_batch_size(batch_size)
+    k = single_k(num_draft_tokens, pair, sampling, seed)
+    draft = pair.compared_draft
+    if sampling.temperature > 0 and pair.acceptance != "gumbel":
+        remedy = f"under {pair.acceptance} sampled texts differ, by right: take 0, or --acceptance gumbel"
+        raise OptionError("--temperature", sampling.temperature, remedy)
+    options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
+    texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
+
+    from outrider.bench.report import new_table
+    from outrider.certify.run import check_greedily, plain_texts
+
+    decoder, job = job_of(pair, options, k, texts, DEFAULT_ALPHA_LEVEL, batch_size, seed)
+    with progress_bar("texts", len(job.prompts)) as advance:
+        report = check_greedily(job, plain_texts(job), on_texts=advance)
+    console = console_for(json_target)
+    title = f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {k}, temperature {sampling.temperature:g}"
+    table = new_table(title, "texts", "found", "verdict")
+    table.add_row(*greedy_row(report))
+    console.print(table)
+    tell_differences(console, report, "prompt", decoder.tokenizer)
+    settings = options_json(pair, options, num_draft_tokens=k, prompts=prompts, batch_size=batch_size)
+    write_json(json_target, "divergence", settings, report.to_json(), decoder.target)
+    if not report.is_ok:
+        raise typer.Exit(1)

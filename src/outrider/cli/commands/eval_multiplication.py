@@ -1,0 +1,109 @@
+"""``outrider eval multiplication``: the success rates of plain and speculative decoding."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import (
+    JsonOption,
+    NumDraftTokensOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    single_k,
+)
+from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.errors import OptionError
+
+if TYPE_CHECKING:
+    from outrider.evals.multiplication import Score
+
+
+@flat
+def multiplication(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: NumDraftTokensOption = None,
+    num_prompts: Annotated[int, typer.Option(help="Problems to solve.")] = 200,
+    batch_size: Annotated[int, typer.Option(help="Problems solved at once.")] = 8,
+    margin: Annotated[
+        float, typer.Option(help="Success rates closer than this are equivalent, for the equivalence test.")
+    ] = 0.05,
+    seed: SeedOption = 0,
+    json_target: JsonOption = None,
+) -> None:
+    """Multiplication sheets: is the first line after "a * b = " the product?"""
+    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
+    if num_prompts < 1:
+        raise OptionError("--num-prompts", num_prompts, "a whole number >= 1")
+    if batch_size < 1:
+        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+    if not 0 < margin < 1:
+        raise OptionError("--margin", margin, "a number between 0 and 1")
+    options = sampling.to_options(seed=seed, num_seeds=num_prompts)
+    check_json_target(json_target)
+
+    from outrider.bench.report import new_table
+    from outrider.evals.multiplication import MAX_ANSWER_TOKENS, compare_scores, problems, score
+
+    decoder = pair.load(2 * num_prompts * MAX_ANSWER_TOKENS)
+    arms = {
+        "plain": decoder,
+        "speculative": replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k),
+    }
+    sheet = problems(num_prompts, seed)
+    scores: dict[str, Score] = {}
+    with progress_bar("problems", len(arms) * num_prompts) as advance:
+        for name, arm in arms.items():
+            scores[name] = score(arm, sheet, batch_size=batch_size, on_solved=advance, **options)
+    paired = compare_scores(scores["plain"], scores["speculative"], margin)
+
+    console = console_for(json_target)
+    title = f"{decoder.target.name} with {draft}, K = {k}, {decoder.acceptance}"
+    table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tau")
+    for name, result in scores.items():
+        table.add_row(
+            name,
+            f"{result.num_solved} of {num_prompts}",
+            f"{result.wald.value:.1%}",
+            f"{result.wald.low:.1%} to {result.wald.high:.1%}",
+            f"{result.wilson.low:.1%} to {result.wilson.high:.1%}",
+            f"{result.stats.mean_acceptance_length or 1:.2f}",
+        )
+    console.print(table)
+    difference = paired.difference
+    console.print(
+        f"Speculative minus plain: {difference.value:+.1%}, 95% {difference.low:+.1%} to {difference.high:+.1%}; "
+        f"solved by one arm only: {paired.only_first} plain, {paired.only_second} speculative."
+    )
+    verdict = "equivalent" if paired.is_equivalent else "not shown to be equivalent (more prompts may decide)"
+    console.print(
+        f"Within a margin of {margin:.1%} the arms are {verdict}: two one-sided tests, p = {paired.tost_p:.2g}."
+    )
+    body: dict[str, Any] = {
+        "scores": {name: _score_json(result) for name, result in scores.items()},
+        "difference": asdict(paired) | {"is_equivalent": paired.is_equivalent},
+        "problems": [
+            {"a": problem.a, "b": problem.b, **{name: result.answers[i] for name, result in scores.items()}}
+            for i, problem in enumerate(sheet)
+        ],
+    }
+    settings = options_json(
+        pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size, margin=margin
+    )
+    write_json(json_target, "eval-multiplication", settings, body, decoder.target)
+
+
+def _score_json(result: Score) -> dict[str, Any]:
+    return {
+        "num_solved": result.num_solved,
+        "num_prompts": len(result.is_solved),
+        "wald": result.wald.to_json(),
+        "wilson": result.wilson.to_json(),
+        "stats": result.stats.to_json(),
+        "time_s": result.timing.to_json(),
+    }

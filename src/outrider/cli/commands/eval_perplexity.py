@@ -1,0 +1,96 @@
+"""``outrider eval perplexity``: how likely target and draft find a text, and how far they agree on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import BatchSizeOption, JsonOption, PairOptions, check_batch_size, flat
+from outrider.cli.shared.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    options_json,
+    progress_bar,
+    write_json,
+)
+from outrider.errors import FileError, OptionError
+
+
+@flat
+def perplexity(
+    file: Annotated[Path, typer.Argument(help="Text file, in UTF-8.")],
+    pair: PairOptions,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a window. Default: the context that both models can take.")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens from window to window. Default: the context; less gives each token more before it."),
+    ] = None,
+    batch_size: BatchSizeOption = 8,
+    json_target: JsonOption = None,
+) -> None:
+    """Perplexity of a text under target and draft, and how far they agree. Nothing is generated."""
+    name = pair.single_draft
+    check_batch_size(batch_size)
+    for option, value in (("--context", context), ("--stride", stride)):
+        if value is not None and value < 1:
+            raise OptionError(option, value, "a whole number >= 1")
+    check_outputs({"--json": json_target}, [file])
+    check_json_target(json_target)
+
+    from outrider.bench.report import interval_text, new_table
+    from outrider.drafters.model import ModelDrafter
+    from outrider.evals.perplexity import judge, windows
+    from outrider.system.files import read_text
+    from outrider.text.tokenizer import encode
+
+    text = read_text(file)
+    if not text.strip():
+        raise FileError(f"{file} has no text in it")
+    plain = pair.load()
+    decoder = replace(plain, drafter=pair.load_draft(plain, name))
+    target, drafter, most = decoder.target, decoder.drafter, decoder.context_len
+    draft = drafter.lm if isinstance(drafter, ModelDrafter) else None
+    if context is not None and context > most:
+        raise OptionError("--context", context, f"{target.name} with {name} can take {most} tokens")
+    context = most if context is None else context
+    if stride is not None and stride > context:
+        raise OptionError("--stride", stride, f"at most the {context} tokens of a window, or some would be left out")
+    ids = encode(decoder.tokenizer, text)
+    if len(ids) < 2:
+        raise FileError(f"{file} has only one token: the second and those after it are judged")
+    pieces = windows(ids, context, stride or context)
+    num_bytes = len(text.encode()) - len(_first_text(decoder.tokenizer, ids).encode())
+    with progress_bar("windows", len(pieces)) as advance:
+        result = judge(target, draft, pieces, num_bytes, batch_size=batch_size, on_done=advance)
+
+    console = console_for(json_target)
+    size = f"{result.num_tokens} tokens, {num_bytes} bytes, {result.num_windows} windows of {context}"
+    table = new_table(f"{file.name}: {size}", "model", "perplexity, 95%", "per byte", "bits per byte, 95%")
+    for one in result.perplexities:
+        bits = interval_text(one.bits_per_byte, 4)
+        table.add_row(one.model, interval_text(one.per_token), f"{one.per_byte.value:.4f}", bits)
+    console.print(table)
+    if result.agreement is None or result.alpha is None:
+        console.print(f"The draft {name!r} has no probabilities of its own: this is the target alone.")
+    else:
+        console.print(
+            f"Agreement, the share of tokens before which both think the same most probable: "
+            f"{interval_text(result.agreement, 3)}"
+        )
+        console.print(f"alpha = 1 - TV at temperature 1: {interval_text(result.alpha, 3)}")
+    console.print("The intervals are over the windows", style="dim")
+    body: dict[str, Any] = result.to_json() | {"num_bytes": num_bytes}
+    options = {"file": file, "context": context, "stride": stride or context, "batch_size": batch_size}
+    write_json(json_target, "eval-perplexity", options_json(pair, {}, **options), body, target)
+
+
+def _first_text(tokenizer: Any, ids: list[int]) -> str:
+    """The text of the first token, which is not judged; none, where it is a special one."""
+    text: str = tokenizer.decode(ids[:1], skip_special_tokens=True)
+    return text

@@ -1,0 +1,103 @@
+"""``outrider latency``: milliseconds per token of every target, draft and K, measured in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import (
+    JsonOption,
+    NumDraftTokensListOption,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    parse_k,
+)
+from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.bench.run import Arm
+    from outrider.records import NumDraftTokens
+
+
+@flat
+def latency(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: NumDraftTokensListOption = "1-8",
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
+    seed: SeedOption = 0,
+    plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Measure target, drafts and pairs over 15 built-in prompts, arms in turn, after a warm-up."""
+    from outrider.evals.prompts import PROMPTS
+
+    options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
+    ks = parse_k(num_draft_tokens)
+    check_json_target(json_target)
+
+    from outrider.bench.plots import check_plot_file, plot_speed_up
+    from outrider.bench.report import summarise, table
+    from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
+
+    if plot is not None:
+        check_plot_file(plot)
+    num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
+    decoder = pair.load(num_arms * len(PROMPTS) * max_new_tokens)
+    arms = _arms(pair, decoder, ks)
+    cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
+    warm_up(arms, cases, options)
+    measurements, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
+    summaries = summarise(measurements, arms)
+    if not summaries:
+        raise typer.Exit(130)
+    peak = peak_memory_bytes(decoder.target.device)
+    console = console_for(json_target)
+    console.print(
+        table(summaries, f"{decoder.target.name}, {summaries[0].num_cases} prompts, {max_new_tokens} tokens each")
+    )
+    console.print(
+        f"mean ± standard deviation over the prompts; tau: tokens per round; {_memory_text(peak)}", style="dim"
+    )
+    if plot is not None:
+        plot_speed_up(summaries, plot, f"{decoder.target.name}, temperature {sampling.temperature:g}")
+        console.print(f"Plot: {plot}")
+    body: dict[str, Any] = {
+        "arms": [summary.to_json() for summary in summaries],
+        "baseline": arms[0].name,
+        "num_prompts": summaries[0].num_cases,
+        "is_interrupted": is_interrupted,
+        "peak_memory_bytes": peak,
+    }
+    settings = options_json(pair, options, num_draft_tokens=ks)
+    write_json(json_target, "latency", settings, body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
+
+
+def _memory_text(peak_bytes: int | None) -> str:
+    return "peak memory is not known" if peak_bytes is None else f"peak memory {peak_bytes / 2**20:.0f} MiB"
+
+
+def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
+    """The target alone (the baseline), each draft model alone, and each pair at each K."""
+    from outrider.bench.run import Arm, arms_by_k
+    from outrider.drafters.model import ModelDrafter
+
+    alone = [Arm(f"{decoder.target.name} alone", decoder)]
+    pairs = []
+    for name in pair.draft_names:
+        drafter = pair.load_draft(decoder, name)
+        if isinstance(drafter, ModelDrafter):
+            alone.append(Arm(f"{name} alone", replace(decoder, target=drafter.lm), draft=name))
+        if name != "none":
+            with_draft = replace(decoder, drafter=drafter)
+            pairs += arms_by_k(with_draft, name, ks)
+    return alone + pairs

@@ -1,0 +1,338 @@
+"""``outrider plan``: which draft, which K, or none?"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.jsonl import read_prompts
+from outrider.cli.shared.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
+from outrider.cli.shared.output import check_json_target, console_for, counted, options_json, progress_bar, write_json
+from outrider.cli.shared.pairs import compare, run_pairs
+from outrider.cli.shared.what_if import what_if as predict_from
+from outrider.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.api import Decoder
+    from outrider.bench.report import ArmSummary
+    from outrider.drafters.base import Drafter
+    from outrider.replay.log import Header, Record
+    from outrider.replay.plan import Choice, Costs
+    from outrider.stats.counts import RoundCounts
+
+_EAGER_K, _WHAT_IF_K = "1-16", "1-12"
+_NUM_ROWS_SHOWN = 10
+_MOST_PROBS = 4096  # of p that is kept where a rule needs all of it
+
+
+@flat
+def plan(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: Annotated[
+        str | None,
+        typer.Option("-k", "--num-draft-tokens", help="K to choose among, like 1-8. Default: 1-16; compiled, a few."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts that the target goes on from. Default: 15 sentences.")
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="What the target has said already (outrider record --probs N), and its sampling options."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
+    batch_size: Annotated[str, typer.Option(help="Rows at once, one or several: 1,4.")] = "1",
+    context: Annotated[str, typer.Option(help="Tokens in a row when rounds are timed, one or several: 64,512.")] = "64",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Then run the pairs at K = 1, 2, 4, 8 and the best, to hold the prediction against; rounds are timed "
+            "again between them, so that both see the machine in the same state.",
+        ),
+    ] = False,
+    seed: SeedOption = 0,
+    what_if: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure nothing; take these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
+            "token stands; c, the time of a draft step over that of a plain step; v, the same of a verify (default: "
+            "1); c_ops, the operations of a draft step over those of a plain step (default: c)."
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Predict the speed-up of every draft and K from measured costs and acceptance. The answer may be: no draft."""
+    default_k = _EAGER_K if what_if is None else _WHAT_IF_K
+    ks = [k for k in parse_k(num_draft_tokens or default_k) if isinstance(k, int)]
+    if not ks:
+        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "numbers, like 1-8 or 1,2,4")
+    sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
+    options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
+    check_json_target(json_target)
+
+    from outrider.bench.plots import check_plot_file
+
+    if plot is not None:
+        check_plot_file(plot)
+    if what_if is not None:
+        predict_from(what_if, ks, plot, json_target)
+        return
+    names = [name for name in pair.draft_names if name != "none"]
+    if not names:
+        raise OptionError("--draft", "none", "name the drafts to choose among; 'none' is always one of the answers")
+    if measure and 1 not in sizes:
+        raise OptionError("--measure", batch_size, "pairs are run one prompt at a time: let 1 be among --batch-size")
+    if log is not None and prompts is not None:
+        raise OptionError("--log", str(log), "it goes without --prompts, since it holds what was said")
+
+    from outrider.decoding.costs import tokens_needed
+    from outrider.drafters.model import ModelDrafter
+    from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
+    from outrider.sampling.rules import RULES
+
+    decoder = pair.load()
+    if num_draft_tokens is None and decoder.target.execution.name != "eager":
+        ks = [k for k in decoder.target.execution.favoured_k if k > 0]
+    drafters = {name: pair.load_draft(decoder, name) for name in names}
+    lms = [decoder.target, *(drafter.lm for drafter in drafters.values() if isinstance(drafter, ModelDrafter))]
+    for lm in lms:
+        if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
+            raise OptionError("--context", max(contexts), f"{lm.name} can take {lm.context_len} tokens")
+    records, header = _said(decoder, pair, _texts(prompts), options) if log is None else _read(log, decoder)
+    if log is not None:
+        options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
+        options["max_new_tokens"] = header.sampling.max_new_tokens
+    counts, is_bounded = _counts(drafters, records, header, pair.acceptance, ks)
+    settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
+    results: list[tuple[Costs, list[Choice]]] = []
+    rule = RULES[pair.acceptance]
+    with progress_bar("timing rounds", len(settings) * NUM_STEPS) as advance:
+        for setting in settings:
+            costs = measure_costs(decoder.target, drafters, ks, rule, header.sampling, setting, lambda: advance(1))
+            results.append((costs, choices(costs, counts)))
+
+    console = console_for(json_target)
+    for costs, found in results:
+        _show(console, decoder, pair, options, costs, found)
+    if is_bounded:
+        console.print("The log knows only part of p: what is shown is the least that is to be expected.", style="dim")
+    measured: list[ArmSummary] = []
+    predicted: list[Choice] = []
+    is_interrupted = False
+    if measure:
+        setting, alone = next((costs.setting, found) for costs, found in results if costs.setting.num_rows == 1)
+
+        def time_again(ks: Sequence[int], between: Callable[[], None], num_passes: int) -> Costs:
+            return measure_costs(decoder.target, drafters, ks, rule, header.sampling, setting, between, num_passes)
+
+        measured, again = run_pairs(decoder, drafters, alone, records, options, seed, time_again)
+        is_interrupted = again is None
+        if again is not None:
+            ran = {key: texts for key, texts in counts.items() if key[1] in again.ks}
+            predicted = choices(again, ran)
+        compare(console, predicted or alone, measured)
+    if plot is not None:
+        _plot(plot, decoder.target.name, results, measured)
+        console.print(f"Plot: {plot}")
+    body: dict[str, Any] = {
+        "settings": [_setting_json(costs, found) for costs, found in results],
+        "measured": [summary.to_json() for summary in measured],
+        "predicted": [_choice_json(one) for one in predicted],
+        "is_interrupted": is_interrupted,
+    }
+    more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
+    write_json(json_target, "plan", options_json(pair, options, **more), body, decoder.target)
+    if is_interrupted:
+        raise typer.Exit(130)
+
+
+def _wholes(name: str, text: str) -> list[int]:
+    """ "1,4": whole numbers, each once.
+
+    Raises:
+        OptionError
+    """
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise OptionError(name, text, "whole numbers >= 1 with commas between them, like 1,4")
+    return numbers
+
+
+def _texts(prompts: Path | None) -> list[str]:
+    from outrider.evals.prompts import PROMPTS
+
+    return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
+
+
+def _said(
+    decoder: Decoder, pair: PairOptions, texts: Sequence[str], options: dict[str, Any]
+) -> tuple[list[Record], Header]:
+    """What the target says to the prompts, as a log has it."""
+    from outrider.replay.record import header_of, record_batch
+
+    # One number for each token is enough where a rule looks at p and q of that token alone.
+    num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if pair.acceptance == "gumbel" else 1
+    seed = options["seed"]
+    without_seed = {name: value for name, value in options.items() if name != "seed"}
+    records: list[Record] = []
+    with progress_bar("what the target says", len(texts)) as advance:
+        numbered = enumerate(texts)
+        while batch := list(islice(numbered, 8)):
+            labels = [(index, text, None, seed + index) for index, text in batch]
+            prompts = [text for _, text in batch]
+            made, is_interrupted = record_batch(
+                decoder, prompts, labels, without_seed, num_probs=num_probs, on_done=advance
+            )
+            if is_interrupted:
+                raise typer.Exit(130)
+            records += made
+    return records, header_of(decoder, without_seed, num_probs)
+
+
+def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
+    from outrider.replay.log import Log
+    from outrider.text.tokenizer import fingerprint
+
+    log = Log.open(path)
+    is_same = decoder.tokenizer is None or log.header.tokenizer in (None, fingerprint(decoder.tokenizer))
+    if log.header.target != decoder.target.name or not is_same:
+        raise OptionError("--log", str(path), f"it is of {log.header.target}, not of this {decoder.target.name}")
+    return list(log), log.header
+
+
+def _counts(
+    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
+) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
+    """The rounds to expect of each draft and K; where not all of p is known, with drafted tokens standing as seldom as
+    they can. Says whether it is so."""
+    from outrider.replay.replay import replay, summarise
+
+    counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
+    is_bounded = False
+    with progress_bar("what the drafts say", len(drafters) * len(records)) as advance:
+        for name, drafter in drafters.items():
+            replayed = replay(records, header, drafter, acceptance, ks)
+            expected = summarise(counted(replayed, advance), ks).expected
+            counts |= {(name, k): expected[k].prompts for k in ks}
+            is_bounded |= any(one.upper is not None for one in expected.values())
+    return counts, is_bounded
+
+
+def _show(
+    console: Console,
+    decoder: Decoder,
+    pair: PairOptions,
+    options: Mapping[str, Any],
+    costs: Costs,
+    found: Sequence[Choice],
+) -> None:
+    from outrider.bench.report import interval_text, new_table
+
+    setting, plain_ms = costs.setting, 1e3 * costs.plain.round_s
+    where = f"{setting.num_rows} row{'s' * (setting.num_rows > 1)} of {setting.context} tokens"
+    table = new_table(
+        f"{decoder.target.name}, {where}: a plain round takes {plain_ms:.2f} ms",
+        *("draft", "K", "tau", "round ms", "draft", "verify", "speed-up, 95%", "tok/s"),
+    )
+    for one in found[:_NUM_ROWS_SHOWN]:
+        milliseconds = (1e3 * value for value in (one.cost.round_s, one.cost.draft_s, one.cost.verify_s))
+        times = (f"{value:.2f}" for value in milliseconds)
+        table.add_row(
+            one.draft,
+            str(one.k),
+            f"{one.tau.value:.2f}",
+            *times,
+            interval_text(one.speed_up),
+            f"{one.tokens_per_s:.0f}",
+        )
+    console.print(table)
+    if len(found) > _NUM_ROWS_SHOWN:
+        console.print(f"The best {_NUM_ROWS_SHOWN} of {len(found)}; --json has all.", style="dim")
+    steps = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in costs.target_s().items())
+    console.print(f"Target, ms for T tokens in a row: {steps}; prefill {1e3 * costs.prefill_s:.1f}.", style="dim")
+    drafts = ", ".join(f"{name} {1e3 * costs.draft_step_s(name):.2f}" for name in costs.drafts)
+    console.print(f"Draft, ms for a token: {drafts}. The interval is over the prompts.", style="dim")
+    best = found[0]
+    if best.speed_up.value > 1:
+        console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
+        command = _command(pair, options, best.draft, best.k)
+    else:
+        console.print(f"Best: none. {best.draft} at K = {best.k} comes nearest, with {best.speed_up.value:.2f}.")
+        command = _command(pair, options, "none", None)
+    same = [one for one in found if one.draft == best.draft]
+    free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
+    console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it agreed always: {agreeing:.2f}.")
+    console.print(f"  {command}", style="bold", soft_wrap=True)
+
+
+def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int | None) -> str:
+    """The options of ``outrider generate`` that the prediction is for; those that are at their default are left out."""
+    words = ["outrider", "generate", "--target", pair.target, "--draft", draft]
+    if k is not None:
+        words += ["-k", str(k), "--acceptance", pair.acceptance]
+    for field in fields(SamplingOptions):
+        value = options[field.name]
+        if value != field.default and field.name != "logit_bias":
+            words += [f"--{field.name.replace('_', '-')}", f"{value:g}"]
+    for token_id, bias in (options["logit_bias"] or {}).items():
+        words += ["--logit-bias", f"{token_id}={bias:g}"]
+    for name in ("models", "device", "dtype", "threads"):
+        value = getattr(pair, name)
+        if value not in (None, "auto"):
+            words += [f"--{name}", str(value)]
+    if pair.compile is not None:
+        words.append("--compile" if pair.compile else "--no-compile")
+    return shlex.join(words)
+
+
+def _plot(path: Path, name: str, results: Sequence[tuple[Costs, list[Choice]]], measured: Sequence[ArmSummary]) -> None:
+    from outrider.bench.plots import plot_plan
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for costs, found in results:
+        setting = costs.setting
+        where = f", {setting.num_rows} x {setting.context}" if len(results) > 1 else ""
+        for one in sorted(found, key=lambda one: one.k):
+            lines.setdefault(f"{one.draft}{where}", []).append((one.k, one.speed_up.value))
+    plot_plan(lines, measured, path, f"{name}: predicted speed-up")
+
+
+def _setting_json(costs: Costs, found: Sequence[Choice]) -> dict[str, Any]:
+    best = found[0] if found[0].speed_up.value > 1 else None
+    return {
+        "num_rows": costs.setting.num_rows,
+        "context": costs.setting.context,
+        "prefill_ms": 1e3 * costs.prefill_s,
+        "plain_ms": 1e3 * costs.plain.round_s,
+        "target_ms": [{"num_tokens": width, "ms": 1e3 * s} for width, s in costs.target_s().items()],
+        "draft_ms": [{"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in costs.drafts],
+        "choices": [_choice_json(one) for one in found],
+        "best": None if best is None else _choice_json(best),
+    }
+
+
+def _choice_json(one: Choice) -> dict[str, Any]:
+    cost = {f"{name.removesuffix('_s')}_ms": 1e3 * seconds for name, seconds in asdict(one.cost).items()}
+    return {
+        "draft": one.draft,
+        "k": one.k,
+        "tau": one.tau.to_json(),
+        "speed_up": one.speed_up.to_json(),
+        "tokens_per_s": one.tokens_per_s,
+        "if_free": one.if_free,
+        "if_agreeing": one.if_agreeing,
+        **cost,
+    }

@@ -1,0 +1,151 @@
+"""``outrider record``: what a target says to many prompts, kept for drafts to be judged by."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.jsonl import PromptLine, read_prompts
+from outrider.cli.shared.options import (
+    BatchSizeOption,
+    EndOptions,
+    MachineOptions,
+    SamplingOptions,
+    SeedOption,
+    TargetOption,
+    check_batch_size,
+    flat,
+)
+from outrider.cli.shared.output import check_outputs, json_text, progress_bar
+from outrider.errors import FileError, NumericsError, OptionError, PromptError
+from outrider.system.files import check_writable
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.replay.log import Header, LogWriter
+
+
+@flat
+def record(
+    machine: MachineOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    prompts: Annotated[
+        Path, typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns'), or plain lines.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run is continued.")],
+    target: TargetOption = "fable",
+    probs: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep the probability of each token, and of the N most probable. Replay needs it for sampled text."
+        ),
+    ] = None,
+    batch_size: BatchSizeOption = 8,
+    seed: SeedOption = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are a user's messages: use the model's chat template.")
+    ] = False,
+    tensors: Annotated[
+        Path | None,
+        typer.Option(
+            help="In the end, write the token ids as printed tensors, too (decoding-speculative-decoding). "
+            "Of greedy text only."
+        ),
+    ] = None,
+) -> None:
+    """Write down what the target alone says, with probabilities, as a log for ``outrider replay``."""
+    check_batch_size(batch_size)
+    if probs is not None and probs < 1:
+        raise OptionError("--probs", probs, "a whole number >= 1")
+    lines = read_prompts(prompts)
+    options = sampling.to_options(seed=seed, num_seeds=len(lines), **end.to_options())
+    del options["seed"]
+    if output.exists() and not output.is_dir():
+        raise FileError(f"cannot write {output}: it is not a folder")
+    if tensors is not None:
+        is_plain = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not sampling.logit_bias
+        if not is_plain or chat:
+            raise OptionError(
+                "--tensors",
+                str(tensors),
+                "such a file does not say how its texts were written, and is read as greedy: record with -t 0, and "
+                "without --repetition-penalty, --logit-bias and --chat",
+            )
+        check_outputs({"--tensors": tensors}, [prompts, output])
+        check_writable(tensors)
+
+    decoder = machine.load(target, len(lines) * end.max_new_tokens)
+
+    from outrider.replay.log import Log, LogWriter
+    from outrider.replay.other_formats import tensor_text
+
+    inputs: list[Any] = [[{"role": "user", "content": line.text}] if chat else line.text for line in lines]
+    for line, item in zip(lines, inputs, strict=True):
+        try:
+            decoder.encode(item)
+        except PromptError as error:
+            raise PromptError(f"{prompts}, line {line.number}: {error}") from None
+    header = _header(decoder, options, probs, chat)
+    labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
+    writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)
+    is_interrupted = _write(decoder, writer, lines, inputs, labels, options, probs, batch_size)
+    log = Log.open(output)
+    num_tokens = sum(line.num_tokens for line in log.lines)
+    print(
+        f"{len(log)} of {len(lines)} prompts, {num_tokens} tokens ({decoder.target.name}): {output}"
+        + (", interrupted" if is_interrupted else ""),
+        file=sys.stderr,
+    )
+    if is_interrupted:
+        raise typer.Exit(130)
+    if tensors is not None:
+        tensors.write_text(tensor_text(one.token_ids for one in log), encoding="utf-8")
+
+
+def _header(decoder: Decoder, options: dict[str, Any], num_probs: int | None, chat: bool) -> Header:
+    from outrider.replay.record import header_of
+    from outrider.system.provenance import provenance
+
+    origin = provenance(str(decoder.target.device)) | {"dtype": str(decoder.target.dtype).removeprefix("torch.")}
+    settings = {"chat": chat, "dtype": origin["dtype"]}
+    return header_of(decoder, options, num_probs, settings=settings, provenance=json.loads(json_text(origin)))
+
+
+def _write(
+    decoder: Decoder,
+    writer: LogWriter,
+    lines: list[PromptLine],
+    inputs: list[Any],
+    labels: list[tuple[int, str, str | None, int]],
+    options: dict[str, Any],
+    num_probs: int | None,
+    batch_size: int,
+) -> bool:
+    """Record what is not recorded yet, a batch at a time. Says whether it was interrupted; what is complete is kept
+    whatever happens."""
+    from outrider.replay.record import record_batch
+
+    try:
+        with progress_bar("prompts", len(lines), writer.num_finished) as advance:
+            for start in range(writer.num_finished, len(lines), batch_size):
+                part = slice(start, min(start + batch_size, len(lines)))
+                try:
+                    records, is_interrupted = record_batch(
+                        decoder, inputs[part], labels[part], options, num_probs=num_probs, on_done=advance
+                    )
+                except NumericsError as error:
+                    where = f"lines {lines[part.start].number} to {lines[part.stop - 1].number}"
+                    raise NumericsError(f"{where}: {error}") from None
+                writer.append(records)
+                if is_interrupted:
+                    return True
+    except KeyboardInterrupt:  # while probabilities were computed: this batch is lost, those before it are not
+        return True
+    finally:
+        writer.flush()
+    return False

@@ -1,0 +1,304 @@
+"""``outrider replay``: drafts against a log, without the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from outrider.cli.shared.jsonl import read_prompts
+from outrider.cli.shared.options import (
+    BatchSizeOption,
+    DraftOptions,
+    JsonOption,
+    NumDraftTokensListOption,
+    check_batch_size,
+    flat,
+    parse_k,
+    set_threads,
+)
+from outrider.cli.shared.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    counted,
+    json_text,
+    progress_bar,
+    write_json,
+)
+from outrider.errors import FileError, OptionError
+from outrider.system.files import check_writable
+
+if TYPE_CHECKING:
+    from outrider.drafters.base import Drafter
+    from outrider.replay.log import Header, Log, Record
+    from outrider.replay.replay import AlphaRange, Expected, Replayed, Summary
+
+
+_FORMATS = ("outrider", "tensors")
+_OUTPUT_FORMATS = ("outrider", "cumulative")
+
+
+@flat
+def replay(
+    drafts: DraftOptions,
+    log: Annotated[Path, typer.Argument(help="A log of outrider record.")],
+    num_draft_tokens: NumDraftTokensListOption = "1-8",
+    batch_size: BatchSizeOption = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the rounds here: JSON lines, for outrider analyze.")
+    ] = None,
+    output_format: Annotated[
+        str,
+        typer.Option(
+            help="Of --output: outrider; or cumulative, lines like [3, 5] of the tokens that each of --batch-size "
+            "prompts has so far (decoding-speculative-decoding; one draft, one K)."
+        ),
+    ] = "outrider",
+    seed: Annotated[int, typer.Option(help="Sampled text leaves rounds to chance: --output draws them.")] = 0,
+    log_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Of the log: outrider; or tensors, printed output ids of greedy decoding without the prompts "
+            "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
+        ),
+    ] = "outrider",
+    prompts: Annotated[
+        Path | None, typer.Option(help="With --format tensors: the prompts, in the order of the log.")
+    ] = None,
+    tokenizer_of: Annotated[
+        str | None, typer.Option(help="With --format tensors: the model whose tokens the ids are.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Judge drafts by a log: tokens per round at every K, exactly, without running the target."""
+    check_batch_size(batch_size)
+    ks = [k for k in parse_k(num_draft_tokens) if isinstance(k, int)]
+    if len(ks) < len(parse_k(num_draft_tokens)):
+        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "numbers, like 1-8 or 1,2,4")
+    for option, value, known in (
+        ("--format", log_format, _FORMATS),
+        ("--output-format", output_format, _OUTPUT_FORMATS),
+    ):
+        if value not in known:
+            raise OptionError(option, value, f"choose {' or '.join(known)}")
+    given = [prompts is not None, tokenizer_of is not None]
+    if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
+        raise OptionError("--format", log_format, "tensors go with --prompts and --tokenizer-of, a log without")
+    if output_format == "cumulative" and output is None:
+        raise OptionError("--output-format", output_format, "it is of the file that --output names: give that, too")
+    if seed < 0:
+        raise OptionError("--seed", seed, "a whole number >= 0")
+    check_outputs({"--output": output, "--json": json_target, "--plot": plot}, [log, prompts, drafts.models])
+    check_json_target(json_target)
+    if output is not None:
+        check_writable(output)
+
+    from outrider.bench.plots import check_plot_file, plot_tau
+    from outrider.replay.log import Log
+    from outrider.replay.replay import load_draft, summarise
+    from outrider.replay.replay import replay as judge
+    from outrider.replay.rounds import Arm
+    from outrider.sampling.rules import RULES
+
+    if drafts.acceptance not in RULES:
+        raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(RULES)}")
+    if plot is not None:
+        check_plot_file(plot)
+    set_threads(drafts.threads)
+    header: Header
+    records: Log | Sequence[Record]
+    if prompts is not None and tokenizer_of is not None:
+        header, records = _foreign(log, prompts, tokenizer_of, drafts.models)
+    else:
+        records = Log.open(log)
+        header = records.header
+    if not len(records):
+        raise FileError(f"{log} has no records yet: go on with outrider record")
+    names = drafts.names(header.target)
+    if output_format == "cumulative" and len(names) * len(ks) > 1:
+        raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
+    loaded: list[tuple[str, Drafter]] = [
+        (name, load_draft(name, header, device=drafts.device, dtype=drafts.dtype, models_file=drafts.models))
+        for name in names
+    ]
+    rounds = _Rounds(drafts.acceptance, ks, seed)
+    summaries: list[Summary] = []
+    with progress_bar("prompts", len(loaded) * len(records)) as advance:
+        for name, drafter in loaded:
+            replayed = judge(records, header, drafter, drafts.acceptance, ks, batch_size=batch_size)
+            if output is not None:
+                replayed = rounds.drawn(replayed, name)
+            summaries.append(summarise(counted(replayed, advance), ks))
+    if output is not None:
+        with output.open("w", encoding="utf-8") as stream:
+            rounds.write(stream, output_format, batch_size)
+    arms = [
+        (Arm(name, k, drafts.acceptance), summary.expected[k])
+        for name, summary in zip(names, summaries, strict=True)
+        for k in ks
+    ]
+    console = console_for(json_target)
+    title = f"{header.target}, {len(records)} prompts, temperature {header.sampling.temperature:g}, {drafts.acceptance}"
+    _show(console, title, arms, dict(zip(names, summaries, strict=True)))
+    if log_format == "tensors":
+        console.print("Note: the texts are taken to be greedy, each as long as it was allowed to be")
+    if plot is not None:
+        points = {
+            name: [(k, summary.expected[k].tau) for k in ks] for name, summary in zip(names, summaries, strict=True)
+        }
+        plot_tau(points, plot, title)
+        console.print(f"Plot: {plot}")
+    body: dict[str, Any] = {
+        "target": header.target,
+        "num_prompts": len(records),
+        "log_options": header.to_json()["sampling"] | {"num_probs": header.num_probs},
+        "drafts": [
+            {"draft": name, "alpha": summary.alpha and summary.alpha.to_json()}
+            for name, summary in zip(names, summaries, strict=True)
+        ],
+        "arms": [asdict(arm) | _expected_json(one) for arm, one in arms],
+    }
+    settings = {
+        **asdict(drafts),
+        "draft": names,
+        "num_draft_tokens": ks,
+        "log": str(log),
+        "format": log_format,
+        "prompts": prompts and str(prompts),
+        "tokenizer_of": tokenizer_of,
+        "batch_size": batch_size,
+        "seed": seed,
+        "models": drafts.models and str(drafts.models),
+    }
+    write_json(json_target, "replay", settings, body, _a_model([drafter for _, drafter in loaded]))
+
+
+def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
+    """A log of printed tensors as if it had been recorded, greedily: each text ended where it ends by its length."""
+    from outrider.models.loading import load_tokenizer
+    from outrider.models.registry import resolve
+    from outrider.records import Sampling
+    from outrider.replay.log import Header, Record
+    from outrider.replay.other_formats import read_tensors
+    from outrider.text.tokenizer import encode, fingerprint, vocab_size
+
+    lines, texts = read_prompts(prompts), read_tensors(log)
+    if len(lines) != len(texts):
+        raise FileError(f"{log} has {len(texts)} texts, but {prompts} has {len(lines)} prompts")
+    tokenizer = load_tokenizer(resolve(tokenizer_of, models))
+    num_tokens = vocab_size(tokenizer)
+    prompt_ids = [tuple(encode(tokenizer, line.text)) for line in lines]
+    for index, ids in enumerate(texts):
+        if not ids or max(ids) >= num_tokens:
+            raise FileError(f"{log}, text {index}: it is empty, or has ids that {tokenizer_of} does not know")
+    max_new_tokens = max(map(len, texts))
+    header = Header(
+        target=str(log),
+        sampling=Sampling(temperature=0.0, max_new_tokens=max_new_tokens),
+        num_probs=None,
+        vocab_size=num_tokens,
+        context_len=max(map(len, prompt_ids)) + max_new_tokens,
+        eos_ids=(),
+        tokenizer=fingerprint(tokenizer),
+    )
+    records = [
+        Record(index, line.text, line.category, 0, "length", given, ids)
+        for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
+    ]
+    return header, records
+
+
+@dataclass
+class _Rounds:
+    """The rounds for ``--output``, as they are drawn."""
+
+    acceptance: str
+    ks: Sequence[int]
+    seed: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def drawn(self, replayed: Iterator[Replayed], draft: str) -> Iterator[Replayed]:
+        import numpy as np
+
+        from outrider.replay.rounds import Arm, round_row
+
+        for one in replayed:
+            for k in self.ks:
+                law, most = one.laws(k)
+                if law is not most:
+                    raise OptionError(
+                        "--output",
+                        self.acceptance,
+                        "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or record "
+                        "with --probs as large as the vocabulary",
+                    )
+                rounds, is_truncated = law.draw(np.random.default_rng([self.seed, one.index, k]))
+                arm = Arm(draft, k, self.acceptance)
+                num_tokens = len(law.num_drafted)
+                self.rows.append(round_row(arm, one.index, one.category, rounds, is_truncated, num_tokens))
+            yield one
+
+    def write(self, stream: TextIO, output_format: str, batch_size: int) -> None:
+        from outrider.replay.other_formats import round_lines
+
+        if output_format == "cumulative":
+            stream.writelines(round_lines([[n + 1 for n in row["num_accepted"]] for row in self.rows], batch_size))
+        else:
+            stream.writelines(json_text(row) for row in self.rows)
+
+
+def _a_model(drafters: Sequence[Drafter]) -> Any:
+    """A model that ran, if one did."""
+    from outrider.drafters.model import ModelDrafter
+
+    return next((drafter.lm for drafter in drafters if isinstance(drafter, ModelDrafter)), None)
+
+
+def _expected_json(one: Expected) -> dict[str, Any]:
+    def of(side: Expected) -> dict[str, Any]:
+        counts = side.counts
+        return {
+            "tau": side.tau and side.tau.to_json(),
+            "stats": counts.to_json(),
+            "positions": [position.to_json() for position in counts.positions],
+        }
+
+    return of(one) | {"upper": one.upper and of(one.upper)}
+
+
+def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Summary]) -> None:
+    from outrider.bench.report import interval_text, new_table
+
+    table = new_table(title, "draft", "K", "tau, 95%", "accepted / drafted", "alpha")
+    for arm, one in arms:
+        alpha = summaries[arm.draft].alpha
+        upper = one.upper
+        table.add_row(
+            arm.draft,
+            str(arm.k),
+            interval_text(one.tau) + (f" to {interval_text(upper.tau)}" if upper else ""),
+            _percent(one.counts.draft_acceptance_rate)
+            + (f" to {_percent(upper.counts.draft_acceptance_rate)}" if upper else ""),
+            "-" if alpha is None else _alpha_text(alpha),
+        )
+    console.print(table)
+    console.print(
+        "tau: tokens per round, expected given the texts, with an interval over the prompts; alpha: E sum min(p, q)"
+        + ("; a to b: between these, by what the log knows of p" if any(one.upper for _, one in arms) else ""),
+        style="dim",
+    )
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f}%"
+
+
+def _alpha_text(alpha: AlphaRange) -> str:
+    low, high = alpha.low.value, alpha.high.value
+    return f"{low:.3f}" if high - low < 5e-4 else f"{alpha.estimate.value:.3f} ({low:.3f} to {high:.3f})"

@@ -1,0 +1,1 @@
+"""Options, output and files that several commands share."""

@@ -1,0 +1,87 @@
+"""What ``certify``, ``certify-samples`` and ``divergence`` found, in rows and sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outrider.cli.shared.output import write_document
+from outrider.system.files import write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from outrider.certify.certificate import GreedyReport, StatisticalReport
+
+
+def verdict(is_ok: bool) -> str:
+    return "ok" if is_ok else "FAILED"
+
+
+def statistical_rows(report: StatisticalReport) -> Iterator[tuple[str, str, str]]:
+    """Layer, finding and verdict."""
+    for test in report.tests:
+        yield f"statistical: {test.name}", f"p = {test.p:.2g}", verdict(not test.is_alarm)
+    yield "statistical: forbidden tokens", str(report.num_forbidden), verdict(report.num_forbidden == 0)
+
+
+def greedy_row(report: GreedyReport) -> tuple[str, str, str]:
+    same = report.num_texts - len(report.differences)
+    name = "same seed, same text" if report.has_noise else "greedy text"
+    return name, f"{same} of {report.num_texts} texts the same", verdict(report.is_ok)
+
+
+def tell_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
+    """What was found of a deviation, and what would have been.
+
+    Args:
+        towards: what the tests lean to.
+    """
+    least = report.detectable
+    console.print(
+        f"{report.num_tokens} tokens of {report.num_texts} texts. "
+        f"With 99% a deviation towards {towards} would have been found out "
+        + ("only if larger than all the way there." if least is None else f"from {least:.2%} on (total variation).")
+    )
+    if report.estimate is not None and report.estimate_std is not None:
+        console.print(
+            f"Estimated: {report.estimate:+.2%} +- {report.estimate_std:.2%} (one standard error); "
+            f"mean of -log p less the entropy: {report.surprise_excess:+.4f} nats."
+        )
+
+
+def tell_differences(console: Console, report: GreedyReport, what: str, tokenizer: Any | None) -> None:
+    """Where texts part from those of plain decoding, and why.
+
+    Args:
+        what: has the index that a difference states: "prompt", "line".
+    """
+    for one in report.differences:
+        margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
+        plain, other = (_token(tokenizer, token_id) for token_id in (one.plain_id, one.other_id))
+        console.print(
+            f"{what} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, here {other}): "
+            f"margin {margin}, rounding {gap}: {one.verdict}",
+            markup=False,
+        )
+
+
+def write_findings(
+    document: dict[str, Any],
+    json_target: str | None,
+    html: Path | None,
+    render: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """The document, and the page of it, where they were asked for."""
+    if json_target is not None:
+        write_document(json_target, document)
+    if html is not None:
+        write_text(html, render(document))
+
+
+def _token(tokenizer: Any | None, token_id: int | None) -> str:
+    if token_id is None:
+        return "the end"
+    return str(token_id) if tokenizer is None else repr(tokenizer.decode([token_id]))

@@ -1,0 +1,172 @@
+"""Where the output of commands goes: consoles, JSON documents, files."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outrider.errors import OptionError
+from outrider.system.files import check_writable, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.bench.run import Measurement
+    from outrider.cli.shared.options import PairOptions
+    from outrider.runtime.lm import LM
+
+
+_Item = TypeVar("_Item")
+_FILE_WIDTH = 120  # of tables that go to a file or a pipe, which have no width of their own
+
+
+def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
+    """The console for what people read. With ``--json -`` it is standard error, so that the document stands alone.
+
+    Args:
+        has_colours: True writes them to a file or a pipe too (for ``less -R``); None only to a terminal.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=json_target == "-", highlight=False, emoji=False, force_terminal=has_colours)
+    if not console.file.isatty():
+        console.width = _FILE_WIDTH
+    return console
+
+
+@contextmanager
+def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal. Yields a function that takes the number of steps just done."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+        yield lambda steps: progress.advance(task, steps)
+
+
+def counted(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
+    """The same items, each told to a progress bar when it has been dealt with."""
+    for item in items:
+        yield item
+        advance(1)
+
+
+def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
+    """Take measurements to the end, or to Ctrl-C, with a progress bar. Says whether it was interrupted."""
+    done: list[Measurement] = []
+    with progress_bar(what, total) as advance:
+        try:
+            for measurement in measurements:
+                done.append(measurement)
+                advance(1)
+        except KeyboardInterrupt:
+            return done, True
+    return done, False
+
+
+def check_json_target(json_target: str | None) -> None:
+    """Raises FileError if the document could not be written later."""
+    if json_target not in (None, "-"):
+        check_writable(Path(str(json_target)))
+
+
+def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Path | None]) -> None:
+    """Find out before the work that one output would overwrite another, or what is read.
+
+    Args:
+        outputs: by option; None and "-" are none.
+        inputs: files, and folders of which no file may be overwritten.
+
+    Raises:
+        OptionError
+    """
+    taken = [path.resolve() for path in inputs if path is not None]
+    for option, output in outputs.items():
+        if output is None or output == "-":
+            continue
+        path = Path(output).resolve()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            continue  # a device or a pipe, which nothing is overwritten in
+        if any(path == other or other in path.parents for other in taken):
+            raise OptionError(
+                option, str(output), "this command reads it, or writes it for another option: choose another file"
+            )
+        taken.append(path)
+
+
+def write_json(
+    json_target: str | None, command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
+) -> None:
+    """Write the document of a command, if one was asked for. See ``make_document``."""
+    if json_target is not None:
+        write_document(json_target, make_document(command, options, body, target))
+
+
+def make_document(
+    command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
+) -> dict[str, Any]:
+    """The document of a command, as it will be read back from JSON. Its form is described in docs/json.md.
+
+    Args:
+        target: the model that ran, if one did: its device and dtype belong to where the result comes from.
+    """
+    from outrider.system.provenance import provenance
+
+    origin = provenance("cpu" if target is None else str(target.device))
+    if target is not None:
+        origin["dtype"] = str(target.dtype).removeprefix("torch.")
+    return _as_read({"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin})
+
+
+def write_document(json_target: str, document: dict[str, Any]) -> None:
+    """Write it to a file, or to standard output ("-")."""
+    text = json_text(document, indent=2)
+    if json_target == "-":
+        sys.stdout.write(text)
+    else:
+        write_text(Path(json_target), text)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON with a newline; numbers that JSON does not have (NaN, infinities) become null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {str(key): plain(inner) for key, inner in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(inner) for inner in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The options of a command, as they are written into its document and read back from it."""
+    options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
+    if sampling.get("logit_bias") is not None:
+        options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
+    return _as_read(options)
+
+
+def _as_read(value: dict[str, Any]) -> dict[str, Any]:
+    """What comes back when it is written as JSON and read."""
+    back: dict[str, Any] = json.loads(json_text(value))
+    return back

@@ -1,0 +1,79 @@
+"""Certificates that were stored, read back so that they can be run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from outrider.cli.shared.options import PairOptions, SamplingOptions
+from outrider.errors import FileError, OptionError
+from outrider.system.files import read_text
+
+INPUTS = ("weights", "prompts_sha256")  # what must be the same to run a certificate again
+
+
+class OwnOptions(NamedTuple):
+    """The options of ``certify`` that other commands do not have in a group."""
+
+    prompts: Path | None
+    num_draft_tokens: int | str
+    max_new_tokens: int
+    alpha_level: float
+    detect_tv: float | None
+    num_tokens: int
+    batch_size: int
+    seed: int
+
+
+def check_alone(context: typer.Context) -> None:
+    """With --again all options come from the file. Raises OptionError."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and name not in ("again", "html", "json_target"):
+            option = "--" + name.replace("_", "-")
+            raise OptionError(option, context.params[name], "with --again all options come from the file; leave it out")
+
+
+def read_certificate(path: Path) -> tuple[PairOptions, SamplingOptions, OwnOptions, dict[str, Any]]:
+    """What a certificate was made with: its options, and INPUTS.
+
+    Raises:
+        FileError: it is no certificate.
+    """
+    try:
+        document = json.loads(read_text(path))
+        is_one = isinstance(document, dict) and document.get("schema") == "outrider/certify/1"
+        if not is_one:
+            raise FileError(f"{path} is not a certificate: give a file that outrider certify --json has written")
+        options = document["options"]
+        pair, sampling, own = (_group(kind, options) for kind in (PairOptions, SamplingOptions, OwnOptions))
+        return pair, sampling, own, {name: document[name] for name in INPUTS}
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
+    except (KeyError, TypeError) as error:
+        raise FileError(f"{path} is not a whole certificate: {error} is missing in it, or not as it was") from None
+
+
+def _group(kind: Any, options: dict[str, Any]) -> Any:
+    """Options of one group. Raises KeyError, TypeError."""
+    return kind(**{name: _checked(name, options[name], hint) for name, hint in get_type_hints(kind).items()})
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """A value of a stored certificate, if it is of the kind that the option has. Raises TypeError."""
+    if not _is_of(value, hint):
+        raise TypeError(f"{name} = {value!r}")
+    return Path(value) if Path in (hint, *get_args(hint)) and value is not None else value
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    kinds = {float: (int, float), Path: (str,)}.get(hint, (hint,))
+    return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))

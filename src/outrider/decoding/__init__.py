@@ -1,0 +1,1 @@
+"""The loop, and all that it keeps of the rows that it writes."""

@@ -1,0 +1,172 @@
+"""What a round costs on this machine, for each number of drafted tokens.
+
+``round_costs`` measures once, and keeps what it finds on disk, so that an adaptive K rests on the same numbers in the
+next run. This module does not know what is done with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.decoding.batch import Batch
+from outrider.decoding.engine import decode
+from outrider.drafters.base import Drafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Draft, Request, Sampling, Timing
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import Rule
+from outrider.system.files import cache_folder, keep_in_cache
+
+_LOG = logging.getLogger(__name__)
+_MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
+_NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
+_METHOD = 3  # to be changed with what is timed, or how: costs that were kept are of another number then
+_PLAIN = Sampling()
+_SHORT = 16  # tokens to begin with, where nothing else is asked for
+
+
+def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
+    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours.
+
+    Args:
+        num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
+            serves the run as well.
+    """
+    path = _path(target, drafter, rule, num_rows)
+    try:
+        kept = {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
+        if set(kept) == set(target.execution.favoured_k) and all(0 < seconds < math.inf for seconds in kept.values()):
+            return kept
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # not there, or not what was written
+    _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
+    costs = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
+    keep_in_cache(path, json.dumps(costs).encode())
+    return costs
+
+
+def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
+    """The same, measured now and not kept."""
+    arms = [CostArm(target, drafter, k) for k in target.execution.favoured_k]
+    length = min(_SHORT, target.context_len // 2)
+    rounds = time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=num_tokens)
+    return {
+        arm.k: statistics.median(timing.decode_s for timing in timings)
+        for arm, timings in zip(arms, rounds, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CostArm:
+    """What rounds are timed of: a drafter, and so many tokens drafted with it. K = 0 is plain decoding."""
+
+    target: LM
+    drafter: Drafter
+    k: int
+
+
+def tokens_needed(most_k: int) -> int:
+    """How many tokens the timed rounds may add to a row."""
+    return (1 + _NUM_ROUNDS) * (most_k + 1)
+
+
+def time_rounds(
+    arms: Sequence[CostArm],
+    rule: Rule,
+    *,
+    num_rows: int,
+    length: int,
+    num_tokens: int = 0,
+    num_passes: int = 0,
+    sampling: Sampling = _PLAIN,
+    on_pass: Callable[[], None] = lambda: None,
+) -> list[list[Timing]]:
+    """The times of rounds of each arm, on random text, arms in turn.
+
+    Args:
+        length: tokens of each row to begin with.
+        num_tokens: of the longest row in the end, at least. A cache of that size is taken, so that what is compiled for
+            measuring serves the run as well.
+        num_passes: over all arms; 0: as many as take about a second, but no more than five.
+        sampling: options that the rounds run under.
+        on_pass: called after each pass, and after the one that warms up.
+
+    Returns:
+        For each arm its rounds. If a run has several, without the first: it comes after the prefill, which has swept
+        the processor's caches, and a text has one of its kind. The second holds the prefill in its place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    taken: list[list[Timing]] = [[] for _ in arms]
+
+    def rounds(arm: CostArm) -> list[Timing]:
+        most_new = max(num_tokens - length, tokens_needed(max(arm.k for arm in arms)))
+        prompts = torch.randint(arm.target.vocab_size, (num_rows, length), generator=generator).tolist()
+        rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
+        requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
+        # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
+        drafter = _Repeater(arm.drafter) if isinstance(arm.drafter, NgramDrafter) else arm.drafter
+        loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
+        first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
+        if not others:  # the context is full
+            return [first]
+        others[0] += Timing(prefill_s=first.prefill_s, total_s=first.prefill_s)
+        return others
+
+    for arm in arms:
+        rounds(arm)  # whatever happens only once
+    on_pass()
+    begin = time.perf_counter()
+    for _ in range(num_passes or _MOST_PASSES):
+        for arm, timings in zip(arms, taken, strict=True):
+            timings += rounds(arm)
+        on_pass()
+        if not num_passes and time.perf_counter() - begin > _PASSES_S:
+            break
+    return taken
+
+
+class _Repeater:
+    """Looks up, and whatever was found, proposes the last token again and again."""
+
+    name = "repeater"
+
+    def __init__(self, lookup: NgramDrafter) -> None:
+        self._lookup = lookup
+
+    def open(self, batch: Batch) -> _Repeater:
+        return self
+
+    def compiled(self) -> _Repeater:
+        return self
+
+    def keep(self, rows: torch.Tensor) -> None:
+        pass
+
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        self._lookup.propose(batch, k, rule, noise)
+        return Draft(ids=batch.last_ids[:, None].expand(-1, k), probs=None, num_drafted=batch.num_drafted(k))
+
+
+def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
+    def facts(lm: LM) -> tuple[Any, ...]:
+        num_params = sum(parameter.numel() for parameter in lm.model.parameters())
+        return lm.name, num_params, str(lm.dtype), str(lm.device), lm.execution.name
+
+    lms = [target, drafter.lm] if isinstance(drafter, ModelDrafter) else [target]
+    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
+    machine = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), device
+    what = [facts(lm) for lm in lms], drafter.name, rule.name, num_rows, machine, target.execution.favoured_k, _METHOD
+    return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

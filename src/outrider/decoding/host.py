@@ -1,0 +1,133 @@
+"""What the host reads of a round.
+
+A round is started, and copies of what comes of it are sent to the host. When they are there the host takes note: tokens
+and counts, the ends of rows, log-probabilities. The loop may have started the next round by then (see engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from outrider.decoding.batch import Row
+from outrider.errors import NumericsError
+from outrider.records import FinishReason, Origin, RowRound, TokenLogprob
+from outrider.sampling.probs import wide
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A round that the device may still be working on. Its tensors are the host's, and filled by the last mark.
+
+    Attributes:
+        rows: which it is of.
+        report, rejected_ratio: see ``_Judged``.
+        marks: when drafting began, when verifying began and ended, and when all was there.
+    """
+
+    rows: list[Row]
+    report: Tensor
+    rejected_ratio: Tensor
+    logprobs: Logprobs | None
+    marks: tuple[Any, Any, Any, Any]
+
+
+def to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The same on the host, filled when all that was started on the device before has been done.
+
+    Args:
+        copy: also if it is there.
+    """
+    return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=copy)
+
+
+class Logprobs(NamedTuple):
+    """The target's log-probabilities of the committed tokens [B, K+1], and the most probable ones [B, K+1, N]."""
+
+    chosen: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    def of(self, b: int, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
+        """Of the first tokens of one row."""
+        chosen, top, ids = (values[b, :num_tokens].tolist() for values in self)
+        return tuple(
+            TokenLogprob(chosen[i], tuple(zip(ids[i][:num_top], top[i][:num_top], strict=True)))
+            for i in range(num_tokens)
+        )
+
+
+def logprobs_of(rows: Sequence[Row], logits: Tensor, committed: Tensor) -> Logprobs | None:
+    """On the host, if a row wants them."""
+    wanted = [row.request.sampling.logprobs for row in rows]
+    if all(num_top is None for num_top in wanted):
+        return None
+    logprobs = wide(logits).log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, committed[..., None]).squeeze(-1)
+    top = logprobs.topk(min(max(n or 0 for n in wanted), logits.shape[-1]), dim=-1)
+    return Logprobs(*map(to_host, (chosen, top.values, top.indices)))
+
+
+def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
+    """Take note of a round on the host, and let each row's stop act on it token by token.
+
+    Raises:
+        NumericsError: see ``decode``.
+    """
+    num_columns = started.report.shape[1] - 5
+    ratios = started.rejected_ratio.tolist()
+    row_rounds = []
+    for b, (row, report) in enumerate(zip(started.rows, started.report.tolist(), strict=True)):
+        if row.is_done:
+            continue
+        *tokens, n, num_drafted, bad_place, bad_draft_place = report
+        first_bad = min(bad_place, bad_draft_place)
+        if first_bad <= num_columns:
+            raise _numerics_error(target_name if bad_place == first_bad else draft_name, row, first_bad)
+        row.read(num_columns, num_drafted, n)
+        is_rejected = n < num_drafted
+        token_ids, reason = _until_stop(row, tokens[: n + 1])
+        row.length += len(token_ids)
+        if reason is None and row.length == row.limit:
+            reason = "length"
+        row.is_done = reason is not None
+        origins: list[Origin] = ["accepted"] * n
+        origins.append("correction" if is_rejected else "bonus")
+        num_top = row.request.sampling.logprobs
+        logprobs = None
+        if started.logprobs is not None and num_top is not None:
+            logprobs = started.logprobs.of(b, len(token_ids), num_top)
+        row_rounds.append(
+            RowRound(
+                row=row.index,
+                token_ids=tuple(token_ids),
+                origins=tuple(origins[: len(token_ids)]),
+                num_drafted=num_drafted,
+                num_accepted=n,
+                is_truncated=len(token_ids) < n + 1,
+                finish_reason=reason,
+                logprobs=logprobs,
+                rejected_ratio=ratios[b] if is_rejected else None,
+            )
+        )
+    return row_rounds
+
+
+def _numerics_error(name: str, row: Row, offset: int) -> NumericsError:
+    return NumericsError(
+        f"the model {name} gave NaN or infinite logits for position {row.length + offset} of prompt "
+        f"{row.index}; its weights may be damaged, or its dtype too narrow (try --dtype float32)"
+    )
+
+
+def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+    """The tokens up to the one that ends the row, if one does."""
+    if row.request.stop is not None:
+        for count, token_id in enumerate(token_ids, start=1):
+            reason = row.request.stop.push(token_id)
+            if reason is not None:
+                return token_ids[:count], reason
+    return token_ids, None

@@ -1,0 +1,383 @@
+"""The records that travel between the parts. Read this file first.
+
+A ``Sampling`` says how one row is to be sampled. In each round a drafter makes a ``Draft``, a rule judges it and gives
+a ``Verdict``, and the loop yields a ``Round`` with what was committed. The public door turns rounds into ``Chunk``s of
+text, and these into a ``Completion``. ``Stats`` and ``Timing`` add; ratios are made of them at the edge.
+
+Words: p and q are the target's and the draft's probabilities *after* temperature, top-k and the like; B rows, K drafted
+tokens, V vocabulary. A committed token is *accepted* (it was drafted and stands), a *correction* (drawn from the
+residual after a rejection) or a *bonus* (drawn from p after all drafted tokens stood; with K = 0 every token is one).
+
+This module knows no model, no file and no text beyond the strings it carries. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from outrider.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_ACCEPTANCE = "block"
+DEFAULT_NUM_DRAFT_TOKENS = 4
+MAX_NUM_DRAFT_TOKENS = 1024
+
+Origin = Literal["accepted", "correction", "bonus"]
+NumDraftTokens = int | Literal["auto"]
+"""K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""
+
+FinishReason = Literal["eos", "stop", "length"]
+"""``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full."""
+
+
+_Count = TypeVar("_Count", int, float)  # float where counts are expected ones
+_MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one row is sampled. Order and meaning are those of Hugging Face's processors: logit_bias,
+    repetition_penalty, temperature, top_k, top_p, min_p.
+
+    Attributes:
+        temperature: 0 is greedy (ties go to the lowest id); 1 is the model's own distribution.
+        top_k: keep the k most probable tokens (and ties with the k-th); 0 keeps all.
+        top_p: keep the smallest set of tokens whose mass reaches top_p; 1.0 keeps all.
+        min_p: keep tokens with at least min_p times the probability of the most probable; 0.0 keeps all.
+        repetition_penalty: above 1.0 lowers the logits of tokens that occur in prompt or output (Keskar et al. 2019).
+        logit_bias: token id -> number added to its logit (-inf forbids it).
+        seed: 0 <= seed < 2**63; None draws one from the operating system, and the completion tells which.
+        stop: strings that end the text; they are not part of it.
+        max_new_tokens: at most so many tokens.
+        ignore_eos: end tokens are tokens like others.
+        logprobs: None for none; N >= 0 for the log-probability of each token under the target's raw logits
+            (before any processor), and of the N most probable tokens beside it.
+
+    Raises:
+        OptionError: a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6; 0 is greedy")
+        _check_integer("top_k", self.top_k, 0, "a whole number >= 0; 0 keeps all tokens")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "0 < top_p <= 1; 1.0 keeps all tokens", is_low_open=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0, "0 <= min_p <= 1; 0.0 keeps all tokens")
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "a number from 1e-6 to 1e6; 1.0 is none"
+        )
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
+            for token_id, bias in self.logit_bias.items():
+                _check_integer("logit_bias", token_id, 0, "its keys are token ids")
+                is_number = isinstance(bias, numbers.Real) and (abs(bias) <= _MAX_BIAS or bias == -math.inf)
+                if not is_number:
+                    raise OptionError("logit_bias", bias, f"each value is a finite number up to {_MAX_BIAS:g}, or -inf")
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
+            if self.seed >= 2**63:
+                raise OptionError("seed", self.seed, "a whole number, 0 <= seed < 2**63")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if not isinstance(self.stop, Sequence):
+            raise OptionError("stop", self.stop, "a string, or several")
+        for string in self.stop:
+            if not isinstance(string, str) or not string:
+                raise OptionError("stop", string, "stop strings are not empty")
+        _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
+
+
+def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (is_low_open and value == low):  # type: ignore[operator]
+        raise OptionError(name, value, remedy)
+
+
+def _check_integer(name: str, value: object, low: int, remedy: str) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
+        raise OptionError(name, value, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes in one round.
+
+    Attributes:
+        ids: the drafted tokens. [B, K]
+        probs: q, the very rows that ``ids`` were drawn from; None where q is one-hot at ``ids``. [B, K, V]
+        num_drafted: how many of the K are meant in each row; the rest is padding. [B]
+        is_finite: whether the draft model's logits were finite, for each token; None where no model was asked. [B, K]
+    """
+
+    ids: Tensor
+    probs: Tensor | None
+    num_drafted: Tensor
+    is_finite: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_rows, k = self.ids.shape
+        assert self.num_drafted.shape == (num_rows,)
+        assert self.probs is None or self.probs.shape[:2] == (num_rows, k)
+        assert self.is_finite is None or self.is_finite.shape == (num_rows, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a rule makes of a draft.
+
+    Attributes:
+        num_accepted: length of the accepted prefix. [B]
+        next_ids: the token after it, correction or bonus. [B]
+        rejected_ratio: p/q at the first drafted token that was not accepted; 1 where all were. [B]
+    """
+
+    num_accepted: Tensor
+    next_ids: Tensor
+    rejected_ratio: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.num_accepted.shape == self.next_ids.shape == self.rejected_ratio.shape
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a committed token and of the most probable ones, natural logarithm, raw target logits."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of wall clock; on a CUDA device the first three are the device's. ``total_s`` holds them and the rest
+    (bookkeeping, reading, waiting)."""
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
+
+    def __add__(self, other: Timing) -> Timing:
+        return Timing(
+            self.prefill_s + other.prefill_s,
+            self.draft_s + other.draft_s,
+            self.verify_s + other.verify_s,
+            self.total_s + other.total_s,
+        )
+
+    @property
+    def decode_s(self) -> float:
+        """All but the prefill."""
+        return self.total_s - self.prefill_s
+
+    @property
+    def rest_s(self) -> float:
+        return self.total_s - self.prefill_s - self.draft_s - self.verify_s
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "prefill": self.prefill_s,
+            "draft": self.draft_s,
+            "verify": self.verify_s,
+            "rest": self.rest_s,
+            "total": self.total_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RowRound:
+    """What one round committed to one row.
+
+    Attributes:
+        row: index of the request.
+        token_ids: the committed tokens, stop handling already applied.
+        origins: one for each token.
+        num_drafted, num_accepted: as judged, before stop handling.
+        is_truncated: the row ended inside the round, tokens after the end were dropped.
+        finish_reason: set in a row's last round.
+        logprobs: one for each token, if asked for.
+        rejected_ratio: p/q at the first rejected token, None if none was rejected.
+    """
+
+    row: int
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    num_drafted: int
+    num_accepted: int
+    is_truncated: bool
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    rejected_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft-verify-commit cycle over the unfinished rows."""
+
+    rows: tuple[RowRound, ...]
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts of one row, or of many: they add. A round that was truncated by the end of the row is left out of all
+    but ``num_generated_tokens`` and ``num_truncated_rounds``, since how much of it would have stood is not known.
+
+    Attributes:
+        acceptance_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
+        drafted_histogram: at index i the number of rounds in which exactly i tokens were drafted.
+    """
+
+    num_generated_tokens: int = 0
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_truncated_rounds: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    drafted_histogram: tuple[int, ...] = ()
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(
+            self.num_generated_tokens + other.num_generated_tokens,
+            self.num_rounds + other.num_rounds,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
+            self.num_truncated_rounds + other.num_truncated_rounds,
+            add_counts(self.acceptance_histogram, other.acceptance_histogram),
+            add_counts(self.drafted_histogram, other.drafted_histogram),
+        )
+
+    @classmethod
+    def of(cls, row: RowRound) -> Stats:
+        """The counts of one round of one row."""
+        if row.is_truncated:
+            return cls(num_generated_tokens=len(row.token_ids), num_truncated_rounds=1)
+        return cls(
+            num_generated_tokens=len(row.token_ids),
+            num_rounds=1,
+            num_draft_tokens=row.num_drafted,
+            num_accepted_draft_tokens=row.num_accepted,
+            acceptance_histogram=(0,) * row.num_accepted + (1,),
+            drafted_histogram=(0,) * row.num_drafted + (1,),
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """tau: tokens committed per round, correction or bonus included. 1.0 is plain decoding."""
+        return 1 + self.num_accepted_draft_tokens / self.num_rounds if self.num_rounds else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    def to_json(self) -> dict[str, object]:
+        """The counts and the two ratios, under the field names that vLLM uses."""
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_histogram": list(self.acceptance_histogram),
+            "drafted_histogram": list(self.drafted_histogram),
+            "num_rounds": self.num_rounds,
+            "num_truncated_rounds": self.num_truncated_rounds,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+        }
+
+
+def add_counts(a: Sequence[_Count], b: Sequence[_Count]) -> tuple[_Count, ...]:
+    """Histograms added place by place; the shorter one ends in zeros."""
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one round added to one row: the tokens, and the text that is now certain.
+
+    ``text`` may lag behind ``token_ids``: half a character, or the beginning of what may become a stop string, is held
+    back until it is decided. The texts of a row's chunks, joined, are the text of the completion.
+
+    Attributes:
+        row: index of the prompt.
+        pieces: the text, cut where the origin of the tokens that it came from changes.
+        stats: of this row in this round.
+        timing: of the round, in the first of its chunks; zero in the others. So the timings of all chunks add up.
+        rejected_ratio: p/q at the first rejected token, None if none was rejected.
+    """
+
+    row: int
+    pieces: tuple[tuple[str, Origin], ...]
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    stats: Stats
+    timing: Timing
+    rejected_ratio: float | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All that was generated for one prompt.
+
+    Attributes:
+        text: without the stop string and without special tokens.
+        token_ids: the generated tokens, an end token included.
+        origins: for each token, whether it was accepted, a correction or a bonus.
+        seed: the seed in use (also where none was given).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason
+    stats: Stats
+    num_prompt_tokens: int
+    seed: int
+
+
+class Stop(Protocol):
+    """Says when a row ends. The loop asks it after every committed token, in order."""
+
+    def push(self, token_id: int) -> FinishReason | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row for the loop.
+
+    Attributes:
+        prompt_ids: at least one token.
+        sampling: with a seed.
+        stop: asked after every token.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Stop | None = None

@@ -1,0 +1,1 @@
+"""Recorded output of a target, and what drafts would have made of it."""

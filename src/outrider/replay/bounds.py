@@ -1,0 +1,122 @@
+"""What can be said of p and q at a place of a text where only the largest probabilities of p are known.
+
+Known are p at the token x that stands there, the N largest probabilities, and hence the mass m of the others. Each of
+these is at most P, the smallest of the known N. Two numbers are wanted:
+
+- the overlap sum_v min(p(v), q(v)), whose mean is alpha;
+- g = 1 / sum_v max(p(v), c q(v)) with c = p(x)/q(x): the probability that the argmax of log q plus Gumbel noise is x,
+  given that the argmax of log p plus the same noise is. (Both are v with probability 1 / sum_u max(p(u)/p(v),
+  q(u)/q(v)): the smallest of independent exponential times, one for each u, of rate max(...). Maddison et al.
+  1411.0030 for the race; Daliri et al. 2408.07978 for the pair.)
+
+Over the unknown tokens both come down to one sum, by min(p, q) = p - (p - q)+ and max(p, c q) = c q + (p - c q)+:
+
+    E = sum_v (p(v) - c q(v))+    with 0 <= p(v) <= P and sum_v p(v) = m.
+
+*Least:* each v takes up to min(P, c q(v)) without adding to E, all that goes beyond counts in full, so min E = (m -
+sum_v min(P, c q(v)))+. *Most:* E is convex in p, so it is largest at a corner of the set: P at some tokens, the rest at
+one more, nothing elsewhere. Giving P to v adds (P - c q(v))+, which falls with q(v); exchanging two tokens shows that
+the tokens of smallest q are the best choice, and the one of largest q among them for the rest. Both ends are attained.
+
+This module knows tensors only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.probs import wide
+
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of p at M places.
+
+    Attributes:
+        ids, probs: the token that stands there, and p of it. [M], [M]
+        top_ids, top_probs: the N most probable tokens, largest first. [M, N], [M, N]
+        tail: the mass of all others. [M]
+    """
+
+    ids: Tensor
+    probs: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+    tail: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.probs.shape == self.tail.shape == self.top_ids.shape[:1]
+        assert self.top_ids.shape == self.top_probs.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Both ends of the overlap and of g, at M places; equal where p is known in full."""
+
+    overlap: tuple[Tensor, Tensor]  # [M], [M]
+    agreement: tuple[Tensor, Tensor]  # [M], [M]
+
+
+def bounds(draft_probs: Tensor, known: Known) -> Bounds:
+    """The least and the most that overlap and g can be.
+
+    Args:
+        draft_probs: q, rows that sum to 1. [M, V]
+    """
+    q = wide(draft_probs)
+    ids = known.ids[:, None]
+    p_x = wide(known.probs)[:, None].clamp_min(_TINY)  # [M, 1]; a sampled token has p > 0, up to rounding
+    top_probs = wide(known.top_probs)
+    q_x = q.gather(1, ids)
+    is_listed = torch.zeros_like(q, dtype=torch.bool).scatter_(1, known.top_ids, True)
+    is_alone = ~is_listed.gather(1, ids)  # x is not among the N, and is known all the same  [M, 1]
+    is_unknown = ~is_listed.scatter(1, ids, True)
+    mass = (wide(known.tail)[:, None] - torch.where(is_alone, p_x, 0.0)).clamp_min(0.0)
+    cap = top_probs[:, -1:]
+    q_unknown = torch.where(is_unknown, q, torch.inf).sort(dim=1).values  # known ones go to the end, as infinite
+
+    def known_sum(of: Tensor, of_x: Tensor) -> Tensor:
+        return of.sum(dim=1, keepdim=True) + torch.where(is_alone, of_x, 0.0)
+
+    q_top = q.gather(1, known.top_ids)
+    overlap = known_sum(torch.minimum(top_probs, q_top), torch.minimum(p_x, q_x)) + mass
+    least, most = _excess(q_unknown, mass, cap)
+    # Where q(x) = 0 the draft cannot have drawn x, and c has no meaning.
+    can_agree = q_x > 0
+    c = p_x / torch.where(can_agree, q_x, 1.0)
+    q_rest = torch.where(is_unknown, q, 0.0).sum(dim=1, keepdim=True)
+    total = known_sum(torch.maximum(top_probs, c * q_top), p_x) + c * q_rest
+    c_least, c_most = _excess(c * q_unknown, mass, cap)
+
+    def agreement(excess: Tensor) -> Tensor:
+        return torch.where(can_agree, (1.0 / (total + excess)).clamp_max(1.0), 0.0)[:, 0]
+
+    return Bounds(
+        overlap=((overlap - most)[:, 0], (overlap - least)[:, 0]),
+        agreement=(agreement(c_most), agreement(c_least)),
+    )
+
+
+def _excess(weights: Tensor, mass: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the most that sum_v (p(v) - weight(v))+ can be.
+
+    Args:
+        weights: ascending; infinite where p is known. [M, V]
+        mass, cap: m and P. [M, 1]
+
+    Returns:
+        [M, 1], [M, 1]
+    """
+    room = torch.where(weights.isfinite(), torch.minimum(weights, cap), 0.0).sum(dim=1, keepdim=True)
+    least = (mass - room).clamp_min(0.0)
+    num_tokens = weights.shape[1]
+    num_full = torch.where(cap > 0, mass / cap, 0.0).floor().clamp_max(num_tokens - 1).long()
+    gains = (cap - weights).clamp_min(0.0).cumsum(dim=1)
+    full_gain = torch.where(num_full > 0, gains.gather(1, (num_full - 1).clamp_min(0)), 0.0)
+    most = full_gain + (mass - num_full * cap - weights.gather(1, num_full)).clamp_min(0.0)
+    return least, torch.maximum(least, most)

@@ -1,0 +1,192 @@
+"""Which draft, which K, or none: what to expect on this machine, from what was measured on it.
+
+How many rounds a text takes is known from replay (outrider.replay.replay), how long a round takes from timing rounds of
+the real loop on random text. Both together give tokens per second for every draft and K, though no pair has been run on
+a text. What is left out: the prefill, and that the rows of a batch do not end together, which costs speculation more
+than plain decoding.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outrider.decoding.costs import CostArm, time_rounds
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Sampling, Timing
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import Rule
+from outrider.stats.counts import RoundCounts
+from outrider.stats.intervals import Interval, paired_ratio, ratio_of_sums
+
+_NUM_PASSES = 8  # over all drafts and K
+NUM_STEPS = _NUM_PASSES + 1  # of a progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where rounds are timed: so many rows, each with so many tokens already."""
+
+    num_rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """Medians over the timed rounds of a draft and K, in seconds. Their sum is not quite the median of the sum, which
+    ``round_s`` is."""
+
+    round_s: float
+    draft_s: float
+    verify_s: float
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing]) -> RoundCost:
+        return cls(
+            statistics.median(one.decode_s for one in timings),
+            statistics.median(one.draft_s for one in timings),
+            statistics.median(one.verify_s for one in timings),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What rounds cost in one setting.
+
+    Attributes:
+        prefill_s: of the target, for all rows.
+        plain: a round without drafts.
+        rounds: by draft and K.
+        lookup_s: of drafts that look their tokens up, what a round takes for it also where nothing is found.
+    """
+
+    setting: Setting
+    prefill_s: float
+    plain: RoundCost
+    rounds: Mapping[tuple[str, int], RoundCost]
+    lookup_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> list[str]:
+        return list(dict.fromkeys(name for name, _ in self.rounds))
+
+    @property
+    def ks(self) -> set[int]:
+        return {k for _, k in self.rounds}
+
+    def draft_step_s(self, draft: str) -> float:
+        """t_draft(1): of a draft that drafts token by token, from its longest round."""
+        k = max(k for name, k in self.rounds if name == draft)
+        return self.rounds[draft, k].draft_s / k
+
+    def target_s(self) -> dict[int, float]:
+        """t_target(T): T -> seconds of a step of the target on T tokens a row, with the verdict. T = 1 is plain."""
+        by_width: dict[int, list[float]] = {1: [self.plain.verify_s]}
+        for (_, k), cost in self.rounds.items():
+            by_width.setdefault(k + 1, []).append(cost.verify_s)
+        return {width: statistics.median(seconds) for width, seconds in sorted(by_width.items())}
+
+
+def measure_costs(
+    target: LM,
+    drafters: Mapping[str, Drafter],
+    ks: Sequence[int],
+    rule: Rule,
+    sampling: Sampling,
+    setting: Setting,
+    on_pass: Callable[[], None] = lambda: None,
+    num_passes: int = _NUM_PASSES,
+) -> Costs:
+    """Time rounds of every draft and K, and plain ones, in turn.
+
+    Args:
+        on_pass: called after warming up and after each pass: NUM_STEPS times, unless ``num_passes`` says otherwise.
+    """
+    keys = [(name, k) for name in drafters for k in ks]
+    arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
+    plain, *rounds = time_rounds(
+        arms,
+        rule,
+        num_rows=setting.num_rows,
+        length=setting.context,
+        num_passes=num_passes,
+        sampling=sampling,
+        on_pass=on_pass,
+    )
+    by_key = {key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)}
+    lookups = [name for name, drafter in drafters.items() if isinstance(drafter, NgramDrafter)]
+    return Costs(
+        setting=setting,
+        prefill_s=statistics.median(one.prefill_s for one in plain if one.prefill_s > 0),
+        plain=RoundCost.of(plain),
+        rounds=by_key,
+        lookup_s={name: by_key[name, min(ks)].draft_s for name in lookups},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A draft and a K, and what to expect of them.
+
+    Attributes:
+        tau: tokens per round, rounds that the end of a text cuts short included; with an interval over the texts.
+        speed_up: over plain decoding, text by text, as measured arms are compared; the interval is over the texts and
+            says nothing of the costs.
+        tokens_per_s: of all rows together.
+        if_free: the speed-up if the draft took no time.
+        if_agreeing: the speed-up if every drafted token stood.
+    """
+
+    draft: str
+    k: int
+    tau: Interval
+    speed_up: Interval
+    tokens_per_s: float
+    if_free: float
+    if_agreeing: float
+    cost: RoundCost
+
+
+def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]]) -> list[Choice]:
+    """All drafts and K, the fastest first.
+
+    Args:
+        counts: the rounds to expect of each draft and K, text by text.
+    """
+    found = []
+    for (draft, k), texts in counts.items():
+        tokens = [one.num_generated_tokens for one in texts]
+        plain_s = [num * costs.plain.round_s for num in tokens]
+        seconds = [_seconds(costs, draft, k, one, lambda cost: cost.round_s) for one in texts]
+        free_s = [_seconds(costs, draft, k, one, lambda cost: cost.round_s - cost.draft_s) for one in texts]
+        # A text that agrees always takes a round for every K + 1 tokens.
+        agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
+        found.append(
+            Choice(
+                draft=draft,
+                k=k,
+                tau=ratio_of_sums(tokens, [one.num_rounds + one.num_truncated for one in texts]),
+                speed_up=paired_ratio(plain_s, seconds),
+                tokens_per_s=costs.setting.num_rows * sum(tokens) / sum(seconds),
+                if_free=paired_ratio(plain_s, free_s).value,
+                if_agreeing=paired_ratio(plain_s, agreeing_s).value,
+                cost=costs.rounds[draft, k],
+            )
+        )
+    return sorted(found, key=lambda one: (-one.speed_up.value, one.k))
+
+
+def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callable[[RoundCost], float]) -> float:
+    """How long rounds take together. Those near the end of a text draft fewer tokens; what was not timed lies between
+    its neighbours. Rounds that were cut short had drafted as many as any."""
+    lookup_s, plain = costs.lookup_s.get(draft, 0.0), costs.plain
+    nothing = RoundCost(plain.round_s + lookup_s, lookup_s, plain.verify_s)
+    timed = {0: nothing} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}
+    ks = sorted(timed)
+    by_drafted = np.interp(range(k + 1), ks, [part(timed[other]) for other in ks])
+    drafted = [*counts.drafted, *[0.0] * (k + 1 - len(counts.drafted))]
+    return float(np.dot(by_drafted, drafted) + by_drafted[k] * counts.num_truncated)

@@ -1,0 +1,116 @@
+"""Recording: the target alone writes its answers to many prompts, and says how probable they were.
+
+The text is that of plain decoding. The probabilities come from one teacher-forced pass over it, under the same sampling
+options; they are those of the loop up to rounding (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from outrider.api import Decoder
+from outrider.records import Chunk, Sampling
+from outrider.replay.log import Header, Record, TopProbs
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings, normalised, wide
+from outrider.scoring.teacher_forcing import Text, force
+from outrider.text.tokenizer import Prompt, fingerprint
+
+
+def header_of(decoder: Decoder, options: dict[str, Any], num_probs: int | None, **more: Any) -> Header:
+    """The header of what a decoder will say.
+
+    Args:
+        options: for ``Decoder.stream_many``, without a seed.
+        more: the header's ``settings`` and ``provenance``.
+    """
+    return Header(
+        target=decoder.target.name,
+        sampling=Sampling(**options),
+        num_probs=num_probs,
+        vocab_size=decoder.target.vocab_size,
+        context_len=decoder.target.context_len,
+        eos_ids=tuple(sorted(decoder.eos_ids)),
+        tokenizer=None if decoder.tokenizer is None else fingerprint(decoder.tokenizer),
+        **more,
+    )
+
+
+def record_batch(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    labels: Sequence[tuple[int, str, str | None, int]],
+    options: dict[str, Any],
+    *,
+    num_probs: int | None,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Record], bool]:
+    """Records of some prompts, generated as one batch.
+
+    Args:
+        decoder: without a draft.
+        labels: index, text, category and seed of each prompt.
+        options: for ``Decoder.stream_many``, without a seed.
+        num_probs: N, None for no probabilities.
+        on_done: told the number of rows just finished.
+
+    Returns:
+        The records, and whether Ctrl-C ended it. Then they are those of the rows that were finished, up to the first
+        that was not.
+
+    Raises:
+        NumericsError: the target gave NaN or infinite logits.
+    """
+    chunks: list[list[Chunk]] = [[] for _ in prompts]
+    is_interrupted = False
+    try:
+        for chunk in decoder.stream_many(prompts, **options, seed=[seed for *_, seed in labels]):
+            chunks[chunk.row].append(chunk)
+            if chunk.finish_reason is not None:
+                on_done(1)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    records = []
+    for prompt, row_chunks, (index, text, category, seed) in zip(prompts, chunks, labels, strict=True):
+        reason = row_chunks[-1].finish_reason if row_chunks else None
+        if reason is None:
+            break
+        token_ids = tuple(i for chunk in row_chunks for i in chunk.token_ids)
+        records.append(Record(index, text, category, seed, reason, tuple(decoder.encode(prompt)), token_ids))
+    if num_probs is not None and records:
+        sampling = Sampling(**options)
+        found = top_probs(decoder.target, [(r.prompt_ids, r.token_ids) for r in records], sampling, num_probs)
+        records = [
+            Record(r.index, r.prompt, r.category, r.seed, r.finish_reason, r.prompt_ids, r.token_ids, probs)
+            for r, probs in zip(records, found, strict=True)
+        ]
+    return records, is_interrupted
+
+
+def top_probs(
+    target: LM, texts: Sequence[tuple[Sequence[int], Sequence[int]]], sampling: Sampling, num_probs: int
+) -> list[TopProbs]:
+    """p at every token of the outputs.
+
+    Args:
+        texts: prompt and output of each.
+        num_probs: N, taken as V where it is more.
+    """
+    n = min(num_probs, target.vocab_size)
+    settings = Settings.of([sampling], target.vocab_size, target.device)
+    parts: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in texts]
+    forced = [Text((*prompt_ids, *token_ids), len(prompt_ids)) for prompt_ids, token_ids in texts]
+    for chunk in force(target, forced, has_penalty=settings.repetition_penalty is not None):
+        raw = chunk.probs(settings)
+        p = normalised(raw)
+        top = p.topk(n, dim=-1)
+        token = p.gather(1, chunk.ids[:, None])[:, 0]
+        # Summed, not taken from 1: exactly 0 where top-k or top-p has left nothing.
+        tail = wide(p.scatter(1, top.indices, 0.0)).sum(dim=-1)
+        kept = (token.to(raw.dtype), top.indices, top.values.to(raw.dtype), tail.to(raw.dtype))
+        for row in sorted(set(chunk.rows.tolist())):
+            parts[row].append(tuple(tensor[chunk.rows == row].cpu() for tensor in kept))
+    return [TopProbs(*(torch.cat(columns) for columns in zip(*part, strict=True))) for part in parts]

@@ -1,0 +1,321 @@
+"""Replay: drafts are judged against what a target has said, without running the target.
+
+A draft model reads each recorded text once; that gives q for every token, and with the recorded p all that is needed to
+say how rounds over this text go, for every K at once (see outrider.replay.renewal). A drafter that looks its tokens up
+is asked for its proposal after every token of the text, by its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.api import load
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.errors import OptionError, TokenizerMismatch
+from outrider.replay.bounds import Bounds, Known, bounds
+from outrider.replay.log import Header, Record
+from outrider.replay.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings, normalised
+from outrider.sampling.rules import RULES, Rule
+from outrider.scoring.lookups import proposals
+from outrider.scoring.teacher_forcing import Text, force
+from outrider.stats.counts import RoundCounts, tau_interval, total
+from outrider.stats.intervals import Interval, ratio_of_sums
+from outrider.text.tokenizer import fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a draft would have made of one record.
+
+    Attributes:
+        laws: of a K, how the rounds go. Two of them where p is not known well enough: one in which drafted tokens
+            stand as seldom as they can, and one in which they stand as often. They are made when they are asked for:
+            at once, those of all K up to 1024 would take gigabytes for a long text.
+        overlap: for each judged token the least and the most that sum_v min(p, q) can be, and min(1, q/p) of the token
+            itself, which is the same on average over what may stand there; None where there is no q.
+    """
+
+    index: int
+    category: str | None
+    laws: Callable[[int], tuple[RoundLaw, RoundLaw]]
+    overlap: tuple[Floats, Floats, Floats] | None
+
+    def is_exact(self, k: int) -> bool:
+        least, most = self.laws(k)
+        return least is most
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What to expect of a draft and a K over all records.
+
+    Attributes:
+        prompts: expected counts of each record.
+        tau: with an interval over the records; None where no round would be whole.
+        upper: the same where drafted tokens stand as often as they can; None where the numbers are exact.
+    """
+
+    k: int
+    prompts: tuple[RoundCounts, ...]
+    tau: Interval | None
+    upper: Expected | None = None
+
+    @property
+    def counts(self) -> RoundCounts:
+        return total(self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaRange:
+    """alpha over the records' texts, each number with an interval over the records.
+
+    Attributes:
+        low, high: between these, by what the log knows of p.
+        estimate: the mean of min(1, q/p) over the tokens that stand in the texts. Given what is before a token this is
+            sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)) on average, so it needs no more of p than that token.
+    """
+
+    low: Interval
+    high: Interval
+    estimate: Interval
+
+    def to_json(self) -> dict[str, dict[str, float | None]]:
+        return {"low": self.low.to_json(), "high": self.high.to_json(), "estimate": self.estimate.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A draft over all records.
+
+    Attributes:
+        expected: by K.
+        alpha: None where there is no q.
+    """
+
+    expected: Mapping[int, Expected]
+    alpha: AlphaRange | None
+
+
+def load_draft(
+    name: str, header: Header, *, device: str = "auto", dtype: str = "auto", models_file: Path | None = None
+) -> Drafter:
+    """A draft to be replayed against a log.
+
+    Raises:
+        OptionError: it is no draft.
+        TokenizerMismatch: it has other tokens than the log.
+        ModelError, DeviceError: it cannot be had.
+    """
+    if name == "none":
+        raise OptionError("--draft", name, "plain decoding is what the log holds; name a draft to replay")
+    if name == "ngram":
+        return NgramDrafter()
+    loaded = load(name, device=device, dtype=dtype, models_file=models_file)
+    lm = loaded.target
+    if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
+        raise TokenizerMismatch(
+            f"{header.target}, which the log is of, and {name} have different tokenizers; choose a draft of the same "
+            "family, or the draft 'ngram', which needs none"
+        )
+    if lm.vocab_size < header.vocab_size:
+        raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
+    if lm.vocab_size > header.vocab_size:
+        lm = LM(lm.model, name=lm.name, vocab_size=header.vocab_size, context_len=lm.context_len)
+    return ModelDrafter(lm)
+
+
+def replay(
+    records: Iterable[Record], header: Header, drafter: Drafter, rule: str, ks: Sequence[int], *, batch_size: int = 8
+) -> Iterator[Replayed]:
+    """Judge a draft against records, ``batch_size`` at a time.
+
+    Raises:
+        OptionError: there is no such rule, no draft, or the log lacks what it is to be judged by.
+    """
+    if rule not in RULES:
+        raise OptionError("acceptance", rule, f"choose one of {', '.join(RULES)}")
+    if isinstance(drafter, NoDrafter):
+        raise OptionError("draft", drafter.name, "plain decoding is what the log holds; name a draft to replay")
+    if isinstance(drafter, ModelDrafter) and header.sampling.temperature > 0 and header.num_probs is None:
+        raise OptionError(
+            "draft",
+            drafter.name,
+            f"the log was sampled at temperature {header.sampling.temperature:g} without probabilities, which a draft "
+            "model is judged by: record it again with --probs 1 (for alpha and for gumbel, --probs 20 or more)",
+        )
+    remaining = iter(records)
+    while group := list(islice(remaining, batch_size)):
+        if isinstance(drafter, ModelDrafter):
+            yield from _replay_model(group, header, drafter.lm, rule)
+        else:
+            for record in group:
+                yield _replay_look_up(record, header, drafter, RULES[rule], ks)
+
+
+def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
+    """What to expect over all records; each is let go when it has been counted."""
+    low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
+    high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
+    is_exact = dict.fromkeys(ks, True)
+    sums: list[list[float]] = []
+    counts: list[int] = []
+    for one in replayed:
+        for k in ks:
+            least, most = one.laws(k)
+            low[k].append(least.expected())
+            high[k].append(low[k][-1] if most is least else most.expected())
+            is_exact[k] &= most is least
+        if one.overlap is not None and len(one.overlap[0]):
+            sums.append([float(values.sum()) for values in one.overlap])
+            counts.append(len(one.overlap[0]))
+    expected = {}
+    for k in ks:
+        upper = None if is_exact[k] else Expected(k, tuple(high[k]), tau_interval(high[k]))
+        expected[k] = Expected(k, tuple(low[k]), tau_interval(low[k]), upper)
+    alpha = None
+    if sums:
+        alpha = AlphaRange(*(ratio_of_sums(values, counts) for values in zip(*sums, strict=True)))
+    return Summary(expected, alpha)
+
+
+def _replay_model(records: Sequence[Record], header: Header, lm: LM, rule: str) -> Iterator[Replayed]:
+    judged = _judge(records, header, lm)
+    for record, places in zip(records, judged, strict=True):
+        low, high = places.agreement if rule == "gumbel" else (places.log_ratios, places.log_ratios)
+        # A row drafts fewer tokens near its end, and where the draft's context ends; see engine.py and model.py.
+        lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
+        room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
+        yield Replayed(record.index, record.category, partial(_laws, rule, low, high, room), places.overlap)
+
+
+def _laws(rule: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[RoundLaw, RoundLaw]:
+    """See ``Replayed``.
+
+    Args:
+        low, high: what ``survival`` takes. [n], [n]
+        room: the most tokens that a round may draft. [n]
+    """
+    num_drafted = np.minimum(k, room)
+    least = RoundLaw.of(survival(rule, low, k), num_drafted)
+    most = least if np.array_equal(low, high) else RoundLaw.of(survival(rule, high, k), num_drafted)
+    return least, most
+
+
+def _room(record: Record, header: Header) -> Integers:
+    """The most tokens that a round may draft after each number of tokens. [n]"""
+    room: Integers = header.max_new_tokens(len(record.prompt_ids)) - np.arange(len(record.token_ids)) - 1
+    return room
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of each token of a text log(q/p), both ends of log g, and what ``Replayed`` says of overlap. Where the draft's
+    context has ended the logarithms are -inf, and there is no overlap."""
+
+    log_ratios: Floats  # [n]
+    agreement: tuple[Floats, Floats]  # [n], [n]
+    overlap: tuple[Floats, Floats, Floats]  # [at most n], ...
+
+
+def _judge(records: Sequence[Record], header: Header, lm: LM) -> list[_Places]:
+    """What a draft model says of the texts."""
+    sampling = header.sampling
+    settings = Settings.of([sampling], header.vocab_size, lm.device)
+    logs = [np.full(len(record.token_ids), -np.inf) for record in records]
+    agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
+    overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
+    num_done = [0] * len(records)
+    # The last token of a text is not fed, so it may lie one beyond the draft's context, as in the loop.
+    cut = [(*record.prompt_ids, *record.token_ids)[: lm.context_len + 1] for record in records]
+    places = [row for row, record in enumerate(records) if len(cut[row]) > len(record.prompt_ids)]
+    texts = [Text(cut[row], len(records[row].prompt_ids)) for row in places]
+    chunks = force(lm, texts, has_penalty=settings.repetition_penalty is not None) if texts else iter(())
+    for chunk in chunks:
+        q_rows = normalised(chunk.probs(settings))
+        for at in sorted(set(chunk.rows.tolist())):
+            row, is_here = places[at], chunk.rows == at
+            q, ids = q_rows[is_here], chunk.ids[is_here]
+            part = slice(num_done[row], num_done[row] + len(ids))
+            num_done[row] = part.stop
+            known = _known(records[row], header, part, ids)
+            found = bounds(q, known)
+            q_x = q.gather(1, ids[:, None])[:, 0]
+            logs[row][part] = log_ratios(_numpy(q_x), _numpy(known.probs))
+            _keep(found, agreements[row], overlaps[row], part)
+    return [
+        _Places(log, agreement, (_joined(low), _joined(high), np.exp(np.minimum(log[:num], 0.0))))
+        for log, agreement, (low, high), num in zip(logs, agreements, overlaps, num_done, strict=True)
+    ]
+
+
+def _keep(
+    found: Bounds, agreement: tuple[Floats, Floats], overlap: tuple[list[Floats], list[Floats]], part: slice
+) -> None:
+    with np.errstate(divide="ignore"):
+        for place in (0, 1):
+            agreement[place][part] = np.log(_numpy(found.agreement[place]))
+            overlap[place].append(_numpy(found.overlap[place]))
+
+
+def _joined(parts: Sequence[Floats]) -> Floats:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _known(record: Record, header: Header, part: slice, ids: Tensor) -> Known:
+    """What the log knows of p. Of a greedy text it is all: one-hot at the token that stands there, by definition."""
+    if header.sampling.temperature == 0:
+        ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
+        return Known(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
+    probs = record.probs
+    assert probs is not None, "a sampled log without probabilities is refused"
+    return Known(
+        ids=ids,
+        probs=probs.token_probs[part].to(ids.device),
+        top_ids=probs.top_ids[part].to(ids.device),
+        top_probs=probs.top_probs[part].to(ids.device),
+        tail=probs.tail[part].to(ids.device),
+    )
+
+
+def _numpy(values: Tensor) -> Floats:
+    array: Floats = values.to("cpu", torch.float64).numpy()
+    return array
+
+
+def _replay_look_up(record: Record, header: Header, drafter: Drafter, rule: Rule, ks: Sequence[int]) -> Replayed:
+    """A drafter with a one-hot q: a drafted token stands if and only if it is the one in the text. (Given that it is,
+    min(1, q/p) and g are 1, and so is every rho; given that it is not, q is 0.)"""
+    text = (*record.prompt_ids, *record.token_ids)
+    prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
+    found: dict[int, tuple[Integers, Integers]] = {}
+    for k in ks:
+        wanted = np.minimum(k, _room(record, header)).tolist()
+        proposed = list(proposals(drafter, prefixes, wanted, rule, header.vocab_size))
+        num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(proposed)]
+        num_drafted = [len(ids) for ids in proposed]
+        found[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
+    return Replayed(record.index, record.category, partial(_look_up_laws, found), None)
+
+
+def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tuple[RoundLaw, RoundLaw]:
+    num_matching, num_drafted = found[k]
+    law = RoundLaw.of(by_matches(num_matching, k), num_drafted)
+    return law, law
+
+
+def _num_matching(proposed: Sequence[int], following: Sequence[int]) -> int:
+    """How many proposed tokens are those of the text, before the first that is not."""
+    pairs = zip(proposed, following, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

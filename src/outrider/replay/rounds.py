@@ -1,0 +1,270 @@
+"""Files of rounds, and what they say: how many tokens a round commits, which positions stand, for which prompts.
+
+Three kinds of lines are read: those of ``outrider replay --output``, those of ``outrider generate --output``, whose
+rounds follow from the origins of the tokens, and those of the decoding-speculative-decoding project (see
+outrider.replay.other_formats). This module knows no models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import FileError
+from outrider.records import MAX_NUM_DRAFT_TOKENS
+from outrider.replay.other_formats import read_rounds
+from outrider.stats.counts import Position, RoundCounts, tau_interval, total
+from outrider.stats.intervals import Interval, wilson
+from outrider.system.files import read_text
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How rounds were made, where the file says so."""
+
+    draft: str | None = None
+    k: int | str | None = None
+    acceptance: str | None = None
+
+    @property
+    def label(self) -> str:
+        known = [str(self.draft) if self.draft else "", f"K = {self.k}" if self.k else "", self.acceptance or ""]
+        return ", ".join(part for part in known if part) or "all"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRounds:
+    """The rounds over one prompt."""
+
+    index: int
+    category: str | None
+    counts: RoundCounts
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsFile:
+    """Rounds of one or more arms.
+
+    Attributes:
+        notes: what had to be assumed, for people.
+    """
+
+    arms: Mapping[Arm, tuple[PromptRounds, ...]]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How often a position stands, conditional and unconditional, with Wilson's intervals, which take the rounds as
+    independent of each other."""
+
+    position: Position
+    conditional: Interval | None
+    unconditional: Interval | None
+
+    @classmethod
+    def of(cls, position: Position) -> Rate:
+        def interval(trials: float) -> Interval | None:
+            return wilson(round(position.num_accepted), round(trials)) if trials else None
+
+        return cls(position, interval(position.num_judged), interval(position.num_drafted))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.position.to_json() | {
+            "conditional": self.conditional and self.conditional.to_json(),
+            "unconditional": self.unconditional and self.unconditional.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What rounds say.
+
+    Attributes:
+        tau: over all rounds, with an interval over the prompts; None where there is no round.
+        prompt_tau: the mean over the prompts of each one's own.
+        by_category: the same for each category, where prompts have one.
+    """
+
+    prompts: tuple[PromptRounds, ...]
+    tau: Interval | None
+    prompt_tau: float | None
+    by_category: Mapping[str, Analysis]
+
+    @property
+    def counts(self) -> RoundCounts:
+        return total(one.counts for one in self.prompts)
+
+    @property
+    def rates(self) -> list[Rate]:
+        return [Rate.of(position) for position in self.counts.positions]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_prompts": len(self.prompts),
+            "tau": self.tau and self.tau.to_json(),
+            "prompt_tau": self.prompt_tau,
+            "stats": self.counts.to_json(),
+            "positions": [rate.to_json() for rate in self.rates],
+        }
+
+
+def analyse(prompts: Sequence[PromptRounds]) -> Analysis:
+    categories = sorted({one.category for one in prompts if one.category is not None})
+    taus = [tau for one in prompts if (tau := one.counts.mean_acceptance_length) is not None]
+    return Analysis(
+        prompts=tuple(prompts),
+        tau=tau_interval([one.counts for one in prompts]),
+        prompt_tau=sum(taus) / len(taus) if taus else None,
+        by_category={name: analyse(_without_category(prompts, name)) for name in categories},
+    )
+
+
+def _without_category(prompts: Sequence[PromptRounds], name: str) -> list[PromptRounds]:
+    return [PromptRounds(one.index, None, one.counts) for one in prompts if one.category == name]
+
+
+def round_row(
+    arm: Arm, index: int, category: str | None, rounds: Sequence[tuple[int, int]], is_truncated: bool, num_tokens: int
+) -> dict[str, Any]:
+    """What a line of ``outrider replay --output`` holds.
+
+    Args:
+        rounds: (drafted, accepted) of each whole one.
+    """
+    return {
+        "index": index,
+        "category": category,
+        "draft": arm.draft,
+        "k": arm.k,
+        "acceptance": arm.acceptance,
+        "num_drafted": [drafted for drafted, _ in rounds],
+        "num_accepted": [accepted for _, accepted in rounds],
+        "num_truncated_rounds": int(is_truncated),
+        "num_generated_tokens": num_tokens,
+    }
+
+
+def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None) -> RoundsFile:
+    """Rounds from a file of any of the three kinds, told by its first character and keys.
+
+    Args:
+        tokens_per_prompt, k: for lines of cumulative counts, which say neither where a prompt ends nor how many tokens
+            were drafted.
+
+    Raises:
+        FileError: with the line number.
+    """
+    # Not splitlines(), which also splits at characters that may stand within a line of JSON.
+    lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise FileError(f"{path} has no rounds in it")
+    if lines[0][1].lstrip().startswith("["):
+        return _from_counts(path, tokens_per_prompt, k)
+    arms: dict[Arm, list[PromptRounds]] = {}
+    seen: dict[tuple[Arm, int], int] = {}
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+            arm, prompt = _from_origins(row) if "origins" in row else _from_rounds(row)
+            _check(arm, prompt)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            raise FileError(
+                f"{path}, line {number}: neither a line of replay --output nor of generate --output"
+            ) from None
+        first = seen.setdefault((arm, prompt.index), number)
+        if first != number:
+            raise FileError(
+                f"{path}, line {number}: prompt {prompt.index} is there already, on line {first} ({arm.label}): "
+                "analyze each run by itself"
+            )
+        arms.setdefault(arm, []).append(prompt)
+    return RoundsFile({arm: tuple(prompts) for arm, prompts in arms.items()})
+
+
+def _check(arm: Arm, prompt: PromptRounds) -> None:
+    """Whether these can be rounds: a file may be well-formed JSON, and yet anybody's.
+
+    Raises:
+        ValueError
+    """
+
+    def is_count(value: object, most: int = 2**63 - 1) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+    for text in (arm.draft, arm.acceptance, prompt.category):
+        if text is not None:
+            str.encode(text)  # half a character could not be printed
+    counts = prompt.counts
+    numbers = [*counts.accepted, *counts.drafted, prompt.index, counts.num_truncated, counts.num_generated_tokens]
+    is_right = (
+        (arm.k is None or arm.k == "auto" or is_count(arm.k, MAX_NUM_DRAFT_TOKENS))
+        and all(map(is_count, numbers))
+        and max(len(counts.accepted), len(counts.drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
+        and sum(counts.drafted) == counts.num_rounds
+        # At least as many rounds drafted i tokens or more as kept so many; and of those that drafted i, at most all
+        # stood in full.
+        and all(position.num_drafted >= position.num_accepted for position in counts.positions)
+        and len(counts.accepted) <= len(counts.drafted)
+        and all(full <= drafted for full, drafted in zip(counts.full, counts.drafted, strict=False))
+    )
+    if not is_right:
+        raise ValueError
+
+
+def _from_rounds(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
+    pairs = list(zip(row["num_drafted"], row["num_accepted"], strict=True))
+    if any(not 0 <= accepted <= drafted <= MAX_NUM_DRAFT_TOKENS for drafted, accepted in pairs):
+        raise ValueError
+    counts = RoundCounts.of(pairs, row["num_truncated_rounds"], row["num_generated_tokens"])
+    return Arm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], counts)
+
+
+def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
+    """A round is what was accepted, and the correction or bonus after it. Accepted tokens at the end without either
+    are of a round that was cut short. How many tokens were drafted after a rejected one is in the counts beside."""
+    settings, stats = row["settings"], row["stats"]
+    rounds, num_accepted = [], 0
+    for origin in row["origins"]:
+        if origin == "accepted":
+            num_accepted += 1
+        elif origin in ("correction", "bonus"):
+            rounds.append((num_accepted, origin == "bonus"))
+            num_accepted = 0
+        else:
+            raise ValueError
+    counts = RoundCounts.of([(n, n) for n, _ in rounds], int(num_accepted > 0), len(row["origins"]))
+    full = RoundCounts.of([(n, n) for n, is_full in rounds if is_full], 0, 0).full
+    if list(counts.accepted) != stats["acceptance_histogram"]:
+        raise ValueError
+    counts = RoundCounts(
+        counts.accepted, tuple(stats["drafted_histogram"]), full, counts.num_truncated, counts.num_generated_tokens
+    )
+    arm = Arm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
+    return arm, PromptRounds(row["index"], row.get("category"), counts)
+
+
+def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> RoundsFile:
+    found = read_rounds(path, tokens_per_prompt)
+    most = max((max(rounds) - 1 for rounds in found.prompts if rounds), default=0)
+    if k is not None and most > k:
+        raise FileError(f"{path}: a round kept {most} drafted tokens, which cannot be with K = {k}")
+    num_drafted = most if k is None else k
+    notes = []
+    if found.is_guessed:
+        notes.append(
+            "where a prompt ends is guessed from a decrease; if each has the same number of tokens, give it by "
+            "--tokens-per-prompt"
+        )
+    if k is None:
+        notes.append(
+            f"that every round drafted {num_drafted} tokens is guessed from the most that were kept; give it by -k"
+        )
+    prompts = tuple(
+        PromptRounds(index, None, RoundCounts.of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
+        for index, rounds in enumerate(found.prompts)
+    )
+    return RoundsFile({Arm(k=k): prompts}, tuple(notes))

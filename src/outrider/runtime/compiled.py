@@ -1,0 +1,177 @@
+"""Compiled: steps as programs for the CPU.
+
+torch.export traces the model's own code, and Inductor compiles the graph ahead of time. Such a program has no guards to
+check and no Python inside; it shares the weights of the model in memory; and it is kept on disk under a hash of its
+graph, so that it can never be stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.execution import Call, Prepared, Program
+from outrider.system.files import cache_folder, keep_in_cache
+
+_LOG = logging.getLogger(__name__)
+_MAX_INLINED = 64  # numbers; far more than the largest tensor that Inductor writes into its code
+_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+
+
+class Compiled(Prepared):
+    """Runs steps as programs compiled ahead of time. Making one takes half a minute, or a second if it is found on
+    disk."""
+
+    name = "compiled"
+    favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
+    lookahead = 0
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return SlotCache.empty(shapes, num_rows, capacity)
+
+    def _key_of(self, stores: Sequence[Tensor]) -> None:
+        return None  # they are inputs of the program
+
+    def _prepare(self, call: Call) -> Program:
+        return _Program(call)
+
+
+class _Traced(nn.Module):
+    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.model = call.lm.model
+        self._call = call
+
+    def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
+        return self._call.on(tensors, stores)
+
+
+class _Program:
+    """One compiled step."""
+
+    def __init__(self, call: Call) -> None:
+        traced, lm = _Traced(call), call.lm
+        options = {
+            "aot_inductor.package_constants_in_so": False,
+            "cpp.threads": _num_threads(lm.model),
+            "cpp.enable_floating_point_contract_flag": "fast",
+            **_thin_options(),
+        }
+        with _plain_attention(lm.model):
+            exported = _trace(traced, call.tensors, call.stores)
+        constants = {
+            **dict(traced.named_parameters(remove_duplicate=False)),
+            **dict(traced.named_buffers(remove_duplicate=False)),
+            **exported.constants,
+        }
+        path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
+        self._module = _load(exported, options, path, f"{call.step.__name__.strip('_')} of {lm.name}")
+        # The program points to these tensors; they must live as long as it does.
+        self._constants = {name: constants[name].detach() for name in self._module.get_constant_fqns()}
+        self._module.load_constants(self._constants, check_full_update=True, user_managed=True)
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # Beneath the module's own call, which would flatten its arguments again.
+        return tuple(self._module.loader.run([*tensors, *stores]))
+
+
+def _thin_options() -> dict[str, Any]:
+    from outrider.runtime.thin_products import MAX_SUMS, ThinProducts  # brings Inductor, which takes seconds to import
+
+    return {"post_grad_custom_pre_pass": ThinProducts(), "cpp.max_horizontal_fusion_size": MAX_SUMS}
+
+
+def _num_threads(model: nn.Module) -> int:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return int(max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD)))
+
+
+@contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    """With attention written out, which is compiled into the loops around it; the fused kernel stands alone."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
+    """A hash of all that the compiled code follows from."""
+    digest = hashlib.sha256()
+    settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
+    digest.update(repr((torch.__version__, _processor(), settings)).encode())
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                value = node.meta.get("val")
+                kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+                digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
+    digest.update(repr(exported.graph_signature).encode())
+    # Inductor writes the values of very small tensors into the code, and treats tensors that share memory as one.
+    first_names: dict[Any, str] = {}
+    for name, value in constants.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            numbers = value.tolist() if value.numel() <= _MAX_INLINED else None
+            digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """What code may be compiled for here: the compiler is told to use all that this processor can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+
+
+def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    with _as_torch_compiles():
+        # Their values do not matter.
+        examples = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors] for tensors in inputs)
+        return torch.export.export(module, examples, strict=False)
+
+
+def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path, what: str) -> Any:
+    """The compiled graph, from disk if it is there and in order."""
+    if path.exists():
+        try:
+            return torch._inductor.aoti_load_package(str(path))
+        except Exception as error:  # a damaged archive fails in as many ways as there are bytes
+            _LOG.warning("%s is damaged (%s): compiling it again", path, type(error).__name__)
+    _LOG.info("compiling %s", what)
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "program.pt2"
+        _compile(exported, options, package)
+        keep_in_cache(path, package.read_bytes())
+        return torch._inductor.aoti_load_package(str(package))
+
+
+def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> None:
+    with _as_torch_compiles():
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+@contextmanager
+def _as_torch_compiles() -> Iterator[None]:
+    """Outside of inference mode, whose tensors cannot be traced, and without torch's warnings about itself."""
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,209 @@
+"""Executions: ways to run the same functions of tensors.
+
+A *step* is a pure function (lm, *static, *arguments) -> tensors, where static values are hashable and arguments hold
+tensors: a forward with what is drawn from it, or with the verdict on it. ``Eager`` just calls it; ``Prepared`` is what
+those have in common that make something of it first, once for each static value and shape (compiled.py, captured.py).
+
+So that few shapes occur, an execution also says to which sizes lengths and rows are rounded up.
+
+This module does not know what the steps do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from torch import OutOfMemoryError, Tensor
+
+from outrider.errors import CompileError
+from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.shape_buckets import eager_length, power_of_two, prepared_length
+
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+class Execution(Protocol):
+    """A way to run steps.
+
+    Attributes:
+        name: for tables and messages.
+        favoured_k: the K that an adaptive schedule chooses among.
+        lookahead: rounds that the loop starts beyond the one that it reads next.
+    """
+
+    name: str
+    favoured_k: tuple[int, ...]
+    lookahead: int
+
+    def round_length(self, length: int) -> int:
+        """The length of view or cache to use for so many tokens."""
+        ...
+
+    def round_rows(self, num_rows: int) -> int:
+        """The batch size to use for so many unfinished rows."""
+        ...
+
+    def round_drafts(self, num_wanted: int, k: int) -> int:
+        """How many columns to verify where 0 <= num_wanted <= k tokens are drafted."""
+        ...
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        """An empty cache."""
+        ...
+
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """``step(lm, *static, *arguments)``. The results stand until the next run.
+
+        Raises:
+            CompileError: the model or this machine does not allow it to be prepared.
+        """
+        ...
+
+
+class Eager:
+    """Runs steps as they are written."""
+
+    name = "eager"
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+    lookahead = 0
+
+    def round_length(self, length: int) -> int:
+        return eager_length(length)
+
+    def round_rows(self, num_rows: int) -> int:
+        return num_rows
+
+    def round_drafts(self, num_wanted: int, k: int) -> int:
+        return num_wanted
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return SlotCache.empty(shapes, num_rows, capacity)
+
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return step(lm, *static, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A step with what it is called on.
+
+    Attributes:
+        tensors: those in the arguments, in order, contiguous.
+        stores: the storage of the caches among them.
+        form: all else that a program depends on.
+    """
+
+    step: Step
+    lm: Any
+    static: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    tensors: list[Tensor] = field(default_factory=list)
+    stores: list[Tensor] = field(default_factory=list)
+    form: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _take_apart(self.arguments, self)
+
+    def on(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the step gives for other tensors in the place of its own."""
+        return self.step(self.lm, *self.static, *put_together(self.arguments, iter(tensors), iter(stores)))
+
+
+class Program(Protocol):
+    """A step that is ready to run on other tensors of the same shapes (see ``Call``)."""
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+
+class Prepared(ABC):
+    """Runs steps as programs, which are made when they are first needed. For one model.
+
+    Lengths and rows are rounded up to powers of two.
+    """
+
+    name: str
+    favoured_k: tuple[int, ...]
+    lookahead: int
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, Program] = {}
+
+    @property
+    def num_programs(self) -> int:
+        """Programs in use so far."""
+        return len(self._programs)
+
+    def round_length(self, length: int) -> int:
+        return prepared_length(length)
+
+    def round_rows(self, num_rows: int) -> int:
+        return power_of_two(num_rows)
+
+    def round_drafts(self, num_wanted: int, k: int) -> int:
+        return k if num_wanted else 0
+
+    @abstractmethod
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache: ...
+
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        call = Call(step, lm, static, arguments)
+        key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
+        program = self._programs.get(key)
+        if program is None:
+            try:
+                program = self._programs[key] = self._prepare(call)
+            except OutOfMemoryError:
+                raise
+            except Exception as error:  # what arbitrary models, compilers and drivers may raise has no common type
+                reason = " ".join(str(error).split())[:300]
+                message = f"{lm.name} cannot be {self.name} here: {type(error).__name__}: {reason}"
+                raise CompileError(message) from error
+        return program.run(call.tensors, call.stores)
+
+    @abstractmethod
+    def _key_of(self, stores: Sequence[Tensor]) -> Any:
+        """What a program depends on of the storage of caches, besides its shape."""
+
+    @abstractmethod
+    def _prepare(self, call: Call) -> Program: ...
+
+
+@lru_cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind) if one.init)
+
+
+def _take_apart(value: Any, call: Call) -> None:
+    if isinstance(value, Tensor):
+        call.tensors.append(value.contiguous())
+        call.form.append((value.shape, value.dtype))
+    elif isinstance(value, SlotCache):
+        call.stores.extend(value.storage)
+        call.form.append((value.capacity, *(store.shape for store in value.storage[:1])))
+    elif isinstance(value, tuple):
+        call.form.append(len(value))
+        for item in value:
+            _take_apart(item, call)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name in _field_names(type(value)):
+            _take_apart(getattr(value, name), call)
+    else:
+        call.form.append(value)
+
+
+def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
+    """``value`` with other tensors in the place of its own."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, SlotCache):
+        return SlotCache([next(stores) for _ in value.storage], value.capacity)
+    if isinstance(value, tuple):
+        return tuple(put_together(item, tensors, stores) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {name: put_together(getattr(value, name), tensors, stores) for name in _field_names(type(value))}
+        return type(value)(**parts)
+    return value

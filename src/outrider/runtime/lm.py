@@ -1,0 +1,169 @@
+"""LM: one causal language model, seen as a function from tokens at positions to logits.
+
+    logits = lm.forward(ids, positions, cache, view_len)
+
+The model itself is Hugging Face's own modelling code. What is added here is the mask (made from positions alone, since
+place and position are one in a SlotCache) and the width of the vocabulary. How a forward and what follows it are run
+(eager or compiled) is its execution's affair. This module does not know sampling, drafts or text, nor where a model
+comes from.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.runtime.cache import LayerShape, SlotCache, layer_shapes
+from outrider.runtime.captured import Captured
+from outrider.runtime.compiled import Compiled
+from outrider.runtime.execution import Eager, Execution, Step
+
+_PREFILL_CHUNK = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
+
+
+class LM:
+    """A model with what the loop needs to know of it.
+
+    Attributes:
+        name: for messages.
+        vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
+        context_len: most tokens in a sequence.
+        device: where its first layer is.
+        dtype: of its activations.
+        execution: runs its steps.
+    """
+
+    def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
+        self.model = model
+        self.name = name
+        self.vocab_size = vocab_size
+        self.context_len = context_len
+        self.execution: Execution = Eager()
+        self.device = next(model.parameters()).device
+        # Quantized weights are whole numbers; what masks must match is the type of the activations.
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        config: Any = model.config
+        text_config = config.get_text_config(decoder=True)
+        self._window: int | None = getattr(text_config, "sliding_window", None)
+        # Models with both kinds of layers take a dict of masks, by kind; the others take one tensor.
+        layer_types = set(getattr(text_config, "layer_types", None) or ())
+        if not layer_types:
+            is_windowed = self._window is not None and _makes_windows(model)
+            layer_types = {"sliding_attention" if is_windowed else "full_attention"}
+        self._layer_types = tuple(sorted(layer_types))
+
+    def compiled(self) -> LM:
+        """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
+        shared."""
+        lm = copy.copy(self)  # with what was found out about the model
+        lm.execution = Captured() if self.device.type == "cuda" else Compiled()
+        return lm
+
+    def eager(self) -> LM:
+        """The same model, its steps run as they are written. The weights are shared."""
+        lm = copy.copy(self)
+        lm.execution = Eager()
+        return lm
+
+    @cached_property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """What each layer keeps of a token."""
+        return layer_shapes(self.model, self.device)
+
+    def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
+        """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up)."""
+        return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
+
+    def kept(self, cache: SlotCache, rows: Tensor) -> SlotCache:
+        """A cache with only these rows of another, in this order. [B']"""
+        kept = self.new_cache(len(rows), cache.capacity)
+        for store, old in zip(kept.storage, cache.storage, strict=True):
+            # A model may be spread over devices, and its layers with it.
+            torch.index_select(old, 0, rows.to(old.device), out=store)
+        return kept
+
+    def view_len(self, length: int, cache: SlotCache) -> int:
+        """How many places of a cache to view for sequences of ``length`` tokens: few different numbers."""
+        return min(self.execution.round_length(length), cache.capacity)
+
+    def run(self, step: Step, static: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
+        """``step(self, *static, *arguments)``, in the way of this LM's execution (see there)."""
+        return self.execution.run(step, self, static, arguments)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, cache: SlotCache, view_len: int, *, num_logits: int = 0
+    ) -> Tensor:
+        """Logits after each token. To be called without gradients: the cache is written in place.
+
+        Args:
+            ids: [B, T]
+            positions: of the tokens, -1 for padding (whose logits mean nothing). [B, T]
+            cache: holds all tokens of lower position; this forward adds its own.
+            view_len: above every position.
+            num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
+
+        Returns:
+            [B, T, V]
+        """
+        device = ids.device
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        cache.at(positions, view_len)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self._mask(positions, view_len),
+            position_ids=positions.clamp_min(0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
+        logits: Tensor = output.logits[..., : self.vocab_size]
+        return logits.to(device)
+
+    @torch.inference_mode()
+    def prefill(
+        self, ids: Tensor, starts: Tensor, ends: Tensor, cache: SlotCache, *, latest: int, num_columns: int
+    ) -> None:
+        """Put the tokens starts <= position < ends of each row into the cache.
+
+        Args:
+            ids: token buffer; column j holds the token at position j. [B, N]
+            starts, ends: [B]
+            latest: at least ``starts``.
+            num_columns: at least ``ends - starts``. (Numbers of the host: it does not wait for the device to tell.)
+        """
+        for offset in range(0, num_columns, _PREFILL_CHUNK):
+            width = min(_PREFILL_CHUNK, num_columns - offset)
+            positions = starts[:, None] + torch.arange(offset, offset + width, device=ids.device)
+            is_there = positions < ends[:, None]
+            columns = positions.clamp_max(ids.shape[1] - 1)
+            positions = torch.where(is_there, positions, -1)
+            view_len = self.view_len(latest + offset + width, cache)
+            self.forward(ids.gather(1, columns), positions, cache, view_len, num_logits=1)
+
+    def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
+
+        Additive, since eager attention adds what it is given; scaled-dot-product attention takes both forms.
+        """
+        places = torch.arange(view_len, device=positions.device)
+        queries = positions[..., None]
+        masks = {}
+        for layer_type in self._layer_types:
+            is_hidden = places > queries  # [B, T, view_len]
+            if layer_type == "sliding_attention":
+                assert self._window is not None
+                is_hidden = is_hidden | (places <= queries - self._window)
+            mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
+            masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
+        return masks if len(masks) > 1 else masks[self._layer_types[0]]
+
+
+def _makes_windows(model: nn.Module) -> bool:
+    """Whether the modelling code makes masks with a sliding window. A configuration may state one that it ignores."""
+    homes = {type(module).__module__ for module in model.modules()}
+    return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)

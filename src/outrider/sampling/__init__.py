@@ -1,0 +1,1 @@
+"""The mathematics of sampling: probabilities, acceptance rules, noise. No models, no files."""

@@ -1,0 +1,187 @@
+"""The acceptance rules: which drafted tokens stand, and which token comes after them.
+
+All rules here are lossless: whatever the draft, the committed tokens follow the target's distribution. Each is a pure
+function of p, q, the drafted ids and the round's noise. Proofs: docs/how-it-works.md.
+
+- ``rejection``: accept x with probability min(1, p(x)/q(x)), one by one, else draw from the residual (p - q)+.
+  Leviathan, Kalman, Matias 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
+- ``block``: judge the drafted tokens together, so that a token with p < q may be saved by those after it. It never
+  accepts fewer on average. Sun et al. 2403.10444, algorithm 2.
+- ``gumbel``: draft and target take the argmax of log-probability plus the *same* Gumbel noise; a drafted token stands
+  if it is the one that the target takes. Same seed, same text as plain decoding, whatever the draft. Daliri, Musco,
+  Suresh 2408.07978 (with Gumbel noise in place of exponential, the same race in other units).
+
+The noise may be made for more offsets than were drafted; the rest of it is not used.
+
+A rule also says how its drafts are drawn and what noise it needs, since the three belong together. This module does not
+know where p and q come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.records import Draft, Verdict
+from outrider.sampling.noise import GumbelNoise, RoundUniforms, TokenGumbels, round_uniforms
+from outrider.sampling.probs import draw, draw_gumbel, normalised, one_hot, wide, wide_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule and the noise it lives on, whose type is the rule's own affair.
+
+    Attributes:
+        make_noise: (seeds [B], round starts [B], K, V) -> noise of one round.
+        draw: (q rows [B, V], ``noise.at(offset)``) -> ids [B]; how drafters draw the token at an offset.
+        verify: (p [B, K+1, V], draft, noise) -> verdict.
+    """
+
+    name: str
+    make_noise: Callable[[Tensor, Tensor, int, int], Any]
+    draw: Callable[[Tensor, Any], Tensor]
+    verify: Callable[[Tensor, Draft, Any], Verdict]
+
+
+def _draft_probs(target_probs: Tensor, draft: Draft) -> Tensor:
+    """q [B, K, V], written out where it is one-hot."""
+    return draft.probs if draft.probs is not None else one_hot(draft.ids, target_probs)
+
+
+def _at(probs: Tensor, ids: Tensor) -> Tensor:
+    """probs [B, K, V] at ids [B, K] -> [B, K] in float64 (the comparison with u must not round)."""
+    # A softmax in float32 sums to 1 only up to 1e-6.
+    return wide(probs.gather(-1, ids[..., None]).squeeze(-1)) / wide_sum(probs)
+
+
+def _is_drafted(draft: Draft) -> Tensor:
+    """Which of the K columns are meant. [B, K]"""
+    return torch.arange(draft.ids.shape[1], device=draft.ids.device) < draft.num_drafted[:, None]
+
+
+def _prefix_length(is_accepted: Tensor) -> Tensor:
+    """Number of leading True. [B, K] -> [B]"""
+    return is_accepted.long().cumprod(dim=1).sum(dim=1)
+
+
+def _row_at(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [B, T, ...] at index [B] -> [B, ...]"""
+    return rows[torch.arange(rows.shape[0], device=rows.device), index]
+
+
+def residual(target_rows: Tensor, draft_rows: Tensor) -> Tensor:
+    """(p - q)+, not normalised. Where it is zero everywhere (p = q up to rounding: nothing can be rejected but by
+    rounding) it is p. [..., V] in float64"""
+    p, q = normalised(target_rows), normalised(draft_rows)
+    rest = (p - q).clamp_min_(0.0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+def _rejected_ratio(p_x: Tensor, q_x: Tensor, num_accepted: Tensor, num_drafted: Tensor) -> Tensor:
+    """p/q at the first drafted token that does not stand, 1 where all stand. [B]"""
+    if p_x.shape[1] == 0:
+        return torch.ones_like(num_accepted, dtype=p_x.dtype)
+    first = num_accepted.clamp_max(p_x.shape[1] - 1)
+    ratio = _row_at(p_x, first) / _row_at(q_x, first)
+    return torch.where(num_accepted < num_drafted, ratio, torch.ones_like(ratio))
+
+
+def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Accept each token with probability min(1, p/q); at the first rejection draw from the residual.
+
+    Args:
+        target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
+    """
+    draft_probs = _draft_probs(target_probs, draft)
+    p_x, q_x = _at(target_probs[:, :-1], draft.ids), _at(draft_probs, draft.ids)
+    accept = noise.accept[:, : draft.ids.shape[1]]
+    num_accepted = _prefix_length((accept * q_x < p_x) & _is_drafted(draft))
+    # After full acceptance there is no q: the residual of p and nothing is p itself, the bonus.
+    next_rows = _row_at(target_probs, num_accepted)
+    is_rejected = num_accepted < draft.num_drafted
+    q_rows = _draft_row(draft_probs, num_accepted, is_rejected)
+    next_ids = draw(residual(next_rows, q_rows), noise.next)
+    return Verdict(num_accepted, next_ids, _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted))
+
+
+def _draft_row(draft_probs: Tensor, index: Tensor, is_there: Tensor) -> Tensor:
+    """q at index [B], zero where it is not there. [B, V]"""
+    num_rows, k, vocab_size = draft_probs.shape
+    if k == 0:
+        return draft_probs.new_zeros(num_rows, vocab_size)
+    return torch.where(is_there[:, None], _row_at(draft_probs, index.clamp_max(k - 1)), 0.0)
+
+
+def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Accept the longest prefix whose own coin, of the joint weight of the prefix, comes up.
+
+    With w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and R_i = sum_v (w_i p_i(v) - q_i(v))+, where p_i and q_i are the
+    rows after i drafted tokens, prefix i is good with probability R_i / (R_i + 1 - w_i), the full draft with w_n. The
+    longest good prefix stands, and the next token is drawn from (w_i p_i - q_i)+.
+
+    Args:
+        target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
+    """
+    draft_probs = _draft_probs(target_probs, draft)
+    k = draft.ids.shape[1]
+    p_x, q_x = _at(target_probs[:, :-1], draft.ids), _at(draft_probs, draft.ids)
+    weights = [torch.ones_like(draft.num_drafted, dtype=p_x.dtype)]
+    for i in range(k):
+        # q(x) = 0 only in padding columns; whatever weight comes out there is not looked at.
+        weights.append((weights[-1] * p_x[:, i] / q_x[:, i]).clamp_max(1.0))
+    w = torch.stack(weights, dim=1)  # [B, K+1]
+    is_drafted = _is_drafted(draft)
+    q_next = torch.where(is_drafted[..., None], normalised(draft_probs), 0.0)
+    rest = w[..., None] * normalised(target_probs)  # [B, K+1, V]
+    rest[:, :-1] -= q_next
+    rest.clamp_min_(0.0)
+    rest_mass = rest[:, 1:].sum(-1)  # R_1 .. R_K
+    w_tail = w[:, 1:]
+    is_last = torch.arange(1, k + 1, device=w.device) == draft.num_drafted[:, None]
+    goods = torch.where(is_last, w_tail, rest_mass / (rest_mass + 1.0 - w_tail))  # 0/0 is NaN, and never good
+    is_good = (noise.accept[:, :k] < goods) & is_drafted
+    lengths = torch.arange(1, k + 1, device=w.device) * is_good
+    num_accepted = lengths.amax(dim=1) if k else torch.zeros_like(draft.num_drafted)
+    rows = _row_at(rest, num_accepted)
+    # As in residual(): an empty rest means p = q up to rounding.
+    rows = torch.where(rows.sum(-1, keepdim=True) > 0, rows, wide(_row_at(target_probs, num_accepted)))
+    next_ids = draw(rows, noise.next)
+    return Verdict(num_accepted, next_ids, _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted))
+
+
+def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
+    """Commit what the target itself would take with this noise; drafted tokens stand as long as they agree.
+
+    Args:
+        target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
+        noise: which the drafts were drawn with, too.
+    """
+    rows = [draw_gumbel(target_probs[:, i], noise.at(i).values()) for i in range(target_probs.shape[1])]
+    target_ids = torch.stack(rows, dim=1)  # [B, K+1]
+    num_accepted = _prefix_length((draft.ids == target_ids[:, :-1]) & _is_drafted(draft))
+    p_x = _at(target_probs[:, :-1], draft.ids)
+    q_x = _at(_draft_probs(target_probs, draft), draft.ids)
+    ratio = _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted)
+    return Verdict(num_accepted, _row_at(target_ids, num_accepted), ratio)
+
+
+def _make_uniforms(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
+    return round_uniforms(seeds, round_starts, k)
+
+
+def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> GumbelNoise:
+    return GumbelNoise(seeds, round_starts, vocab_size)
+
+
+def _draw_gumbel(draft_rows: Tensor, noise: TokenGumbels) -> Tensor:
+    return draw_gumbel(draft_rows, noise.values())
+
+
+REJECTION = Rule("rejection", _make_uniforms, draw, rejection)
+BLOCK = Rule("block", _make_uniforms, draw, block)
+GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, gumbel)
+RULES = {"rejection": REJECTION, "block": BLOCK, "gumbel": GUMBEL}

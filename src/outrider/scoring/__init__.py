@@ -1,0 +1,1 @@
+"""Texts that are there already, scored by models: teacher forcing and alpha."""

@@ -1,0 +1,90 @@
+"""alpha: how far two models agree, from their logits alone.
+
+At one place of a text, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q stands under
+``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the places of a text is alpha. Nothing is
+generated: the text is there, and both models judge it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import PromptError
+from outrider.records import Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings, normalised
+from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
+from outrider.stats.intervals import Interval, ratio_of_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Alpha:
+    """alpha of a pair under some sampling options, with an interval over the texts, and how many tokens were judged."""
+
+    sampling: Sampling
+    alpha: Interval
+    num_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "alpha": self.alpha.to_json(),
+            "num_tokens": self.num_tokens,
+        }
+
+
+def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """sum_v min(p(v), q(v)), in float64 where the device has it. [..., V], [..., V] -> [...]"""
+    return torch.minimum(normalised(target_probs), normalised(draft_probs)).sum(dim=-1)
+
+
+def measure_alpha(
+    target: LM,
+    draft: LM,
+    texts: Sequence[Text],
+    samplings: Sequence[Sampling],
+    *,
+    batch_size: int = 8,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Alpha]:
+    """alpha under each of the sampling options; every text is read once by each model.
+
+    Args:
+        texts: cut to what both models can take; one without a token to judge is left out.
+        on_done: told the number of texts just done, for a progress bar.
+
+    Raises:
+        PromptError: there is nothing to judge.
+    """
+    most = min(target.context_len, draft.context_len)
+    texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
+    if not texts:
+        raise PromptError("there is no text of two tokens or more, so that one could be judged after the other")
+    has_penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
+    settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
+
+    def agreement(p: Forced, q: Forced) -> Tensor:
+        return torch.stack([overlap(p.probs(setting), q.probs(setting)) for setting in settings])
+
+    sums = sums_by_text(
+        (target, draft), texts, agreement, batch_size=batch_size, has_penalty=has_penalty, on_done=on_done
+    )
+    counts = [len(text.ids) - text.num_given for text in texts]
+    return [
+        Alpha(sampling, ratio_of_sums(row.tolist(), counts), sum(counts))
+        for sampling, row in zip(samplings, sums, strict=True)
+    ]
+
+
+def sampling_grid(temperatures: Sequence[float], top_ps: Sequence[float]) -> Iterator[Sampling]:
+    """All pairs; at temperature 0, where top-p changes nothing, only one."""
+    for temperature, top_p in product(temperatures, top_ps):
+        if temperature > 0 or top_p == top_ps[0]:
+            yield Sampling(temperature=temperature, top_p=top_p)

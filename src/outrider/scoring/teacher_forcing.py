@@ -1,0 +1,144 @@
+"""Teacher forcing: what a model would have given for each token of texts that are there already.
+
+One forward judges a whole text, where generating it takes one for each token. The logits are those of the loop up to
+rounding (docs/numerics.md). This module does not know where the texts come from, nor how many models are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings, mark_seen, to_probs
+
+# The logits of one forward, B x T x V, and with them its columns T. What is made of them may be several times as large.
+_MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of which the tokens from ``num_given`` (at least 1) on are judged."""
+
+    ids: Sequence[int]
+    num_given: int = 1
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.num_given <= len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """M tokens that stand in texts, with the logits of the model before each.
+
+    Attributes:
+        rows: index of each token's text. [M]
+        ids: the tokens. [M]
+        logits: [M, V]
+        seen: tokens that occur before it, for a repetition penalty. [M, V]
+    """
+
+    rows: Tensor
+    ids: Tensor
+    logits: Tensor
+    seen: Tensor | None
+
+    def probs(self, settings: Settings) -> Tensor:
+        """Probabilities under the sampling options of one row, on the device of these. [M, V]"""
+        device = settings.temperature.device
+        seen = None if self.seen is None or settings.repetition_penalty is None else self.seen[None].to(device)
+        return to_probs(self.logits[None].to(device), settings, seen)[0]
+
+    def logprobs(self) -> Tensor:
+        """Log-probability of each token, natural, from the logits as they are, in float32 or better. [M]"""
+        x = self.logits if self.logits.dtype == torch.float64 else self.logits.to(torch.float32)
+        chosen: Tensor = x.gather(-1, self.ids[:, None]).squeeze(-1)
+        return chosen - x.logsumexp(dim=-1)
+
+    def best_ids(self) -> Tensor:
+        """The most probable token in the place of each. [M]"""
+        return self.logits.argmax(dim=-1)
+
+
+@torch.inference_mode()
+def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterator[Forced]:
+    """Judge texts, a chunk of columns at a time; chunks in which nothing is to be judged are left out.
+
+    In a chunk the tokens come text by text, in order; so do the chunks. For the same texts two models give the same
+    tokens in the same chunks.
+
+    Args:
+        texts: each at most one token longer than the model's context: the last token is judged, and not fed.
+        has_penalty: whether ``seen`` will be needed.
+    """
+    device = lm.device
+    length = max(len(text.ids) for text in texts)
+    assert length <= lm.context_len + 1
+    ids = torch.zeros(len(texts), length + 1, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = torch.as_tensor(text.ids)
+    ids = ids.to(device)
+    ends = torch.tensor([len(text.ids) for text in texts], device=device)[:, None]
+    num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
+    cache = lm.new_cache(len(texts), length)
+    seen = torch.zeros(len(texts), lm.vocab_size, dtype=torch.bool, device=device) if has_penalty else None
+    width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
+    for begin in range(0, length - 1, width):
+        columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)
+        fed, following = ids.gather(1, columns), ids.gather(1, columns + 1)
+        is_judged = (columns + 1 >= num_given) & (columns + 1 < ends)  # [B, T]
+        has_any = bool(is_judged.any())
+        view_len = lm.view_len(min(begin + width, length), cache)
+        positions = torch.where(columns < ends, columns, -1)
+        logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1)
+        seen_steps = None
+        if seen is not None:
+            seen_steps = mark_seen(seen, fed)[:, 1:]  # [B, T, V]
+            seen = seen_steps[:, -1]
+        if has_any:
+            rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_judged)
+            yield Forced(
+                rows=rows[is_judged],
+                ids=following[is_judged],
+                logits=logits[is_judged],
+                seen=None if seen_steps is None else seen_steps[is_judged],
+            )
+
+
+@torch.inference_mode()
+def sums_by_text(
+    lms: Sequence[LM],
+    texts: Sequence[Text],
+    measure: Callable[..., Tensor],
+    *,
+    batch_size: int,
+    has_penalty: bool = False,
+    on_done: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Judge texts by one model or several, and add up what is measured at their tokens.
+
+    Args:
+        texts: each with a token to judge; no longer than ``force`` takes.
+        measure: given what each model says of the same M tokens (a ``Forced`` for each), S numbers of each. [S, M]
+        on_done: told the number of texts just done, for a progress bar.
+
+    Returns:
+        Sums over the tokens of each of the N texts, in float64, on the CPU. [S, N]
+    """
+    sums: list[Tensor] = []
+    for begin in range(0, len(texts), batch_size):
+        batch = texts[begin : begin + batch_size]
+        rows: list[Tensor] = []
+        values: list[Tensor] = []
+        for forced in zip(*(force(lm, batch, has_penalty=has_penalty) for lm in lms), strict=True):
+            rows.append(forced[0].rows.cpu())
+            values.append(measure(*forced).to("cpu", torch.float64))
+            del forced  # before the next are made: for a large vocabulary they are most of the memory
+        numbers = torch.cat(values, dim=1)  # [S, M]
+        sums.append(numbers.new_zeros(len(numbers), len(batch)).index_add_(1, torch.cat(rows), numbers))
+        if on_done is not None:
+            on_done(len(batch))
+    return torch.cat(sums, dim=1)

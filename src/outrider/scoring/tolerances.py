@@ -1,0 +1,40 @@
+"""What rounding may do: how far logits move, and which tokens that brings over the edge of a filter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.records import Sampling
+from outrider.sampling.probs import Settings, to_probs
+
+# Logits this close may change places by rounding (docs/numerics.md has what was seen).
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+_LEAST_TOP_P = 1e-9
+
+
+def is_allowed(logits: Tensor, seen: Tensor | None, token_id: int, sampling: Sampling, shift: float) -> bool:
+    """Whether a token has a probability above 0 if its logit is off by ``shift``, and the mass of the others by as much
+    as that moves it: a tail that holds 1 - top-p holds at most e^shift as much (at temperature 1).
+
+    Args:
+        logits: [V]
+        seen: tokens that occur before it, for a repetition penalty. [V]
+    """
+    moved = logits.clone()
+    moved[token_id] += shift
+    top_p = 1 - (1 - sampling.top_p) * math.exp(min(50.0, -shift / sampling.temperature))
+    loose = replace(sampling, top_p=min(1.0, max(_LEAST_TOP_P, top_p)))
+    settings = Settings.of([loose], len(logits), logits.device)
+    seen_row = None if seen is None or settings.repetition_penalty is None else seen[None, None]
+    return bool(to_probs(moved[None, None], settings, seen_row)[0, 0, token_id] > 0)
+
+
+def is_at_edge(logits: Tensor, seen: Tensor | None, token_id: int, sampling: Sampling) -> bool:
+    """Whether rounding decides if a token is allowed. Arguments: see ``is_allowed``."""
+    shift = 2 * ROUNDING[logits.dtype]
+    loose, tight = (is_allowed(logits, seen, token_id, sampling, sign * shift) for sign in (1, -1))
+    return loose and not tight

@@ -1,0 +1,1 @@
+"""Intervals, closed forms, counts and evidence. Numbers in, numbers out."""

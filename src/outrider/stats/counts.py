@@ -1,0 +1,168 @@
+"""Counts of rounds, measured or expected, and what is made of them.
+
+The words are those of ``outrider.records.Stats``: a round that was cut short by the end of its text is left out. Counts
+of real rounds are whole numbers; those that follow from probabilities are not, and all else is the same.
+
+This module does not know where the rounds come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from outrider.records import add_counts
+from outrider.stats.intervals import Interval, ratio_of_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The i-th drafted token of a round.
+
+    Attributes:
+        position: i, from 1.
+        num_drafted: rounds that drafted so many tokens.
+        num_judged: those among them in which the tokens before it stood.
+        num_accepted: those in which it stood, too.
+    """
+
+    position: int
+    num_drafted: float
+    num_judged: float
+    num_accepted: float
+
+    @property
+    def conditional(self) -> float | None:
+        """How often it stands if those before it do."""
+        return self.num_accepted / self.num_judged if self.num_judged else None
+
+    @property
+    def unconditional(self) -> float | None:
+        """How often it stands where it was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "num_drafted": self.num_drafted,
+            "num_judged": self.num_judged,
+            "num_accepted": self.num_accepted,
+            "conditional": self.conditional,
+            "unconditional": self.unconditional,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCounts:
+    """How many rounds went how. They add.
+
+    Attributes:
+        accepted: at index i the rounds in which exactly i drafted tokens stood.
+        drafted: at index i the rounds in which exactly i tokens were drafted.
+        full: at index i the rounds in which i tokens were drafted and all stood.
+        num_truncated: rounds cut short by the end of the text, which the others leave out.
+        num_generated_tokens: all tokens, those of truncated rounds included.
+    """
+
+    accepted: tuple[float, ...] = ()
+    drafted: tuple[float, ...] = ()
+    full: tuple[float, ...] = ()
+    num_truncated: float = 0
+    num_generated_tokens: int = 0
+
+    def __add__(self, other: RoundCounts) -> RoundCounts:
+        return RoundCounts(
+            add_counts(self.accepted, other.accepted),
+            add_counts(self.drafted, other.drafted),
+            add_counts(self.full, other.full),
+            self.num_truncated + other.num_truncated,
+            self.num_generated_tokens + other.num_generated_tokens,
+        )
+
+    @classmethod
+    def of(cls, rounds: Iterable[tuple[int, int]], num_truncated: int, num_generated_tokens: int) -> RoundCounts:
+        """The counts of rounds, each (drafted, accepted)."""
+        pairs = list(rounds)
+        return cls(
+            accepted=_histogram(accepted for _, accepted in pairs),
+            drafted=_histogram(drafted for drafted, _ in pairs),
+            full=_histogram(drafted for drafted, accepted in pairs if drafted == accepted),
+            num_truncated=num_truncated,
+            num_generated_tokens=num_generated_tokens,
+        )
+
+    @property
+    def num_rounds(self) -> float:
+        return sum(self.accepted)
+
+    @property
+    def num_draft_tokens(self) -> float:
+        return sum(i * count for i, count in enumerate(self.drafted))
+
+    @property
+    def num_accepted_draft_tokens(self) -> float:
+        return sum(i * count for i, count in enumerate(self.accepted))
+
+    @property
+    def num_committed(self) -> float:
+        """Tokens that the rounds committed, corrections and bonuses included."""
+        return self.num_rounds + self.num_accepted_draft_tokens
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """tau: tokens per round."""
+        return 1 + self.num_accepted_draft_tokens / self.num_rounds if self.num_rounds else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def positions(self) -> list[Position]:
+        """Every position that was drafted."""
+        longest = max((i for i, count in enumerate(self.drafted) if count), default=0)
+        at_least = _tail_sums(add_counts(self.accepted, (0,) * (longest + 1)))
+        drafted = _tail_sums(self.drafted)
+        full = add_counts(self.full, (0,) * (longest + 1))
+        # A round judges token i if i-1 stood and there was an i-th: not if i-1 were all that was drafted.
+        return [Position(i, drafted[i], at_least[i - 1] - full[i - 1], at_least[i]) for i in range(1, longest + 1)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The field names are those of ``Stats``."""
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_histogram": list(self.accepted),
+            "drafted_histogram": list(self.drafted),
+            "num_rounds": self.num_rounds,
+            "num_truncated_rounds": self.num_truncated,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+        }
+
+
+def total(counts: Iterable[RoundCounts]) -> RoundCounts:
+    return sum(counts, RoundCounts())
+
+
+def tau_interval(prompts: Sequence[RoundCounts]) -> Interval | None:
+    """tau over all rounds, with an interval over the prompts, no part of it below the 1 token that every round commits;
+    None where there is no round."""
+    rounds = [counts.num_rounds for counts in prompts]
+    if not sum(rounds):
+        return None
+    interval = ratio_of_sums([counts.num_committed for counts in prompts], rounds)
+    return interval if interval.low is None else replace(interval, low=max(1.0, interval.low))
+
+
+def _histogram(values: Iterable[int]) -> tuple[int, ...]:
+    found = list(values)
+    return tuple(found.count(i) for i in range(max(found, default=-1) + 1))
+
+
+def _tail_sums(values: Sequence[float]) -> list[float]:
+    """At index i the sum of the values from i on."""
+    return list(accumulate(reversed(values)))[::-1]

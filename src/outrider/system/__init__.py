@@ -1,0 +1,1 @@
+"""Files, caches on disk, and where a result comes from."""

@@ -1,0 +1,81 @@
+"""When a row ends, and what of its text is certain.
+
+End tokens and stop strings act after every single token, before anything is streamed or counted. A text that could be
+the beginning of a stop string is held back until it is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from outrider.records import FinishReason
+from outrider.text.tokenizer import Detokenizer
+
+
+class RowText:
+    """The text of one row, token by token.
+
+    Args:
+        detokenizer: None where there is no text, only ids.
+        eos_ids: tokens that end the row; they have no text.
+        stop: strings that end the row and are not part of its text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, eos_ids: Collection[int], stop: Sequence[str]) -> None:
+        assert detokenizer is not None or not stop
+        self._detokenizer = detokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._stop = tuple(stop)
+        self._num_tokens = 0
+        self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet certain
+        self._certain: list[tuple[int, str]] = []
+
+    def push(self, token_id: int) -> FinishReason | None:
+        """Take the next token; say whether the row ends with it."""
+        index, self._num_tokens = self._num_tokens, self._num_tokens + 1
+        if token_id in self._eos_ids:
+            return "eos"
+        if self._detokenizer is None:
+            return None
+        self._held.append((index, self._detokenizer.push(token_id)))
+        text = "".join(piece for _, piece in self._held)
+        found = [at for at in (text.find(string) for string in self._stop) if at >= 0]
+        if found:
+            self._release(min(found))
+            self._held.clear()
+            self._detokenizer = None  # what may be left in it lies beyond the end
+            return "stop"
+        self._release(len(text) - self._undecided(text))
+        return None
+
+    def finish(self) -> None:
+        """The row has ended: nothing that is held back can become a stop string any more."""
+        if self._detokenizer is not None:
+            self._held.append((self._num_tokens - 1, self._detokenizer.flush()))
+            self._release(sum(len(piece) for _, piece in self._held))
+
+    def take(self) -> list[tuple[int, str]]:
+        """The text that has become certain since the last call, as (index of the token it came with, text)."""
+        certain, self._certain = self._certain, []
+        return certain
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        longest = 0
+        for string in self._stop:
+            for length in range(min(len(string) - 1, len(text)), longest, -1):
+                if text.endswith(string[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _release(self, num_characters: int) -> None:
+        while self._held and num_characters >= len(self._held[0][1]):
+            index, piece = self._held.pop(0)
+            num_characters -= len(piece)
+            if piece:
+                self._certain.append((index, piece))
+        if self._held and num_characters > 0:
+            index, piece = self._held[0]
+            self._certain.append((index, piece[:num_characters]))
+            self._held[0] = (index, piece[num_characters:])

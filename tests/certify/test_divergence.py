@@ -1,0 +1,93 @@
+"""Why two texts differ: rounding, or a fault."""
+
+import copy
+
+import pytest
+import torch
+
+from outrider.certify.divergence import explain, first_difference
+from outrider.drafters.base import NoDrafter
+from outrider.records import Sampling
+from outrider.sampling.rules import GUMBEL
+from toys import as_lm, llama_pair, request, tiny_llama, tokens
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def test_the_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.8, seed=3)], ids=str)
+def test_another_token_is_a_fault(sampling: Sampling) -> None:
+    """In float64, where there are no near-ties."""
+    target, _ = llama_pair()
+    one = request(PROMPT, seed=3, temperature=sampling.temperature, max_new_tokens=12)
+    (text,) = tokens(target, NoDrafter(), [one], GUMBEL, 0)
+    assert explain(target, 0, PROMPT, text, text, sampling, 4) is None
+    other = (*text[:7], (text[7] + 1) % 60, *text[8:])
+    found = explain(target, 2, PROMPT, text, other, sampling, 4)
+    assert found is not None
+    assert (found.prompt, found.position, found.plain_id, found.other_id) == (2, 7, text[7], other[7])
+    assert found.verdict == "bug" and found.margin is not None and found.margin > 0 and found.gap < 1e-12
+    ended = explain(target, 0, PROMPT, text, text[:9], sampling, 4)
+    assert ended is not None and (ended.position, ended.margin, ended.verdict) == (9, None, "bug")
+    assert ended.to_json()["other_id"] is None
+
+
+def test_the_margin_is_that_of_the_scores() -> None:
+    """With a penalty, against Hugging Face's processor in the reference."""
+    from reference import hf_probs
+
+    target, _ = llama_pair()
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.4)
+    warm = Sampling(repetition_penalty=1.4)
+    p = hf_probs(target.model(torch.tensor([PROMPT])).logits[0, -1], PROMPT, warm)
+    best, second = p.topk(2).indices.tolist()
+    found = explain(target, 0, PROMPT, [best], [second], sampling, 3)
+    assert found is not None and found.margin == pytest.approx(float(p[best].log() - p[second].log()), abs=1e-6)
+
+
+def test_near_ties_fall_by_rounding() -> None:
+    """Two tokens whose weights are equal up to the last bits of float32, and two that differ by more."""
+    model = copy.deepcopy(tiny_llama()).to(torch.float32)
+    best = int(model(torch.tensor([PROMPT])).logits[0, -1].argmax())
+    other = (best + 1) % 60
+    for scale, verdict in ((1 + 2e-7, "numerics"), (1 + 1e-3, "bug")):
+        with torch.no_grad():
+            model.lm_head.weight[other] = scale * model.lm_head.weight[best]
+        found = explain(as_lm(model), 0, PROMPT, [best], [other], Sampling(temperature=0.0), 4)
+        assert found is not None and found.verdict == verdict, found
+        assert 0 < found.gap < 1e-4
+
+
+def test_what_rounding_cannot_do_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are wrong by themselves: what they change is no excuse for what they say."""
+    model = copy.deepcopy(tiny_llama()).to(torch.float32)
+    lm = as_lm(model)
+    right = lm.forward
+
+    def wrong(ids: torch.Tensor, positions: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
+        return right(ids, positions + (1 < ids.shape[1] < 6), *rest, **more)
+
+    monkeypatch.setattr(lm, "forward", wrong)
+    p = model(torch.tensor([PROMPT])).logits[0, -1]
+    best, second = p.topk(2).indices.tolist()
+    found = explain(lm, 0, PROMPT, [best], [second], Sampling(temperature=0.0), 4)
+    assert found is not None and found.gap is not None and found.gap > 0.01 and found.verdict == "bug"
+
+
+@pytest.mark.parametrize(("distance", "verdict"), [(1e-6, "numerics"), (0.1, "bug")])
+def test_at_the_edge_of_a_filter_rounding_decides(distance: float, verdict: str) -> None:
+    """The third token is let through by one forward and not by another: near the edge, the margin says nothing."""
+    model = copy.deepcopy(tiny_llama()).to(torch.float32)
+    logits = model(torch.tensor([PROMPT])).logits[0, -1]
+    first, second = logits.topk(2).indices.tolist()
+    third = (second + 1) % 60 if (second + 1) % 60 != first else (second + 2) % 60
+    with torch.no_grad():
+        model.lm_head.weight[third] = model.lm_head.weight[second] * (1 - distance / float(logits[second]))
+    sampling = Sampling(temperature=1.0, top_k=2, seed=3)
+    found = explain(as_lm(model), 0, PROMPT, [first], [third], sampling, 4)
+    assert found is not None and found.verdict == verdict, found

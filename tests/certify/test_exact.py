@@ -1,0 +1,87 @@
+"""The exact layer: right rules are right to float64, and what is off by little is found to be off."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.certify.controls import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
+from outrider.certify.exact import check_exactly, forcing_gap, identity_gap
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Draft, Sampling, Verdict
+from outrider.sampling.noise import RoundUniforms
+from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
+from toys import llama_pair, table_pair
+
+CONTEXTS = [(0, 3, 1, 2), (4, 1)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.5, top_k=3),
+    Sampling(top_p=0.7),
+    Sampling(temperature=0),
+    Sampling(repetition_penalty=1.5, min_p=0.1),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_right_rules_are_exact(rule: Rule, sampling: Sampling) -> None:
+    report = check_exactly(*table_pair(6), sampling, rule, CONTEXTS)
+    assert report.is_ok and report.identity < 1e-14 and report.round_law < 1e-14
+    assert report.num_contexts == 2 and report.num_rows == 2 * (1 + 4 + 16)
+    assert report.to_json()["is_ok"] and not dataclasses.replace(report, round_law=float("nan")).is_ok
+
+
+def test_what_is_no_number_is_not_lost_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A maximum that NaN has no part in would call the second context as good as the first."""
+    gaps = iter([1e-16, float("nan")])
+    monkeypatch.setattr("outrider.certify.exact.round_gap", lambda *_: next(gaps))
+    report = check_exactly(*table_pair(6), Sampling(), REJECTION, CONTEXTS)
+    assert not report.is_ok and math.isnan(report.round_law)
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+def test_other_drafters_and_small_vocabularies(rule: Rule) -> None:
+    target, drafter = llama_pair()
+    text = (3, 1, 4, 1, 5, 9, 3, 1)
+    for draft in (drafter, NgramDrafter()):
+        report = check_exactly(target, draft, Sampling(), rule, [text])
+        assert report.is_ok and report.distance > 0.05
+        assert 0 < report.forcing < 1e-9
+    assert check_exactly(*table_pair(3), Sampling(), rule, [(0, 1)]).is_ok
+
+
+WRONG = [ALL_OR_NOTHING, ACCEPT_ALL, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS]
+
+
+@pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.name)
+def test_wrong_rules_are_not(rule: Rule) -> None:
+    assert check_exactly(*table_pair(6), Sampling(), rule, CONTEXTS).round_law > 1e-3
+
+
+def _lenient(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+    """Coins come up a little more often than they should."""
+    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=noise.accept * (1 - 1e-6)))
+
+
+def test_small_mistakes_show() -> None:
+    report = check_exactly(*table_pair(6), Sampling(), dataclasses.replace(REJECTION, verify=_lenient), CONTEXTS)
+    assert 1e-8 < report.round_law < 1e-6 and not report.is_ok
+
+
+def test_the_identity_by_hand() -> None:
+    p, q = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([[0.5, 0.4, 0.1], [0.0, 0.0, 1.0]])
+    assert identity_gap(p, q) < 1e-15
+
+
+def test_the_yardstick_is_held_against_a_plain_forward() -> None:
+    """The control: a cache that forgets the first token."""
+    target, drafter = llama_pair()
+    text = (3, 1, 4, 1, 5, 9, 3, 1)
+    assert forcing_gap(target, text) < 1e-12
+    right = target._mask
+    target._mask = lambda positions, view_len: right(positions, view_len).index_fill(3, torch.tensor([0]), -1e9)
+    assert forcing_gap(target, text) > 1e-3
+    assert not check_exactly(target, drafter, Sampling(), REJECTION, [text]).is_ok

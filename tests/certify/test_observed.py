@@ -1,0 +1,118 @@
+"""What is observed of tokens: against rows worked out by hand, and at the edge of what filters leave."""
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, Written, draft_rows, joined, observe
+from outrider.drafters.base import Drafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Sampling
+from outrider.sampling.probs import Settings, normalised, to_probs
+from outrider.scoring.teacher_forcing import Text
+from toys import llama_pair, random_table, table_lm, table_pair
+
+TEXTS = [
+    Written(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0)),
+    Written(1, 1, (2,), (2, 2, 3), (0, 1, 0)),
+    Written(2, 0, (3, 1), (1,), (0,)),
+]
+
+
+def test_the_statistics_are_those_of_the_rows() -> None:
+    """Token by token in plain Python, for chains whose rows are known."""
+    target, drafter = table_pair(6)
+    sampling = Sampling(temperature=0.7, top_k=4)
+    seen = observe(target, drafter, sampling, TEXTS, seed=5, batch_size=2)
+    settings = Settings.of([sampling], 6, torch.device("cpu"))
+    p_table, q_table = (to_probs(lm.model.table[None], settings)[0].numpy() for lm in (target, drafter.lm))
+    at = 0
+    for text in TEXTS:
+        whole = (*text.prompt_ids, *text.token_ids)
+        uniforms = np.random.default_rng([5, text.index]).random(len(text.token_ids))
+        for i, y in enumerate(text.token_ids):
+            before = whole[len(text.prompt_ids) + i - 1]
+            p, q = p_table[before], q_table[before]
+            assert (seen.places[at], seen.positions[at], seen.prompts[at]) == (text.places[i], i, text.prompt)
+            assert seen.drift.distances[at] == pytest.approx(np.abs(p - q).sum() / 2)
+            assert seen.is_forbidden[at] == (p[y] == 0)
+            if p[y] > 0:
+                order = sorted(range(6), key=lambda v: (q[v] - p[v], v))
+                pit = sum(p[v] for v in order[: order.index(y)]) + uniforms[i] * p[y]
+                assert seen.pits[at] == pytest.approx(pit)
+                for increments, x in (
+                    (seen.score, [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
+                    (seen.surprise, [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
+                    (seen.rank, [sum(p[:v]) + p[v] / 2 for v in range(6)]),
+                ):
+                    centred = np.array(x) - p @ np.array(x)
+                    assert increments.values[at] == pytest.approx(centred[y])
+                    assert increments.moments[:, at] == pytest.approx([p @ centred**k for k in (2, 3, 4)])
+                    assert increments.highs[at] == pytest.approx(max(centred[p > 0]))
+                    assert increments.lows[at] == pytest.approx(-min(centred[p > 0]))
+            at += 1
+    assert at == len(seen) and 0 < seen.is_forbidden.sum() < len(seen)
+
+
+def test_batches_change_nothing() -> None:
+    """Real models, texts of different lengths, a penalty."""
+    target, drafter = llama_pair()
+    sampling = Sampling(repetition_penalty=1.3, top_p=0.95)
+    alone = joined([observe(target, drafter, sampling, [text], seed=1, batch_size=1) for text in TEXTS])
+    together = observe(target, drafter, sampling, TEXTS, seed=1, batch_size=3)
+    np.testing.assert_allclose(alone.pits, together.pits, atol=1e-9)
+    np.testing.assert_allclose(alone.score.moments, together.score.moments, rtol=1e-6)
+    assert len(together.first(4)) == 4 and together.first(4).score.values[3] == together.score.values[3]
+
+
+def test_a_look_up_is_asked_at_every_token() -> None:
+    """q is one-hot where something is proposed, else p."""
+    target = table_lm(random_table(6, 0))
+    drafter: Drafter = NgramDrafter()
+    ((chunk, p, q),) = draft_rows(target, drafter, Sampling(), [Text((1, 2, 1, 2, 5, 4), 2)])
+    assert chunk.ids.tolist() == [1, 2, 5, 4]
+    assert torch.equal(q[0], p[0]) and torch.equal(q[3], p[3])  # after 1 2, and after 1 2 1 2 5
+    assert q[1].tolist() == [0, 0, 1, 0, 0, 0]  # 1 was followed by 2
+    assert q[2].tolist() == [0, 1, 0, 0, 0, 0]  # 1 2 was followed by 1
+    np.testing.assert_allclose(
+        p, normalised(to_probs(target.model.table[[2, 1, 2, 5]][None], Settings.of([Sampling()], 6, p.device)))[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "third", "is_edge"),
+    [
+        ({"top_k": 2}, 1.0 - 1e-5, True),
+        ({"top_k": 2}, 0.9, False),
+        ({"min_p": 0.5}, 2.0 - 0.693148, True),
+        ({"min_p": 0.5}, 1.2, False),
+    ],
+    ids=str,
+)
+def test_rounding_may_move_a_token_over_the_edge(options: dict, third: float, is_edge: bool) -> None:
+    """The token that was said is forbidden; in float32 a logit that is off by 1e-3 may explain it, one by 0.1 not."""
+    table = torch.tensor([[2.0, 1.0 if "top_k" in options else 1.9, third, -5.0]] * 4)
+    target = table_lm(table)
+    text = Written(0, 0, (0,), (2, 0), (0, 0))
+    seen = observe(target, ModelDrafter(table_lm(table)), Sampling(**options), [text], seed=0, batch_size=1)
+    assert seen.is_at_edge.tolist() == [is_edge, False]
+    assert seen.is_forbidden.tolist() == [not is_edge, False]
+
+
+def test_in_bfloat16_top_p_still_forbids() -> None:
+    """The tail that rounding may add to 0.8 is a part of the tail, not all of it."""
+    probs = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
+    table = probs.log().expand(5, 5).to(torch.bfloat16).contiguous()
+    text = Written(0, 0, (0,), (4, 2), (0, 0))
+    target = table_lm(table)
+    seen = observe(target, ModelDrafter(table_lm(table)), Sampling(top_p=0.7), [text], seed=0, batch_size=1)
+    assert seen.is_forbidden.tolist() == [True, False] and seen.is_at_edge.tolist() == [False, True]
+
+
+def test_what_hardly_varies_is_nothing() -> None:
+    """A draft that is the target, but for the last bits of its rows."""
+    table = random_table(6, 0)
+    draft = ModelDrafter(table_lm(table * (1 + 1e-15)))
+    seen = observe(table_lm(table), draft, Sampling(), TEXTS, seed=5, batch_size=2)
+    assert not seen.score.moments.any() and not seen.score.values.any() and seen.surprise.moments.all()

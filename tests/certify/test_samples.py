@@ -1,0 +1,155 @@
+"""Texts of other systems: right ones pass at the stated rate, wrong ones do not."""
+
+import dataclasses
+
+import pytest
+from scipy import stats
+
+from outrider.certify.controls import WRONG_RULES
+from outrider.certify.samples import Sample, check_samples, judge, judge_greedily, num_repeats
+from outrider.decoding.engine import decode
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.errors import PromptError
+from outrider.records import Request, Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import REJECTION, Rule
+from outrider.text.row_text import RowText
+from toys import llama_pair, table_pair
+
+PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
+END = 0
+
+
+def _written(
+    target: LM,
+    drafter: Drafter,
+    num_texts: int,
+    sampling: Sampling,
+    *,
+    rule: Rule = REJECTION,
+    said: Sampling | None = None,
+    seed: int = 0,
+) -> list[Sample]:
+    """Texts of our own loop, which end by chance, said to be sampled by other options perhaps."""
+    requests = []
+    for i in range(num_texts):
+        row = dataclasses.replace(sampling, seed=seed + i)
+        requests.append(Request(PROMPTS[i % 3], row, RowText(None, (END,), ())))
+    ids: list[list[int]] = [[] for _ in requests]
+    for round_ in decode(target, drafter, requests, rule, num_draft_tokens=4):
+        for row in round_.rows:
+            ids[row.row] += row.token_ids
+    return [
+        Sample(i, tuple(request.prompt_ids), tuple(text), said or sampling)
+        for i, (request, text) in enumerate(zip(requests, ids, strict=True))
+    ]
+
+
+def _is_alarm(target: LM, drafter: Drafter, samples: list[Sample], level: float = 1e-6) -> bool:
+    return judge(target, drafter, samples, level=level, seed=1, batch_size=256).is_alarm
+
+
+def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
+    target, drafter = llama_pair()
+    samples = _written(target, drafter, 120, Sampling(max_new_tokens=20, repetition_penalty=1.2))
+    told: list[int] = []
+    report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=50, on_texts=told.append)
+    assert not report.is_alarm and report.places == [] and sum(told) == 120
+    assert report.num_texts == 108 and report.num_tokens == sum(len(one.token_ids) for one in samples[12:])
+    assert {test.name for test in report.tests} == {
+        "score", "likelihood", "rank", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt"
+    }  # fmt: skip
+    assert report.estimate is not None and abs(report.estimate) < 5 * report.estimate_std
+    assert report.pit_excess[0] == report.pit_excess[-1] == 0 and len(report.pit_excess) == 101
+
+
+@pytest.mark.parametrize("rule", ["accept-all", "argmax-drafts"])
+def test_a_wrong_rule_is_found_out(rule: str) -> None:
+    target, drafter = table_pair(6)
+    samples = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=WRONG_RULES[rule])
+    assert _is_alarm(target, drafter, samples)
+
+
+def test_a_deviation_is_measured() -> None:
+    """Texts of the draft itself are as far away as the draft is; of the target, not at all."""
+    target, drafter = table_pair(6)
+    for writer, share in ((drafter.lm, 1.0), (target, 0.0)):
+        samples = _written(writer, NoDrafter(), 400, Sampling(max_new_tokens=20))
+        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        assert report.estimate is not None and report.estimate_std is not None
+        wanted = share * (1 - report.alpha)
+        assert abs(report.estimate - wanted) < 5 * report.estimate_std < 0.25 * (1 - report.alpha)
+
+
+def test_without_a_draft_a_law_too_sharp_is_found_out() -> None:
+    """Texts of temperature 0.8 that are said to be of 1; the score leans to a sharper law."""
+    target, _ = table_pair(6)
+    options = Sampling(temperature=0.8, max_new_tokens=20)
+    wrong = _written(target, NoDrafter(), 600, options, said=Sampling())
+    report = judge(target, NoDrafter(), wrong, level=1e-6, seed=1, batch_size=256)
+    score = report.tests[0]
+    assert score.is_alarm and score.statistic > 5 and report.surprise_excess < -0.05
+    assert not _is_alarm(target, NoDrafter(), _written(target, NoDrafter(), 600, options))
+
+
+def test_a_forbidden_token_is_seen_in_any_text() -> None:
+    """Also in the first ones, by which the stakes are chosen."""
+    target, drafter = table_pair(6)
+    options = Sampling(top_k=2, max_new_tokens=20)
+    right = _written(target, drafter, 60, options)
+    wrong = _written(target, drafter, 6, Sampling(max_new_tokens=20), said=options)
+    for samples in ([*wrong, *right], [*right, *wrong]):
+        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        assert report.num_forbidden > 0 and report.is_alarm
+    assert num_repeats(right) == 60 - len({(one.prompt_ids, one.token_ids) for one in right}) > 0
+
+
+def test_each_text_is_held_against_its_own_options() -> None:
+    target, drafter = table_pair(6)
+    hot, cold = Sampling(max_new_tokens=20), Sampling(temperature=0.6, top_k=3, max_new_tokens=20)
+    texts = [_written(target, drafter, 200, options) for options in (hot, cold)]
+    mixed = [one for pair in zip(*texts, strict=True) for one in pair]
+    assert not _is_alarm(target, drafter, mixed)
+    swapped = [dataclasses.replace(one, sampling=cold if one.sampling is hot else hot) for one in mixed]
+    assert _is_alarm(target, drafter, swapped)
+
+
+def test_false_alarms_are_as_rare_as_stated_where_texts_end_by_chance() -> None:
+    """80 files at a level of 5%, of 60 texts of some four tokens each, so that the number of tokens depends on what
+    they are. More alarms than the bound come with a probability under 1e-6."""
+    target, drafter = table_pair(6)
+    found = 0
+    whole = _written(target, drafter, 80 * 60, Sampling(max_new_tokens=12))
+    assert sum(one.token_ids[-1] == END for one in whole) > 0.5 * len(whole)
+    for i in range(80):
+        found += _is_alarm(target, drafter, whole[60 * i : 60 * (i + 1)], 0.05)
+    assert found <= stats.binom.isf(1e-6, 80, 0.05)
+
+
+def test_greedy_texts_are_held_against_plain_decoding() -> None:
+    target, drafter = llama_pair()
+    samples = _written(target, drafter, 5, Sampling(temperature=0.0, max_new_tokens=15))
+    told: list[int] = []
+    report = judge_greedily(target, samples, 2, told.append)
+    assert report.is_ok and not report.differences and told == [2, 2, 1]
+    ids = samples[3].token_ids
+    samples[3] = dataclasses.replace(samples[3], token_ids=(*ids[:-1], (ids[-1] + 1) % 60))
+    (difference,) = judge_greedily(target, samples, 2).differences
+    assert (difference.prompt, difference.position, difference.verdict) == (3, len(ids) - 1, "bug")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": ()}, "line 0: there must be"),
+        ({"token_ids": ()}, "line 0: there must be"),
+        ({"token_ids": (6,)}, r"outside 0\.\.5"),
+        ({"token_ids": (-1,)}, "outside"),
+        ({"token_ids": (1,) * 40}, "42 tokens, but here a text has at most 41"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_judged(change: dict, message: str) -> None:
+    one = dataclasses.replace(Sample(0, (1, 2), (3,), Sampling()), **change)
+    with pytest.raises(PromptError, match=message):
+        check_samples([one], 6, 41)

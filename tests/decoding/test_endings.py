@@ -1,0 +1,321 @@
+"""How rows end, and what the rounds say of themselves: limits, stops, counts, log-probabilities, errors."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decoding.engine import decode
+from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.errors import NumericsError
+from outrider.records import Request, RowRound, Stats
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
+from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair, tokens
+
+pytestmark = pytest.mark.each_execution
+
+PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+ALL_K = pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+BY_UNIFORMS = pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+
+
+def _requests(prompts: Sequence[Sequence[int]], num_tokens: int = 16, **options: object) -> list[Request]:
+    return [request(ids, seed=10 + i, max_new_tokens=num_tokens, **options) for i, ids in enumerate(prompts)]
+
+
+@ALL_K
+@ALL_RULES
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7])
+def test_never_one_token_too_many(rule: Rule, k: int, num_tokens: int) -> None:
+    """Exactly max_new_tokens, also where the draft is always right; the last round is not truncated, since no more is
+    drafted than there is room for."""
+    target, drafter = table_pair(8)
+    for one in (drafter, ModelDrafter(target), NgramDrafter(), NoDrafter()):
+        for output in run(target, one, _requests(PROMPTS, num_tokens), rule, k):
+            assert len(output.token_ids) == num_tokens
+            assert [row.finish_reason for row in output.rounds] == [None] * (len(output.rounds) - 1) + ["length"]
+            assert not any(row.is_truncated for row in output.rounds)
+            assert output.stats.num_generated_tokens == num_tokens
+            left = num_tokens
+            for row in output.rounds:
+                assert row.num_drafted <= min(k, left - 1)
+                left -= len(row.token_ids)
+
+
+@ALL_RULES
+def test_the_context_limits_the_text(rule: Rule) -> None:
+    """A row ends with as many tokens as the target's context, each row by itself."""
+    target, drafter = llama_pair(context_len=20)
+    requests = [request(ids, max_new_tokens=100) for ids in ((1, 2, 3), (4,), (5,) * 19)]
+    plain = run(target, NoDrafter(), requests, rule, 0)
+    outputs = run(target, drafter, requests, rule, 4)
+    for output in (*plain, *outputs):
+        assert output.finish_reason == "length"
+    assert [len(output.token_ids) for output in outputs] == [17, 19, 1]
+    if rule is GUMBEL:
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+
+
+@ALL_RULES
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_of_shorter_context_falls_silent(rule: Rule, temperature: float) -> None:
+    """Once its context is full the row goes on without drafts, other rows with them; a prompt that is too long for
+    the draft is served too. The text stays what it is."""
+    target, drafter = llama_pair(draft_context_len=20)
+    prompts = [(5, 6, 7), tuple(range(16)), tuple(range(30)), (9,) * 20, (8,) * 21]
+    requests = _requests(prompts, 40, temperature=temperature)
+    outputs = run(target, drafter, requests, rule, 4)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output.token_ids) == 40
+        length = len(prompt)
+        for row in output.rounds[:-1]:
+            assert row.num_drafted == max(0, min(4, 21 - length, 40 + len(prompt) - length - 1))
+            length += len(row.token_ids)
+    if temperature == 0.0 or rule is GUMBEL:
+        assert [o.token_ids for o in outputs] == tokens(target, NoDrafter(), requests, rule, 0)
+    for one, output in zip(requests, outputs, strict=True):
+        assert tokens(target, drafter, [one], rule, 4) == [output.token_ids]
+
+
+@ALL_RULES
+def test_logprobs_are_those_of_a_full_forward(rule: Rule) -> None:
+    """Of raw logits, whatever the options: log-probability of every token and the most probable ones, for the rows
+    that ask; teacher-forced through Hugging Face's own forward, to 1e-9."""
+    target, drafter = llama_pair()
+    wanted = [None, 0, 3, 1, 60]
+    requests = [
+        request(
+            PROMPTS[i % 3], seed=i, max_new_tokens=15, logprobs=num_top, temperature=0.8, top_k=20, logit_bias={2: 3.0}
+        )
+        for i, num_top in enumerate(wanted)
+    ]
+    outputs = run(target, drafter, requests, rule, 4)
+    for one, output, num_top in zip(requests, outputs, wanted, strict=True):
+        if num_top is None:
+            assert all(row.logprobs is None for row in output.rounds)
+            continue
+        logprobs = list(itertools.chain(*(row.logprobs for row in output.rounds)))
+        expected = _teacher_forced(target, one.prompt_ids, output.token_ids)
+        assert len(logprobs) == len(output.token_ids) == 15
+        for i, token in enumerate(output.token_ids):
+            assert logprobs[i].logprob == pytest.approx(expected[i, token].item(), abs=1e-9)
+            best = expected[i].topk(num_top)
+            assert [v for v, _ in logprobs[i].top] == best.indices.tolist()
+            assert [value for _, value in logprobs[i].top] == pytest.approx(best.values.tolist(), abs=1e-9)
+
+
+def _teacher_forced(target: LM, prompt: tuple[int, ...], output: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([[*prompt, *output]])).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+
+
+@BY_UNIFORMS
+@pytest.mark.parametrize("make_pair", [lambda: table_pair(8), llama_pair], ids=["table", "llama"])
+def test_rejected_ratio_is_below_1_and_1_for_equal_models(
+    make_pair: Callable[[], tuple[LM, ModelDrafter]], rule: Rule
+) -> None:
+    """It is there where a token was rejected, and nowhere else. With the target as its own draft hardly anything is
+    rejected, and what is was so by rounding."""
+    target, drafter = make_pair()
+    rounds = [row for output in run(target, drafter, _requests(PROMPTS, 60), rule, 4) for row in output.rounds]
+    assert any(row.num_accepted < row.num_drafted for row in rounds)
+    for row in rounds:
+        assert (row.rejected_ratio is None) == (row.num_accepted == row.num_drafted)
+        if rule is REJECTION and row.rejected_ratio is not None:
+            assert 0.0 <= row.rejected_ratio < 1.0
+    for output in run(target, ModelDrafter(target), _requests(PROMPTS, 60), rule, 4):
+        for row in output.rounds:
+            assert row.num_accepted == row.num_drafted or row.rejected_ratio == pytest.approx(1.0, abs=1e-9)
+
+
+def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
+    """Embedding matrices are often padded; the padding's logits are cut off, however large."""
+    table = torch.zeros(6, 9, dtype=torch.float64)
+    table[:, 6:] = 50.0
+    target = table_lm(table, vocab_size=6)
+    (output,) = tokens(target, ModelDrafter(target), [request((1,), max_new_tokens=200)], REJECTION, 3)
+    assert set(output) == set(range(6))
+
+
+# Stops.
+
+
+@ALL_RULES
+@pytest.mark.parametrize("drafter_name", ["model", "itself", "none"])
+def test_a_stop_acts_token_by_token(rule: Rule, drafter_name: str) -> None:
+    """80 seeds: the row ends with the stop's token, which is asked once for every token and never for one after it;
+    up to there the text is what it is without a stop; what was dropped is marked, and out of the statistics."""
+    target, model_drafter = table_pair(8)
+    drafter = {"model": model_drafter, "itself": ModelDrafter(target), "none": NoDrafter()}[drafter_name]
+    requests = [request((1, 2), stop=StopAt(3), seed=seed, max_new_tokens=40) for seed in range(80)]
+    endless = [request((1, 2), seed=seed, max_new_tokens=40) for seed in range(80)]
+    num_truncated = num_whole = 0
+    for one, output, whole in zip(
+        requests, run(target, drafter, requests, rule, 5), run(target, drafter, endless, rule, 5), strict=True
+    ):
+        expected = whole.token_ids
+        if 3 in expected:
+            expected = expected[: expected.index(3) + 1]
+            assert output.finish_reason == "eos"
+        else:
+            assert output.finish_reason == "length"
+        assert output.token_ids == tuple(one.stop.pushed) == expected
+        *before, last = output.rounds
+        assert not any(row.is_truncated for row in before)
+        assert all(len(row.token_ids) == row.num_accepted + 1 == len(row.origins) for row in before)
+        assert last.is_truncated == (len(last.token_ids) < last.num_accepted + 1)
+        assert len(last.origins) == len(last.token_ids)
+        num_truncated += last.is_truncated
+        num_whole += not last.is_truncated
+        counted = output.rounds if not last.is_truncated else before
+        stats = output.stats
+        assert stats.num_generated_tokens == len(expected)
+        assert stats.num_rounds == len(counted)
+        assert stats.num_truncated_rounds == int(last.is_truncated)
+        assert stats.num_draft_tokens == sum(row.num_drafted for row in counted)
+        assert stats.num_accepted_draft_tokens == sum(row.num_accepted for row in counted)
+    assert num_whole > 0
+    assert (num_truncated > 0) == (drafter_name != "none")
+
+
+def test_a_stop_at_the_last_token_of_a_round_truncates_nothing() -> None:
+    """A cycle of four tokens, drafted by itself: the stop falls on the bonus, or on an accepted token."""
+    table = torch.full((4, 4), -40.0, dtype=torch.float64)
+    table[torch.arange(4), (torch.arange(4) + 1) % 4] = 40.0
+    target = table_lm(table)
+    for stop_id, is_truncated in ((3, False), (2, True)):
+        one = request((0,), stop=StopAt(stop_id), temperature=0.0, max_new_tokens=20)
+        (output,) = run(target, ModelDrafter(target), [one], REJECTION, 2)
+        (row,) = output.rounds
+        assert row.token_ids == tuple(range(1, stop_id + 1))
+        assert row.origins == ("accepted", "accepted", "bonus")[: len(row.token_ids)]
+        assert (row.num_drafted, row.num_accepted, row.is_truncated) == (2, 2, is_truncated)
+        assert row.finish_reason == "eos"
+
+
+def test_a_stop_before_the_limit_wins_over_it() -> None:
+    """A token that ends the row and is the last one allowed is the stop's."""
+    target, drafter = table_pair(8)
+    for seed in range(20):
+        (text,) = tokens(target, drafter, [request((1,), seed=seed, max_new_tokens=5)], GUMBEL, 3)
+        stop = StopAt(text[-1])
+        (output,) = run(target, drafter, [request((1,), stop=stop, seed=seed, max_new_tokens=5)], GUMBEL, 3)
+        assert output.finish_reason == "eos"
+        if text[-1] not in text[:-1]:
+            break
+    assert output.token_ids == text
+
+
+def _row(num_tokens: int, num_drafted: int, num_accepted: int, is_truncated: bool = False) -> RowRound:
+    origins = ("accepted",) * num_accepted + ("correction",)
+    return RowRound(
+        row=0,
+        token_ids=(7,) * num_tokens,
+        origins=origins[:num_tokens],
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+        is_truncated=is_truncated,
+        finish_reason=None,
+        logprobs=None,
+        rejected_ratio=None,
+    )
+
+
+def test_stats_add() -> None:
+    """Whole numbers in any order; ratios are made of the sums; a truncated round counts its tokens only."""
+    rows = [_row(3, 4, 2), _row(1, 4, 0), _row(5, 4, 4), _row(1, 0, 0), _row(2, 4, 4, is_truncated=True)]
+    total = sum((Stats.of(row) for row in rows), Stats())
+    assert total == Stats(
+        num_generated_tokens=12,
+        num_rounds=4,
+        num_draft_tokens=12,
+        num_accepted_draft_tokens=6,
+        num_truncated_rounds=1,
+        acceptance_histogram=(2, 0, 1, 0, 1),
+        drafted_histogram=(1, 0, 0, 0, 3),
+    )
+    assert sum((Stats.of(row) for row in reversed(rows)), Stats()) == total
+    assert total.mean_acceptance_length == 2.5
+    assert total.draft_acceptance_rate == 0.5
+    assert Stats().mean_acceptance_length is None
+    assert Stats.of(rows[3]).draft_acceptance_rate is None
+
+
+# Bad numbers.
+
+
+def _bad_after(token_id: int, value: float, table_seed: int = 1) -> Tensor:
+    """A random chain of 6 tokens whose logits after one of them are not to be sampled from."""
+    table = random_table(6, table_seed)
+    table[token_id, 2] = value
+    return table
+
+
+@ALL_RULES
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule, value: float) -> None:
+    """Named: the model, the position that the logits were for, the prompt. For plain decoding that is the position
+    after the first 4 in any of the texts."""
+    target, good = table_lm(_bad_after(4, value), name="the big one"), table_lm(random_table(6, 1), name="small")
+    requests = [request((1, 2), seed=seed, max_new_tokens=40) for seed in (0, 1)]
+    ends = [2 + text.index(4) + 1 for text in tokens(good, NoDrafter(), requests, rule, 0)]
+    assert ends[0] != ends[1]
+    where = f"position {min(ends)} of prompt {ends.index(min(ends))};"
+    with pytest.raises(NumericsError, match=f"the big one .* {where}"):
+        run(target, NoDrafter(), requests, rule, 3)
+
+
+@ALL_RULES
+@pytest.mark.parametrize("k", [3, 4])
+def test_bad_logits_after_a_drafted_token_are_an_error(rule: Rule, k: int) -> None:
+    """From 0 the chain goes 2, 1, 4, and all three are drafted. What comes after 4 is for position 4; the draft is
+    asked for it only if it drafts one more."""
+    good = table_lm(random_table(6, 3), name="the good one")
+    bad = table_lm(_bad_after(4, torch.nan, table_seed=3), name="the bad one")
+    requests = [request((0,), temperature=0.0, max_new_tokens=20)]
+    with pytest.raises(NumericsError, match="the bad one .* position 4 of prompt 0;"):
+        run(bad, ModelDrafter(good), requests, rule, k)
+    stream = decode(good, ModelDrafter(bad), requests, rule, num_draft_tokens=k)
+    if k == 3:
+        assert next(stream).rows[0].token_ids == (2, 1, 4, 1)
+    else:
+        with pytest.raises(NumericsError, match="the bad one .* position 4 of prompt 0;"):
+            next(stream)
+
+
+@ALL_RULES
+def test_bad_logits_of_the_draft_are_an_error_that_names_it(rule: Rule) -> None:
+    draft = table_lm(_bad_after(4, torch.nan), name="the small one")
+    with pytest.raises(NumericsError, match="the small one .* position 3 of prompt 1;"):
+        run(table_lm(random_table(6, 1)), ModelDrafter(draft), _requests([(1, 2), (1, 1, 4)]), rule, 3)
+
+
+@ALL_RULES
+def test_what_is_not_judged_may_be_bad(rule: Rule) -> None:
+    """Logits in the padding of ragged rounds, and forbidden tokens (-inf), are no error."""
+    table = random_table(6, 1)
+    table[:, 4] = -torch.inf
+    table[4] = torch.nan
+    outputs = tokens(table_lm(table), NgramDrafter(), _requests([(1, 2, 1, 2, 1), (0,), (3, 3, 3)]), rule, 4)
+    assert all(4 not in text for text in outputs)
+
+
+@ALL_RULES
+def test_what_is_not_drafted_may_be_bad(rule: Rule) -> None:
+    """The second row drafts 1 and 2, which end it; in the columns that only the first row drafts, the draft model is
+    fed that 2, after which its logits are no numbers."""
+    table = torch.zeros(6, 6)
+    for token_id, next_id in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 5)):
+        table[token_id, next_id] = 9.0
+    bad = table.clone()
+    bad[2] = torch.nan
+    requests = [request((start,), temperature=0.0, max_new_tokens=n) for start, n in ((5, 12), (0, 3))]
+    outputs = tokens(table_lm(table), ModelDrafter(table_lm(bad)), requests, rule, 6)
+    assert outputs == [(5,) * 12, (1, 2, 3)]

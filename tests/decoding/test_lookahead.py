@@ -1,0 +1,298 @@
+"""Rounds that are started before the last is read: the same rounds come of it, and between them nothing is read."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import outrider.decoding.engine as decode_module
+from outrider.certify.controls import DropUnlikely
+from outrider.decoding.batch import Batch, Row
+from outrider.decoding.engine import decode
+from outrider.decoding.schedule import Schedule
+from outrider.drafters.base import Drafter, NoDrafter, Session
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.errors import NumericsError
+from outrider.records import Draft, Request, Round, RowRound, TokenLogprob
+from outrider.runtime.captured import Captured
+from outrider.runtime.clock import Clock
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import GUMBEL, REJECTION, RULES, Rule
+from toys import StopAt, as_lm, llama_pair, perturbed, request, run, table_lm, table_pair, tiny_llama
+
+PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2, 3])
+
+
+def _pair(lookahead: int, **options: Any) -> tuple[LM, ModelDrafter]:
+    target, drafter = llama_pair(**options)
+    target.execution.lookahead = lookahead
+    return target, drafter
+
+
+def _requests() -> list[Request]:
+    """Rows that end one after the other: at a limit, at an end token, under options that look at the text."""
+    return [
+        request(PROMPTS[0], seed=1, max_new_tokens=23),
+        request(PROMPTS[1], StopAt(13), seed=2, max_new_tokens=60, temperature=1.5, logprobs=2),
+        request(PROMPTS[2], seed=3, max_new_tokens=9, temperature=0.0, repetition_penalty=1.5),
+        request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5),
+    ]
+
+
+def _comparable(row: RowRound) -> RowRound:
+    """Rounded, since last bits depend on which rows are still in the batch."""
+    ratio = None if row.rejected_ratio is None else float(f"{row.rejected_ratio:.6g}")
+    logprobs = row.logprobs and tuple(
+        TokenLogprob(round(one.logprob, 8), tuple((i, round(value, 8)) for i, value in one.top)) for one in row.logprobs
+    )
+    return dataclasses.replace(row, rejected_ratio=ratio, logprobs=logprobs)
+
+
+@LOOKAHEADS
+@ALL_RULES
+@pytest.mark.parametrize("drafter_name", ["model", "cut", "ngram", "none"])
+def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) -> None:
+    def rounds(lookahead: int) -> list[list[RowRound]]:
+        target, by_model = _pair(lookahead)
+        cut = DropUnlikely(by_model, 0.3)  # fewer tokens than the draft's cache has been fed
+        drafters: dict[str, Drafter] = {"model": by_model, "cut": cut, "ngram": NgramDrafter(), "none": NoDrafter()}
+        outputs = run(target, drafters[drafter_name], _requests(), rule, 0 if drafter_name == "none" else 3)
+        return [[_comparable(row) for row in output.rounds] for output in outputs]
+
+    expected = rounds(0)
+    assert {output[-1].finish_reason for output in expected} == {"length", "eos"}
+    assert rounds(lookahead) == expected
+
+
+@LOOKAHEADS
+def test_a_draft_with_a_shorter_context(lookahead: int) -> None:
+    """It stops in the middle of a text, whose length the host does not know then. One prompt is longer at once."""
+
+    def rounds(lookahead: int) -> list[RowRound]:
+        target, drafter = _pair(lookahead, context_len=64, draft_context_len=20)
+        prompts = [(PROMPTS[0], 100), (PROMPTS[1], 40), (PROMPTS[2] * 3, 9)]
+        requests = [request(ids, max_new_tokens=num_tokens) for ids, num_tokens in prompts]
+        return [_comparable(row) for output in run(target, drafter, requests, REJECTION, 3) for row in output.rounds]
+
+    assert rounds(lookahead) == rounds(0)
+
+
+class _Pausing:
+    """Drafts, and at times does not, by the number of the round."""
+
+    max_k = 4
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+
+    def next_k(self, rows: Sequence[Row]) -> int:
+        self.num_rounds += 1
+        return (4, 1, 0, 2, 0, 0, 3)[self.num_rounds % 7]
+
+    def learn(self, rounds: Sequence[RowRound]) -> None:
+        pass
+
+
+class _Watched:
+    """Passes on to another drafter, and looks on the device at what the host has bounds for."""
+
+    name = "watched"
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.spreads: list[int] = []
+
+    def open(self, batch: Batch) -> "_Watched":
+        self.session: Session = self.inner.open(batch)
+        return self
+
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        for row, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
+            assert length <= row.longest <= row.limit
+            assert row.is_done or row.shortest <= length
+            self.spreads.append(row.longest - row.shortest)
+        return self.session.propose(batch, k, rule, noise)
+
+    def keep(self, rows: Tensor) -> None:
+        self.session.keep(rows)
+
+
+@LOOKAHEADS
+@pytest.mark.parametrize("schedule", [lambda: 3, _Pausing], ids=["constant", "pausing"])
+def test_lengths_are_within_their_bounds(schedule: Callable[[], int | Schedule], lookahead: int) -> None:
+    """And pauses do not lose what the draft's cache lacks: with the target as its own draft all tokens stand."""
+    target = as_lm(tiny_llama())
+    target.execution.lookahead = lookahead
+    for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
+        watched = _Watched(ModelDrafter(as_lm(model, "draft")))
+        rounds = list(decode(target, watched, _requests(), REJECTION, num_draft_tokens=schedule()))
+        assert max(watched.spreads) > 0
+    plain = [row for round_ in rounds for row in round_.rows if row.row == 0]
+    assert all(row.num_accepted == row.num_drafted for row in plain)
+    assert sum(len(row.token_ids) for row in plain) == 23
+
+
+def test_k_chosen_late_gives_the_same_text() -> None:
+    """With ``gumbel``, whose text does not depend on K."""
+
+    def texts(lookahead: int) -> list[tuple[int, ...]]:
+        target, drafter = _pair(lookahead)
+        outputs: dict[int, tuple[int, ...]] = {}
+        for round_ in decode(target, drafter, _requests(), GUMBEL, num_draft_tokens=_Pausing()):
+            for row in round_.rows:
+                outputs[row.row] = outputs.get(row.row, ()) + row.token_ids
+        return [outputs[row] for row in sorted(outputs)]
+
+    assert texts(2) == texts(0)
+
+
+def test_plain_decoding_starts_no_round_beyond_a_limit() -> None:
+    """Each of its rounds adds one token, so that the host knows when."""
+    for lookahead in (0, 1, 3):
+        target, drafter = _pair(lookahead)
+        watched = _Watched(drafter)
+        (output,) = run(target, watched, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
+        assert len(watched.spreads) == len(output.rounds) == 12
+
+
+def test_loops_that_take_turns_on_the_same_programs() -> None:
+    """Also with ones that are given up on the way: what a step gave stands only until the next."""
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = Captured(), Captured()
+
+    def started(seed: int) -> Iterator[Round]:
+        requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
+        return decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+
+    alone = [[round_.rows for round_ in started(seed)] for seed in (0, 10)]
+    together: list[list[Any]] = [[], []]
+    for pair in itertools.zip_longest(started(0), started(10)):
+        given_up = started(20)
+        next(given_up)
+        given_up.close()
+        for said, round_ in zip(together, pair, strict=True):
+            if round_ is not None:
+                said.append(round_.rows)
+    assert together == alone
+
+
+def test_numbers_that_are_not_finite_are_told_of_the_round_they_were_in() -> None:
+    def told(lookahead: int) -> str:
+        target, drafter = table_pair(8)
+        target.execution.lookahead = lookahead
+        target.model.table[3] = torch.nan
+        with pytest.raises(NumericsError) as caught:
+            run(target, drafter, [request((1, 2), seed=3, max_new_tokens=100, temperature=1.5)], REJECTION, 3)
+        return str(caught.value)
+
+    assert told(2) == told(0)
+
+
+def test_whose_numbers_are_not_finite_first() -> None:
+    """The draft's after its first token, the target's after that."""
+    nan_after_2 = torch.eye(4, dtype=torch.float64)[[1, 2, 3, 0]].log().clamp_min(-50.0)  # 1 -> 2 -> 3 -> 0
+    nan_after_3 = nan_after_2.clone()
+    nan_after_2[2], nan_after_3[3] = torch.nan, torch.nan
+    target, drafter = table_lm(nan_after_3), ModelDrafter(table_lm(nan_after_2, name="the draft"))
+    with pytest.raises(NumericsError, match="the model the draft gave .* position 2 of"):
+        run(target, drafter, [request((1,), max_new_tokens=9)], REJECTION, 3)
+
+
+class _NothingIsRead(TorchFunctionMode):
+    """On a GPU each of these would make the host wait for all that was started before: what reads a tensor, and what
+    copies the host's numbers to the device."""
+
+    waits = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "cpu", "tensor"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reading = False
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        assert self.is_reading or func.__name__ not in self.waits, func
+        if func.__name__ == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list) for part in index), "a list of numbers is copied"
+            assert not any(isinstance(part, Tensor) and part.dtype == torch.bool for part in index), "a mask is counted"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> _NothingIsRead:
+    mode, read = _NothingIsRead(), decode_module.read
+
+    def reading(*args: Any) -> list[RowRound]:
+        mode.is_reading = True
+        try:
+            return read(*args)
+        finally:
+            mode.is_reading = False
+
+    monkeypatch.setattr(decode_module, "read", reading)
+    return mode
+
+
+def _under(mode: TorchFunctionMode, rounds: Iterator[Any], num_rounds: int) -> None:
+    next(rounds)  # begins with the prompts, which come from the host
+    with mode:
+        for _ in range(num_rounds):
+            next(rounds)
+
+
+@ALL_RULES
+@pytest.mark.parametrize("k", [0, 3])
+def test_between_rounds_nothing_is_read(nothing_is_read: _NothingIsRead, rule: Rule, k: int) -> None:
+    """With all options that the steps know, logprobs too. One row has ended before, and is kept to fill the batch."""
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = Captured(), Captured()
+    options = {"repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 1}
+    num_tokens = (1, 100, 100, 100)
+    requests = [request(ids, seed=n, max_new_tokens=n, **options) for n, ids in zip(num_tokens, PROMPTS, strict=True)]
+    rounds = decode(target, drafter, requests, rule, num_draft_tokens=k)
+    assert next(rounds).rows[0].finish_reason == "length"
+    _under(nothing_is_read, rounds, 12)
+    assert nothing_is_read.num_calls > 100
+
+
+def test_a_draft_that_pauses_is_caught_up_with_unread(nothing_is_read: _NothingIsRead) -> None:
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = Captured(), Captured()
+    requests = [request(ids, seed=i, max_new_tokens=100) for i, ids in enumerate(PROMPTS)]
+    _under(nothing_is_read, decode(target, drafter, requests, REJECTION, num_draft_tokens=_Pausing()), 14)
+
+
+def test_seconds_of_a_round_that_the_device_did_while_nobody_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, not those that the host saw of it."""
+    target, drafter = _pair(1)
+    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
+    first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
+    assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
+    assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
+
+
+def test_a_round_too_many_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is not on the next one's clock."""
+    marks: list[int] = []
+    waits: list[int] = []
+
+    def mark(self: Clock) -> int:
+        marks.append(len(marks))
+        return marks[-1]
+
+    monkeypatch.setattr(Clock, "mark", mark)
+    monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
+    target, drafter = _pair(1)
+    requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
+    (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+    assert last.rows[0].finish_reason == "eos"
+    assert waits[0] == 0 and waits[-1] == marks[-1]

@@ -1,0 +1,138 @@
+"""Lossless, by the loop as it is: thousands of seeds, and a chi-square test of what they said against the exact law.
+
+The law is the target's alone, by Hugging Face's processors (reference.py); what the draft does must not show. The same
+test, with as many seeds, finds out every wrong rule of outrider.certify.controls.
+"""
+
+from collections import Counter
+
+import pytest
+import scipy.stats
+import torch
+
+from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, DropUnlikely
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Sampling
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
+from reference import Law, table_law
+from toys import request, table_lm, table_pair, tokens
+
+pytestmark = pytest.mark.each_execution
+
+NUM_SEEDS = 4000
+NUM_TOKENS = 4  # that are looked at; two more are generated, so that these come from full rounds
+FALSE_ALARM = 1e-6
+CAUGHT = 1e-9
+PROMPT = (0, 1, 2, 2, 0, 1)  # n-grams to look up
+
+SETTINGS = {
+    "plain": {},
+    "cold top-k": {"temperature": 0.75, "top_k": 2},
+    "top-p": {"top_p": 0.75},
+    "min-p": {"min_p": 0.25},
+    "repetition penalty": {"repetition_penalty": 1.5},
+    "logit bias": {"logit_bias": {0: 1.0, 2: -0.5}},
+    "all": {
+        "temperature": 1.25,
+        "top_k": 3,
+        "top_p": 0.875,
+        "min_p": 0.125,
+        "repetition_penalty": 1.25,
+        "logit_bias": {1: -1.0, 3: 0.5},
+    },
+}
+
+# A toy on which noise keyed by position alone shows under `block`: the draft hardly ever says 0, which the target often
+# does, so that many drafts fall, and what fell has much to say on the tokens drafted next with the same numbers.
+POSITION_TOY = {
+    "target": [[0.3, 0.3, 0.4], [0.3, 0.5, 0.2], [0.4, 0.3, 0.3]],
+    "draft": [[0.01, 0.29, 0.7], [0.1, 0.2, 0.7], [0.35, 0.35, 0.3]],
+}
+# A toy for the other slips: what follows depends much on what came before, and the draft knows it only half.
+SLIP_TOY = {
+    "target": [[0.1, 0.8, 0.1], [0.1, 0.1, 0.8], [0.6, 0.1, 0.3]],
+    "draft": [[0.2, 0.5, 0.3], [0.3, 0.2, 0.5], [0.3, 0.4, 0.3]],
+}
+TOYS = {"position toy": POSITION_TOY, "slip toy": SLIP_TOY}
+
+
+def _pvalue(target: LM, drafter: Drafter, rule: Rule, law: Law, k: int = 3, **options: object) -> float:
+    """How probable it is that the law gives sequences as far from it as these. Texts that are expected fewer than
+    five times are counted together."""
+    requests = [request(PROMPT, seed=seed, max_new_tokens=NUM_TOKENS + 2, **options) for seed in range(NUM_SEEDS)]
+    counts = Counter(text[:NUM_TOKENS] for text in tokens(target, drafter, requests, rule, k))
+    if not counts.keys() <= law.keys():
+        return 0.0
+    expected, observed = [0.0], [0]
+    for text, prob in law.items():
+        if prob * NUM_SEEDS >= 5:
+            expected.append(prob * NUM_SEEDS)
+            observed.append(counts[text])
+        else:
+            expected[0] += prob * NUM_SEEDS
+            observed[0] += counts[text]
+    if expected[0] < 5:  # too few even together: leave them to the last of the others
+        expected[-1] += expected.pop(0)
+        observed[-1] += observed.pop(0)
+    return scipy.stats.chisquare(observed, expected, sum_check=False).pvalue
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_the_output_follows_the_targets_law(rule: Rule, drafter: str, settings: dict) -> None:
+    """K = 3, four tokens. False alarm: 1e-6 each."""
+    target, model_drafter = table_pair(4)
+    drafters: dict[str, Drafter] = {"model": model_drafter, "ngram": NgramDrafter(), "none": NoDrafter()}
+    law = table_law(target.model.table, PROMPT, Sampling(**settings), NUM_TOKENS)
+    assert _pvalue(target, drafters[drafter], rule, law, **settings) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_narrow_logits_follow_their_own_law(rule: Rule, dtype: torch.dtype) -> None:
+    """The law is that of the logits as computed. False alarm: 1e-6 each."""
+    tables = [torch.tensor(SLIP_TOY[name]).log().to(dtype) for name in ("target", "draft")]
+    target, draft = (table_lm(table) for table in tables)
+    law = table_law(tables[0].double(), PROMPT, Sampling(), NUM_TOKENS)
+    assert _pvalue(target, ModelDrafter(draft), rule, law) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_a_draft_whose_context_fills_up_leaves_the_law_alone(rule: Rule) -> None:
+    """It falls silent after eight tokens, six of them the prompt's. False alarm: 1e-6 each."""
+    target, drafter = table_pair(4, draft_context_len=8)
+    law = table_law(target.model.table, PROMPT, Sampling(), NUM_TOKENS)
+    assert _pvalue(target, drafter, rule, law) > FALSE_ALARM
+
+
+def _open_toy(toy: dict) -> tuple[LM, ModelDrafter, Law]:
+    tables = {name: torch.tensor(rows, dtype=torch.float64).log() for name, rows in toy.items()}
+    law = table_law(tables["target"], PROMPT, Sampling(), NUM_TOKENS)
+    return table_lm(tables["target"]), ModelDrafter(table_lm(tables["draft"], name="draft")), law
+
+
+@pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_right_rules_pass_on_the_toys_of_the_wrong_ones(rule: Rule, k: int, toy: dict) -> None:
+    """False alarm: 1e-6 each."""
+    target, drafter, law = _open_toy(toy)
+    assert _pvalue(target, drafter, rule, law, k) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", WRONG_RULES.values(), ids=WRONG_RULES)
+def test_wrong_rules_are_found_out(rule: Rule) -> None:
+    """By as many seeds as the right rules are tested with."""
+    target, drafter, law = _open_toy(POSITION_TOY if rule is BLOCK_BY_POSITION else SLIP_TOY)
+    assert _pvalue(target, drafter, rule, law) < CAUGHT
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+def test_dropping_unlikely_drafts_is_found_out(rule: Rule) -> None:
+    """A right rule cannot help it: the drafter shows it only those drafts that the draft model was sure of."""
+    target, drafter, law = _open_toy(SLIP_TOY)
+    assert _pvalue(target, DropUnlikely(drafter, 0.35), rule, law) < CAUGHT

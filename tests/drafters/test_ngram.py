@@ -1,0 +1,69 @@
+"""Prompt look-up, against a search in plain Python."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.decoding.batch import Batch
+from outrider.drafters.ngram import NgramDrafter
+from outrider.sampling.rules import REJECTION
+from toys import request
+
+K = 4
+
+
+def _expected(text: Sequence[int], wanted: int, max_ngram: int) -> list[int]:
+    """What followed the longest suffix that occurs earlier: of several places the one with most to offer, then the
+    latest."""
+    for n in range(min(max_ngram, len(text)), 0, -1):
+        suffix = text[len(text) - n :]
+        ends = [j + n for j in range(len(text) - n) if text[j : j + n] == suffix]
+        offers = [(min(len(text) - end, wanted), end) for end in ends if wanted]
+        if offers:
+            length, end = max(offers)
+            return list(text[end : end + length])
+    return []
+
+
+def _proposed(texts: Sequence[Sequence[int]], wanted: Sequence[int], max_ngram: int) -> list[list[int]]:
+    batch = Batch(
+        [request(text, max_new_tokens=n + 1) for text, n in zip(texts, wanted, strict=True)],
+        vocab_size=5,
+        context_len=100,
+        device=torch.device("cpu"),
+        k=K,
+    )
+    draft = NgramDrafter(max_ngram).open(batch).propose(batch, max(wanted), REJECTION, None)
+    assert draft.probs is None
+    return [ids[:n] for ids, n in zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)]
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=4)
+
+
+@given(TEXTS, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_proposals_equal_the_slow_twins(texts: list[list[int]], max_ngram: int, rng: random.Random) -> None:
+    """Ragged texts over three tokens, each with its own number of wanted tokens."""
+    wanted = [rng.randrange(K + 1) for _ in texts]
+    expected = [_expected(text, n, max_ngram) for text, n in zip(texts, wanted, strict=True)]
+    assert _proposed(texts, wanted, max_ngram) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "proposed"),
+    [
+        ((1,), []),
+        ((1, 2, 3), []),
+        ((1, 1), [1]),
+        ((1, 2, 3, 1, 2), [3, 1, 2]),
+        ((0, 1, 2, 4, 4, 1, 2, 3, 3, 3, 1, 2), [3, 3, 3, 1]),  # the latest of the places with four to offer
+        ((3, 1, 2, 0, 0, 0, 4, 1, 2, 4, 4, 4, 3, 1, 2), [0, 0, 0, 4]),  # a longer match beats a later one
+    ],
+)
+def test_examples(text: tuple[int, ...], proposed: list[int]) -> None:
+    assert _proposed([text], [K], 3) == [proposed]
+    assert _expected(text, K, 3) == proposed

@@ -1,0 +1,32 @@
+"""Texts of toy targets, as records in memory."""
+
+from collections.abc import Sequence
+
+from outrider.drafters.base import NoDrafter
+from outrider.records import Sampling
+from outrider.replay.log import Header, Record
+from outrider.replay.record import top_probs
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import REJECTION
+from toys import StopAt, request, run
+
+EOS = 5
+
+
+def header_of(target: LM, num_probs: int | None = None, **options: object) -> Header:
+    return Header("target", Sampling(**options), num_probs, target.vocab_size, target.context_len, (EOS,), None)
+
+
+def written(
+    target: LM, prompts: Sequence[Sequence[int]], num_probs: int | None = None, *, seed: int = 0, **options: object
+) -> tuple[Header, list[Record]]:
+    """What the loop writes without a draft; a text ends at token 5."""
+    requests = [request(ids, StopAt(EOS), seed + i, **options) for i, ids in enumerate(prompts)]
+    outputs = run(target, NoDrafter(), requests, REJECTION, 0)
+    pairs = [(tuple(ids), output.token_ids) for ids, output in zip(prompts, outputs, strict=True)]
+    probs = [None] * len(prompts) if num_probs is None else top_probs(target, pairs, Sampling(**options), num_probs)
+    records = [
+        Record(i, "", None, seed + i, output.finish_reason, *pair, some)
+        for i, (output, pair, some) in enumerate(zip(outputs, pairs, probs, strict=True))
+    ]
+    return header_of(target, num_probs, **options), records

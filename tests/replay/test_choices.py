@@ -1,0 +1,91 @@
+"""What is made of costs and counts: worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Sampling, Timing
+from outrider.replay.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
+from outrider.sampling.rules import RULES
+from outrider.stats.counts import RoundCounts
+from toys import table_pair
+
+COSTS = Costs(
+    setting=Setting(2, 64),
+    prefill_s=0.1,
+    plain=RoundCost(0.010, 0.0, 0.009),
+    rounds={
+        ("cheap", 1): RoundCost(0.012, 0.001, 0.010),
+        ("cheap", 3): RoundCost(0.020, 0.004, 0.015),
+        ("dear", 1): RoundCost(0.040, 0.028, 0.010),
+    },
+)
+
+
+def test_medians() -> None:
+    timings = [Timing(0.5, d, v, 0.5 + d + v + 0.001) for d, v in ((0.001, 0.009), (0.003, 0.007), (0.002, 0.020))]
+    cost = RoundCost.of(timings)
+    assert (cost.round_s, cost.draft_s, cost.verify_s) == pytest.approx((0.011, 0.002, 0.009))
+
+
+def test_steps() -> None:
+    assert COSTS.draft_step_s("cheap") == pytest.approx(0.004 / 3)
+    assert COSTS.target_s() == pytest.approx({1: 0.009, 2: 0.010, 4: 0.015})
+
+
+def test_choices() -> None:
+    """Texts of nine tokens, by hand. A round of "cheap" with two drafted tokens was not timed: it lies between."""
+    cut = RoundCounts(accepted=(2.0, 3.0), drafted=(0.0, 5.0), num_generated_tokens=9, num_truncated=1.0)
+    short = RoundCounts(accepted=(1.0, 0.0, 1.0, 1.0), drafted=(1.0, 0.0, 1.0, 1.0), num_generated_tokens=9)
+    whole = RoundCounts(accepted=(0.0, 4.5), drafted=(0.0, 4.5), num_generated_tokens=9)
+    first, second, third = choices(
+        COSTS, {("cheap", 1): [cut] * 2, ("cheap", 3): [short] * 2, ("dear", 1): [whole] * 2}
+    )
+    assert [(one.draft, one.k) for one in (first, second, third)] == [("cheap", 3), ("cheap", 1), ("dear", 1)]
+    seconds = 0.010 + (0.012 + 0.020) / 2 + 0.020  # none drafted, two, three
+    assert first.speed_up.value == pytest.approx(0.090 / seconds) and first.tau.value == pytest.approx(3.0)
+    assert first.tokens_per_s == pytest.approx(2 * 9 / seconds)
+    assert first.if_free == pytest.approx(0.090 / (seconds - (0.001 + 0.004) / 2 - 0.004))
+    assert first.if_agreeing == pytest.approx(0.090 / (3 * 0.020))  # four tokens a round: three rounds
+    assert second.tau.value == pytest.approx(9 / 6) and second.speed_up.value == pytest.approx(0.090 / (6 * 0.012))
+    assert third.speed_up.value == pytest.approx(0.5)
+    assert first.speed_up.low == pytest.approx(first.speed_up.value)  # the texts are alike
+
+
+def test_speed_up_is_compared_text_by_text() -> None:
+    """As measured arms are: the geometric mean, in which twice as fast and half as fast are even."""
+    fast = RoundCounts(accepted=(0.0, 5.0), drafted=(0.0, 5.0), num_generated_tokens=12)
+    slow = RoundCounts(accepted=(10.0,), drafted=(0.0, 10.0), num_generated_tokens=6)
+    (one,) = choices(COSTS, {("cheap", 1): [fast, slow]})
+    assert one.speed_up.value == pytest.approx((0.12 / 0.06 * 0.06 / 0.12) ** 0.5)
+    assert one.tokens_per_s == pytest.approx(2 * 18 / 0.18)
+
+
+def test_a_look_up_takes_its_time_when_it_finds_nothing() -> None:
+    """Ten rounds without a draft: the plain round, and the looking."""
+    costs = replace(COSTS, rounds={("ngram", 4): RoundCost(0.013, 0.002, 0.010)}, lookup_s={"ngram": 0.002})
+    idle = RoundCounts(accepted=(10.0,), drafted=(10.0,), num_generated_tokens=10)
+    (one,) = choices(costs, {("ngram", 4): [idle]})
+    assert one.speed_up.value == pytest.approx(0.010 / 0.012) and one.if_free == pytest.approx(1.0)
+
+
+def test_measured_costs() -> None:
+    target, drafter = table_pair(7)
+    steps: list[int] = []
+    setting = Setting(3, 20)
+    costs = measure_costs(
+        target,
+        {"draft": drafter, "ngram": NgramDrafter()},
+        [1, 2],
+        RULES["block"],
+        Sampling(temperature=0.5),
+        setting,
+        lambda: steps.append(1),
+    )
+    assert len(steps) == NUM_STEPS and costs.setting == setting
+    assert set(costs.rounds) == {("draft", 1), ("draft", 2), ("ngram", 1), ("ngram", 2)}
+    cost = costs.rounds["draft", 2]
+    assert 0 < cost.draft_s < cost.round_s and 0 < cost.verify_s < cost.round_s and costs.prefill_s > 0
+    assert set(costs.target_s()) == {1, 2, 3}
+    assert list(costs.lookup_s) == ["ngram"] and costs.lookup_s["ngram"] == costs.rounds["ngram", 1].draft_s > 0

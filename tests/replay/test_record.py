@@ -1,0 +1,75 @@
+"""Recording: plain decoding, and the probabilities of what it wrote, against one plain forward."""
+
+import pytest
+import torch
+
+from outrider.api import Decoder
+from outrider.drafters.base import NoDrafter
+from outrider.records import Sampling
+from outrider.replay.record import record_batch, top_probs
+from reference import hf_probs
+from toys import llama_pair
+
+# Numbers that float32 holds exactly.
+OPTIONS = {"temperature": 0.75, "top_k": 9, "repetition_penalty": 1.25, "max_new_tokens": 12}
+PROMPTS = [[1, 2, 3], [9] * 5, [4]]
+LABELS = [(i, f"p{i}", None, 7 + i) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(llama_pair()[0], None, frozenset([5]), NoDrafter())
+
+
+@pytest.mark.parametrize("num_probs", [1, 4, 9, 100])
+def test_probabilities_are_those_of_hugging_faces_processors(decoder: Decoder, num_probs: int) -> None:
+    """Of the token that stands there, of the N most probable, and the mass of the rest: 0 beyond what top-k keeps."""
+    records, is_interrupted = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=num_probs)
+    assert not is_interrupted
+    n = min(num_probs, 60)
+    for record, ids in zip(records, PROMPTS, strict=True):
+        (completion,) = decoder.generate([ids], **OPTIONS, seed=record.seed)
+        assert (record.token_ids, record.finish_reason) == (completion.token_ids, completion.finish_reason)
+        text = (*record.prompt_ids, *record.token_ids)
+        logits = decoder.target.model(torch.tensor([text])).logits[0]
+        assert record.probs is not None
+        for i, token in enumerate(record.token_ids):
+            before = text[: len(ids) + i]
+            p = hf_probs(logits[len(before) - 1], before, Sampling(**OPTIONS))
+            assert float(record.probs.token_probs[i]) == pytest.approx(float(p[token]), abs=1e-9)
+            torch.testing.assert_close(record.probs.top_probs[i], p.sort(descending=True).values[:n], rtol=0, atol=1e-9)
+            torch.testing.assert_close(p[record.probs.top_ids[i]], record.probs.top_probs[i], rtol=0, atol=1e-9)
+            assert float(record.probs.tail[i]) == pytest.approx(1 - float(record.probs.top_probs[i].sum()), abs=1e-9)
+        assert bool((record.probs.tail == 0).all()) == (num_probs >= 9)
+
+
+def test_batches_change_nothing(decoder: Decoder) -> None:
+    together, _ = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=3)
+    for prompt, label, want in zip(PROMPTS, LABELS, together, strict=True):
+        ((alone,), _) = record_batch(decoder, [prompt], [label], OPTIONS, num_probs=3)
+        assert alone.token_ids == want.token_ids
+        torch.testing.assert_close(alone.probs.token_probs, want.probs.token_probs, rtol=0, atol=1e-9)
+
+
+def test_a_text_that_fills_the_context(decoder: Decoder) -> None:
+    """Its last token is judged though it is never fed."""
+    target = llama_pair(context_len=8)[0]
+    (probs,) = top_probs(target, [([1, 2], [3, 4, 6, 7, 8, 9])], Sampling(), 2)
+    assert len(probs.token_probs) == 6
+
+
+def test_ctrl_c_keeps_the_rows_before_the_first_that_is_not_finished(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream_many = Decoder.stream_many
+
+    def interrupted(self: Decoder, prompts: object, **options: object) -> object:
+        for chunk in stream_many(self, prompts, **options | {"max_new_tokens": [2, 6, 3]}):
+            yield chunk
+            if chunk.row == 2 and chunk.finish_reason is not None:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "stream_many", interrupted)
+    records, is_interrupted = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=2)
+    assert is_interrupted and [record.index for record in records] == [0]
+    assert records[0].probs is not None

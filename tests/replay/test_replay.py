@@ -1,0 +1,321 @@
+"""Replay against the real loop: round by round where all is certain, exactly or on average where it is not."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from logs import EOS, header_of, written
+
+from enumeration import outcomes
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.errors import OptionError
+from outrider.records import Sampling
+from outrider.replay import renewal
+from outrider.replay import replay as module
+from outrider.replay.log import Record
+from outrider.replay.record import top_probs
+from outrider.replay.renewal import RoundLaw, log_ratios
+from outrider.replay.replay import replay, summarise
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import RULES
+from outrider.stats.counts import RoundCounts
+from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair
+
+KS = [1, 2, 3, 5, 8]
+PROMPTS = [[1, 2, 3], [4, 6], [2] * 7, [3, 1, 2, 3, 1, 2, 3], list(range(6, 30))]
+PAIRS: dict[str, Callable[[], tuple[LM, ModelDrafter]]] = {
+    "table": lambda: table_pair(30),
+    "llama": llama_pair,
+    "short context": lambda: llama_pair(context_len=40),
+    "short draft context": lambda: llama_pair(draft_context_len=27),
+    "draft context shorter than a prompt": lambda: llama_pair(draft_context_len=12),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("has_model", [True, False], ids=["model", "ngram"])
+def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, has_model: bool) -> None:
+    """One by one, for every K, to the ends of texts, limits and contexts; and so are the counts."""
+    target, drafter = PAIRS[pair]()
+    chosen: Drafter = drafter if has_model else NgramDrafter()
+    options = {"temperature": 0.0, "max_new_tokens": 30}
+    header, records = written(target, PROMPTS, **options)
+    assert {record.finish_reason for record in records} <= {"eos", "length"}
+    replayed = list(replay(records, header, chosen, rule, KS, batch_size=2))
+    for k in KS:
+        real = run(target, chosen, [request(ids, StopAt(EOS), **options) for ids in PROMPTS], RULES[rule], k)
+        for one, output in zip(replayed, real, strict=True):
+            law, _ = one.laws(k)
+            rounds = [(row.num_drafted, row.num_accepted) for row in output.rounds if not row.is_truncated]
+            assert one.is_exact(k)
+            assert law.draw(np.random.default_rng(0)) == (rounds, bool(output.stats.num_truncated_rounds))
+            got, want = law.expected().to_json(), output.stats.to_json()
+            for name in ("acceptance_histogram", "drafted_histogram"):
+                got[name] = got[name][: len(want[name])]  # the rest is zeros
+            assert got == want
+
+
+def _enumerated(rule: str, num_tokens: int, k: int) -> dict[tuple[int, ...], tuple[float, RoundCounts]]:
+    """Every text that a three-token chain can write after token 1, where 2 ends a text: its probability, and the
+    expected counts of the rounds that wrote it, by going through all rounds of the rule itself."""
+    found: dict[tuple[int, ...], list[tuple[float, list[tuple[int, int]], int]]] = defaultdict(list)
+    cases = outcomes(RULES[rule], rule, TARGET.softmax(-1).tolist(), DRAFT.softmax(-1).tolist(), range(k + 1))
+    by_start = defaultdict(list)
+    for one in cases:
+        by_start[one.case.last, len(one.case.ids)].append(one)
+
+    def go_on(text: tuple[int, ...], weight: float, rounds: list[tuple[int, int]]) -> None:
+        n = min(k, num_tokens - len(text) - 1)
+        for one in by_start[(1, *text)[-1], n]:
+            cut = one.committed[: one.committed.index(2) + 1] if 2 in one.committed else one.committed
+            is_truncated = len(cut) < len(one.committed)
+            longer, more = (*text, *cut), weight * one.case.weight
+            all_rounds = rounds if is_truncated else [*rounds, (n, one.num_accepted)]
+            if cut[-1] == 2 or len(longer) == num_tokens:
+                found[longer].append((more, all_rounds, int(is_truncated)))
+            elif more > 0:
+                go_on(longer, more, all_rounds)
+
+    go_on((), 1.0, [])
+    laws = {}
+    for text, ways in found.items():
+        mass = sum(weight for weight, *_ in ways)
+        counts = RoundCounts()
+        for weight, rounds, num_truncated in ways:
+            one = RoundCounts.of(rounds, num_truncated, 0)
+            share = weight / mass
+            counts += RoundCounts(
+                *(tuple(share * x for x in values) for values in (one.accepted, one.drafted, one.full)),
+                num_truncated=share * num_truncated,
+            )
+        laws[text] = (mass, counts)
+    return laws
+
+
+TARGET = random_table(3, 2, 1.3)
+DRAFT = 0.5 * TARGET + random_table(3, 3)
+
+
+def _assert_same(got: RoundCounts, want: RoundCounts) -> None:
+    for name in ("accepted", "drafted", "full"):
+        pair = getattr(got, name), getattr(want, name)
+        width = max(map(len, pair))
+        a, b = ([*values, *[0.0] * (width - len(values))] for values in pair)
+        assert a == pytest.approx(b, abs=1e-11), name
+    assert got.num_truncated == pytest.approx(want.num_truncated, abs=1e-11)
+
+
+def _replayed(text: tuple[int, ...], rule: str, num_tokens: int, k: int) -> RoundCounts:
+    target, drafter = table_lm(TARGET), ModelDrafter(table_lm(DRAFT, name="draft"))
+    header = header_of(target, 1, max_new_tokens=num_tokens)
+    (probs,) = top_probs(target, [((1,), text)], Sampling(), 1)
+    record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
+    return next(iter(replay([record], header, drafter, rule, [k]))).laws(k)[0].expected()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(("num_tokens", "k"), [(4, 1), (4, 2), (3, 3)])
+def test_expectations_given_a_text_are_exact(rule: str, num_tokens: int, k: int) -> None:
+    """For each text that can be written, against all ways in which the rule may have written it."""
+    laws = _enumerated(rule, num_tokens, k)
+    p = TARGET.softmax(-1).tolist()
+    for text, (mass, want) in laws.items():
+        assert mass == pytest.approx(
+            math.prod(p[last][x] for last, x in zip((1, *text), text, strict=False)), abs=1e-12
+        )
+        _assert_same(_replayed(text, rule, num_tokens, k), want)
+
+
+def _inverted(logs: renewal.Floats, k: int) -> renewal.Floats:
+    """p/q, which is what decides about a token that was *drafted*, not about one that stands in the text."""
+    return renewal.token_by_token(-logs, k)
+
+
+def _unordered_block(logs: renewal.Floats, k: int) -> renewal.Floats:
+    """min(1, rho_i), without the rho before it."""
+    products = np.cumsum(renewal._windows(logs, k), axis=1)
+    return np.concatenate((np.ones((len(logs), 1)), np.exp(np.minimum(products, 0))), axis=1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrong"),
+    [
+        ("rejection", _inverted),
+        ("rejection", renewal.by_block),
+        ("block", renewal.token_by_token),
+        ("block", _unordered_block),
+    ],
+)
+def test_wrong_formulas_show(rule: str, wrong: Callable[..., renewal.Floats], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr("outrider.replay.replay.survival", lambda name, logs, k: wrong(logs, k))
+    with pytest.raises(AssertionError):
+        for text, (_, want) in _enumerated(rule, 4, 2).items():
+            _assert_same(_replayed(text, rule, 4, 2), want)
+
+
+Z = 5.1  # standard deviations; by chance in less than one of a million comparisons (two-sided, normal)
+SAMPLED = {"temperature": 0.9, "top_p": 0.97, "max_new_tokens": 14}
+
+
+def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -> dict[str, float]:
+    """Real rounds less those expected given the text they wrote, over its standard error: the mean is 0 for each
+    text, so texts need not be the same, nor many of each."""
+    requests = [request([1 + i % 4, 6], StopAt(EOS), i, **SAMPLED) for i in range(num_texts)]
+    outputs = run(target, drafter, requests, RULES[rule], k)
+    pairs = [(one.prompt_ids, output.token_ids) for one, output in zip(requests, outputs, strict=True)]
+    probs = top_probs(target, pairs, Sampling(**SAMPLED), target.vocab_size)
+    header = header_of(target, target.vocab_size, **SAMPLED)
+    records = [
+        Record(i, "", None, i, output.finish_reason, tuple(pair[0]), pair[1], some)
+        for i, (output, pair, some) in enumerate(zip(outputs, pairs, probs, strict=True))
+    ]
+    differences = defaultdict(list)
+    for one, output in zip(replay(records, header, drafter, rule, [k], batch_size=500), outputs, strict=True):
+        assert one.is_exact(k)
+        want, stats = one.laws(k)[0].expected().to_json(), output.stats.to_json()
+        for name in ("num_rounds", "num_truncated_rounds", "num_accepted_draft_tokens", "num_draft_tokens"):
+            differences[name].append(stats[name] - want[name])
+    return {
+        name: float(np.mean(values) / max(np.std(values), 1e-12) * math.sqrt(len(values)))
+        for name, values in differences.items()
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("pair", ["table", "llama"])
+def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, k: int, pair: str) -> None:
+    """The real loop with real noise; texts end at an end token or the limit, and the draft's context at 11 tokens. Six
+    times two times four comparisons, each of which fails by chance with a probability below 4e-7."""
+    target, drafter = table_pair(8, draft_context_len=11) if pair == "table" else llama_pair(draft_context_len=11)
+    scores = _z_scores(rule, k, target, drafter, 1500 if pair == "table" else 400)
+    assert all(abs(score) < Z for score in scores.values()), scores
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_look_up(rule: str) -> None:
+    """A drafted token of a one-hot q stands if and only if it is in the text, so that the rounds are certain."""
+    target, _ = table_pair(8)
+    scores = _z_scores(rule, 3, target, NgramDrafter(), 100)
+    assert set(scores.values()) == {0.0}
+
+
+def test_a_wrong_agreement_shows_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: ``gumbel`` keeps fewer tokens than ``rejection``, whose formula it does not follow."""
+    target, drafter = table_pair(8)
+    assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) < Z
+    judge = module._judge
+
+    def wrong(*arguments: object) -> list[module._Places]:
+        return [dataclasses.replace(one, agreement=(one.log_ratios, one.log_ratios)) for one in judge(*arguments)]
+
+    monkeypatch.setattr(module, "_judge", wrong)
+    assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) > 1.5 * Z
+
+
+def test_alpha_and_the_bounds_of_gumbel_hold_the_exact_value() -> None:
+    """From the ten largest probabilities of sixty; with all of them both ends are the exact value."""
+    target, drafter = llama_pair()
+    options = {"temperature": 1.3, "max_new_tokens": 40}
+    exact_header, exact = written(target, PROMPTS, 60, **options)
+    all_known = summarise(replay(exact, exact_header, drafter, "gumbel", KS), KS)
+    assert all_known.alpha is not None and all_known.alpha.low == all_known.alpha.high
+    for num_probs in (1, 3, 10):
+        header, records = written(target, PROMPTS, num_probs, **options)
+        some = summarise(replay(records, header, drafter, "gumbel", KS), KS)
+        assert some.alpha is not None
+        assert some.alpha.low.value < all_known.alpha.low.value < some.alpha.high.value
+        assert some.alpha.estimate == all_known.alpha.estimate
+        for k in KS:
+            low, high, want = some.expected[k], some.expected[k].upper, all_known.expected[k]
+            assert high is not None and want.upper is None
+            assert low.tau.value <= want.tau.value <= high.tau.value
+            assert high.counts.num_rounds <= want.counts.num_rounds <= low.counts.num_rounds
+        # The other rules need p of the tokens that stand there, and no more.
+        for rule in ("rejection", "block"):
+            few, full = (
+                summarise(replay(some_records, some_header, drafter, rule, KS), KS)
+                for some_header, some_records in ((header, records), (exact_header, exact))
+            )
+            assert all(few.expected[k] == full.expected[k] for k in KS)
+
+
+def test_alpha_is_estimated_without_bias() -> None:
+    """min(1, q/p) of the tokens that stand there, against the exact overlap: the difference has mean 0 given what is
+    before a token, so the sum over all is off by more than 5.1 standard errors in less than one of a million."""
+    target, drafter = table_pair(8)
+    header, records = written(target, [[1 + i % 4] for i in range(300)], 8, max_new_tokens=20)
+    differences = []
+    for one in replay(records, header, drafter, "rejection", [1], batch_size=300):
+        low, high, estimate = one.overlap
+        assert np.array_equal(low, high)
+        differences += (estimate - low).tolist()
+    assert abs(np.mean(differences)) < Z * np.std(differences) / math.sqrt(len(differences))
+
+
+def test_a_sampled_log_without_probabilities_is_refused() -> None:
+    target, drafter = table_pair(8)
+    header, records = written(target, PROMPTS[:1], temperature=0.7, max_new_tokens=5)
+    with pytest.raises(OptionError, match="record it again with --probs 1"):
+        list(replay(records, header, drafter, "rejection", [1]))
+    assert list(replay(records, header, NgramDrafter(), "rejection", [1]))
+    with pytest.raises(OptionError, match="name a draft to replay"):
+        list(replay(records, header, NoDrafter(), "rejection", [1]))
+    with pytest.raises(OptionError, match="choose one of rejection, block, gumbel"):
+        list(replay(records, header, drafter, "hope", [1]))
+
+
+def test_a_greedy_log_with_probabilities_says_the_same() -> None:
+    """They are one-hot; what a teacher-forced pass might see otherwise, by rounding, is not asked."""
+    target, drafter = llama_pair()
+    options = {"temperature": 0.0, "max_new_tokens": 20}
+    plain, with_probs = (
+        summarise(replay(records, header, drafter, "block", KS), KS)
+        for header, records in (written(target, PROMPTS, n, **options) for n in (None, 3))
+    )
+    assert plain == with_probs
+
+
+def test_an_impossible_token_is_no_accident() -> None:
+    """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
+    not make up for a small q/p after it."""
+    logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
+    law = RoundLaw.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
+    assert law.expected().accepted == pytest.approx((1.0, 1.0, 0.0))
+    assert not torch.tensor(law.probs).isnan().any()
+    logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
+    for survival in (renewal.by_block, renewal.token_by_token):
+        assert survival(logs, 2)[0] == pytest.approx((1.0, 1.0, 0.25))
+
+
+def test_a_repetition_penalty_is_seen() -> None:
+    """By both sides: greedy text under a penalty, round by round."""
+    target, drafter = llama_pair()
+    options = {"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 25}
+    header, records = written(target, PROMPTS, **options)
+    real = run(target, drafter, [request(ids, StopAt(EOS), **options) for ids in PROMPTS], RULES["rejection"], 4)
+    summary = summarise(replay(records, header, drafter, "rejection", [4]), [4])
+    got = [counts.num_rounds for counts in summary.expected[4].prompts]
+    assert got == [output.stats.num_rounds for output in real]
+
+
+def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of every K up to 1024 at once would take gigabytes for a long text."""
+    target, drafter = llama_pair()
+    header, records = written(target, PROMPTS, temperature=0.0, max_new_tokens=10)
+    made: list[object] = []
+    of = RoundLaw.of
+    monkeypatch.setattr(RoundLaw, "of", lambda *arguments: made.append(None) or of(*arguments))
+    for draft in (drafter, NgramDrafter()):
+        first = next(iter(replay(records, header, draft, "block", [1, 2, 3])))
+        assert not made
+        assert first.laws(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
+        made.clear()

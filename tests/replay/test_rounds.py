@@ -1,0 +1,161 @@
+"""Counts of rounds and files of rounds: against rounds counted by hand, and against the counts of the loop."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import FileError
+from outrider.records import Stats
+from outrider.replay.rounds import Arm, analyse, read_file, round_row
+from outrider.sampling.rules import RULES
+from outrider.stats.counts import RoundCounts, tau_interval, total
+from toys import StopAt, llama_pair, request, run
+
+ROUNDS = [(2, 2), (2, 0), (2, 1), (1, 1), (2, 2), (0, 0)]
+
+
+def test_positions_by_hand() -> None:
+    """Position 1 was drafted in five rounds and always judged; position 2 in four, of which one stopped before it."""
+    counts = RoundCounts.of(ROUNDS, 1, 13)
+    first, second = counts.positions
+    assert (first.num_drafted, first.num_judged, first.num_accepted) == (5, 5, 4)
+    assert (second.num_drafted, second.num_judged, second.num_accepted) == (4, 3, 2)
+    assert (second.conditional, second.unconditional) == (2 / 3, 1 / 2)
+    assert counts.mean_acceptance_length == 2.0 and counts.draft_acceptance_rate == 6 / 9
+    assert (counts.accepted, counts.drafted, counts.full) == ((2, 2, 2), (1, 1, 4), (1, 1, 2))
+    assert total([RoundCounts.of(ROUNDS[:2], 0, 5), RoundCounts.of(ROUNDS[2:], 1, 8)]) == counts
+    assert RoundCounts().mean_acceptance_length is None and RoundCounts().positions == []
+    assert tau_interval([RoundCounts()]) is None
+
+
+def test_no_interval_goes_below_one_token_a_round() -> None:
+    interval = tau_interval([RoundCounts.of([(2, n)] * 4, 0, 0) for n in (0, 0, 2)])
+    assert interval is not None and interval.low == 1.0 < interval.value < interval.high
+    assert tau_interval([RoundCounts.of([(2, 2)], 0, 0)]).low is None
+
+
+def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
+    """Of texts that end at limits and at end tokens within a round, at several K."""
+    target, drafter = llama_pair()
+    rows, wanted = [], {}
+    for k in (1, 3, 6):
+        requests = [request([1 + i, 2], StopAt(5), i, max_new_tokens=17) for i in range(8)]
+        for i, output in enumerate(run(target, drafter, requests, RULES["block"], k)):
+            whole = [row for row in output.rounds if not row.is_truncated]
+            pairs = [(row.num_drafted, row.num_accepted) for row in whole]
+            wanted[k, i] = RoundCounts.of(pairs, len(output.rounds) - len(whole), len(output.token_ids))
+            rows.append(
+                {
+                    "index": i,
+                    "prompt": "a\u2028b",
+                    "origins": [origin for row in output.rounds for origin in row.origins],
+                    "stats": output.stats.to_json(),
+                    "settings": {"draft": "draft", "num_draft_tokens": k, "acceptance": "block"},
+                }
+            )
+    found = read_file(_lines(tmp_path / "out.jsonl", rows))
+    assert list(found.arms) == [Arm("draft", k, "block") for k in (1, 3, 6)]
+    assert {(arm.k, one.index): one.counts for arm, prompts in found.arms.items() for one in prompts} == wanted
+    assert any(counts.num_truncated for counts in wanted.values())
+    # And the counts are those that the loop reports.
+    for row in rows:
+        got = wanted[row["settings"]["num_draft_tokens"], row["index"]].to_json()
+        assert got == row["stats"]
+
+
+def test_rounds_there_and_back(tmp_path: Path) -> None:
+    rows = [
+        round_row(Arm("d", 2, "block"), i, category, ROUNDS[: 3 + i], bool(i), 9 + i)
+        for i, category in enumerate(["tale", "sum", "tale"])
+    ]
+    found = read_file(_lines(tmp_path / "rounds.jsonl", rows))
+    ((arm, prompts),) = found.arms.items()
+    assert arm == Arm("d", 2, "block") and found.notes == ()
+    assert [one.counts for one in prompts] == [RoundCounts.of(ROUNDS[: 3 + i], int(bool(i)), 9 + i) for i in range(3)]
+    analysis = analyse(prompts)
+    assert list(analysis.by_category) == ["sum", "tale"]
+    assert len(analysis.by_category["tale"].prompts) == 2
+    assert analysis.tau is not None and analysis.tau.value == pytest.approx(analysis.counts.mean_acceptance_length)
+    taus = [one.counts.mean_acceptance_length for one in prompts]
+    assert analysis.prompt_tau == pytest.approx(sum(taus) / 3)
+    (first, _) = analysis.rates
+    assert first.conditional is not None and first.conditional.low < first.conditional.value < first.conditional.high
+
+
+def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.txt"
+    path.write_text("[3]\n[4]\n[2]\n[4]\n")
+    found = read_file(path)
+    assert len(found.notes) == 2 and "guessed from a decrease" in found.notes[0]
+    ((_, prompts),) = found.arms.items()
+    assert [one.counts.accepted for one in prompts] == [(1, 0, 1), (0, 2)]
+    assert prompts[0].counts.drafted == (0, 0, 2)
+    assert read_file(path, tokens_per_prompt=4, k=5).notes == ()
+    with pytest.raises(FileError, match="a round kept 2 drafted tokens, which cannot be with K = 1"):
+        read_file(path, k=1)
+
+
+GOOD = round_row(Arm("d", 2, "block"), 0, None, ROUNDS, False, 9)
+ORIGINS = {
+    "index": 0,
+    "origins": ["accepted", "bonus"],
+    "stats": Stats(acceptance_histogram=(0, 1), drafted_histogram=(0, 1)).to_json(),
+    "settings": {"draft": "d", "num_draft_tokens": 1, "acceptance": "block"},
+}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"index": 0},
+        [1],
+        GOOD | {"num_accepted": [1]},
+        GOOD | {"num_accepted": [3] * 6},
+        GOOD | {"num_drafted": None},
+        GOOD | {"num_drafted": [1025] * 6},
+        GOOD | {"num_drafted": [2.5] * 6},
+        GOOD | {"category": 3},
+        GOOD | {"category": "\ud800"},
+        GOOD | {"draft": []},
+        GOOD | {"k": {}},
+        GOOD | {"k": 1025},
+        GOOD | {"acceptance": 1},
+        GOOD | {"index": math.inf},
+        GOOD | {"index": -1},
+        GOOD | {"index": "0"},
+        GOOD | {"num_truncated_rounds": -1},
+        GOOD | {"num_generated_tokens": None},
+        GOOD | {"num_generated_tokens": True},
+        '{"index": ' + "9" * 5000 + "}",
+        "[" * 99_999,
+        ORIGINS | {"settings": {"draft": "d", "num_draft_tokens": [], "acceptance": "block"}},
+        *(
+            ORIGINS | {"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": histogram}}
+            for histogram in (["0", "1"], [0, 2], [1, 0], [1], [2, -1], [0, 0, 1], [0] * 1025 + [1], "01", None)
+        ),
+        ORIGINS | {"origins": ["accepted", "bonus", "drafted"]},
+        ORIGINS | {"origins": ["bonus"]},
+        ORIGINS | {"stats": {}},
+        ORIGINS | {"settings": None},
+    ],
+)
+def test_what_are_no_rounds(tmp_path: Path, bad: Any) -> None:
+    path = _lines(tmp_path / "rounds.jsonl", [GOOD])
+    with path.open("a") as stream:
+        stream.write(bad if isinstance(bad, str) else json.dumps(bad))
+    with pytest.raises(FileError, match="line 2: neither a line of replay --output nor of generate --output"):
+        read_file(path)
+    assert len(read_file(_lines(path, [GOOD, ORIGINS])).arms) == 2
+    with pytest.raises(FileError, match="line 3: prompt 0 is there already, on line 1"):
+        read_file(_lines(path, [GOOD, ORIGINS, GOOD]))
+    path.write_text(" \n")
+    with pytest.raises(FileError, match="has no rounds in it"):
+        read_file(path)

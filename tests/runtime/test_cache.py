@@ -1,0 +1,239 @@
+"""The slot cache: after every round it holds what one fresh forward of the committed text would have put there."""
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decoding.batch import Batch
+from outrider.decoding.engine import decode
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter, ModelSession
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Draft, Request
+from outrider.runtime import lm as lm_module
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import RULES, Rule
+from toys import as_lm, llama_pair, request, tiny_llama
+
+PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 12, tuple(range(40))]
+NUM_TOKENS = [30, 25, 8, 60]
+
+
+def _assert_holds(lm: LM, cache: SlotCache, row: int, ids: Sequence[int]) -> None:
+    """The first places of a row hold the keys and values of these tokens, to 1e-12."""
+    if not ids:
+        return
+    with torch.inference_mode():
+        fresh = lm.model(torch.tensor([list(ids)]), use_cache=True).past_key_values
+        assert len(fresh.layers) == len(cache.layers) > 0
+        for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+            for store, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                held = store[row, : len(ids)].transpose(0, 1)  # [H, T, D]
+                torch.testing.assert_close(held, states[0], rtol=0.0, atol=1e-12)
+
+
+class SpyDrafter:
+    """Passes on to a model drafter, and keeps the session where a test can see it. In every third round it asks for no
+    drafts at all, if told to pause."""
+
+    name = "spy"
+
+    def __init__(self, inner: ModelDrafter, *, is_pausing: bool = False) -> None:
+        self.inner = inner
+        self.is_pausing = is_pausing
+        self.num_rounds = 0
+        self.session: ModelSession | None = None
+
+    def open(self, batch: Batch) -> "SpyDrafter":
+        self.session = self.inner.open(batch)
+        return self
+
+    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+        self.num_rounds += 1
+        return self.session.propose(batch, 0 if self.is_pausing and self.num_rounds % 3 == 0 else k, rule, noise)
+
+    def keep(self, rows: Tensor) -> None:
+        self.session.keep(rows)
+
+
+def _texts_of_open_rows(target: LM, drafter: Drafter, requests: list[Request], rule: Rule, k: int) -> Iterator[list]:
+    """After each round: the text of each unfinished row, in the order of the caches' rows."""
+    texts = [tuple(one.prompt_ids) for one in requests]
+    is_open = [True] * len(requests)
+    for round_ in decode(target, drafter, requests, rule, num_draft_tokens=k):
+        for row in round_.rows:
+            texts[row.row] += row.token_ids
+            is_open[row.row] = row.finish_reason is None
+        yield [text for text, open_ in zip(texts, is_open, strict=True) if open_]
+
+
+def _spy_on_caches(lm: LM, monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
+    caches: list[SlotCache] = []
+    make = lm.new_cache
+
+    def new_cache(num_rows: int, capacity: int) -> SlotCache:
+        caches.append(make(num_rows, capacity))
+        return caches[-1]
+
+    monkeypatch.setattr(lm, "new_cache", new_cache)
+    return caches
+
+
+def _requests() -> list[Request]:
+    return [request(ids, seed=i, max_new_tokens=NUM_TOKENS[i]) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("is_pausing", [False, True], ids=["drafting always", "pausing at times"])
+def test_both_caches_hold_the_committed_text_after_every_round(
+    rule: Rule, k: int, is_pausing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ragged rows that end at different times. The target's cache holds all committed tokens but the last, the
+    draft's as many of them as it counts."""
+    target, drafter = llama_pair()
+    caches, spy = _spy_on_caches(target, monkeypatch), SpyDrafter(drafter, is_pausing=is_pausing)
+    num_behind = set()
+    for texts in _texts_of_open_rows(target, spy, _requests(), rule, k):
+        for row, text in enumerate(texts):
+            _assert_holds(target, caches[-1], row, text[:-1])
+            num_cached = min(int(spy.session._cached[row]), len(text) - 1)
+            num_behind.add(len(text) - 1 - num_cached)
+            _assert_holds(drafter.lm, spy.session._cache, row, text[:num_cached])
+    # After a rejection nothing is owed but the last token, after a full acceptance one more.
+    assert num_behind >= {0, 1}
+    assert is_pausing or num_behind == {0, 1}
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(), NoDrafter()], ids=lambda drafter: drafter.name)
+def test_the_targets_cache_without_a_draft_model(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = llama_pair()
+    caches = _spy_on_caches(target, monkeypatch)
+    for texts in _texts_of_open_rows(target, drafter, _requests(), RULES["block"], 4):
+        for row, text in enumerate(texts):
+            _assert_holds(target, caches[-1], row, text[:-1])
+
+
+def test_a_draft_of_shorter_context_keeps_its_cache_right() -> None:
+    """Up to its last place, and while other rows still draft."""
+    target, drafter = llama_pair(draft_context_len=33)
+    spy = SpyDrafter(drafter)
+    for texts in _texts_of_open_rows(target, spy, _requests(), RULES["block"], 4):
+        for row, text in enumerate(texts):
+            num_cached = min(int(spy.session._cached[row]), len(text) - 1)
+            assert num_cached <= 33
+            _assert_holds(drafter.lm, spy.session._cache, row, text[:num_cached])
+
+
+# The forward itself.
+
+
+def _random_ids(num_rows: int, length: int) -> Tensor:
+    return torch.randint(60, (num_rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def _full_logits(lm: LM, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return lm.model(ids).logits
+
+
+def _forward_ragged(lm: LM, ids: Tensor, cache: SlotCache, starts: Tensor, widths: Tensor) -> Tensor:
+    """Feed ``widths`` tokens of each row from ``starts`` on, padded on the right. -> logits [B, T, V]"""
+    offsets = torch.arange(int(widths.max()))
+    positions = torch.where(offsets < widths[:, None], starts[:, None] + offsets, -1)
+    columns = (starts[:, None] + offsets).clamp_max(ids.shape[1] - 1)
+    return lm.forward(ids.gather(1, columns), positions, cache, lm.view_len(int(positions.max()) + 1, cache))
+
+
+def test_ragged_blocks_equal_one_full_forward() -> None:
+    """150 tokens, so that the view grows twice; rows advance by 0 to 7 tokens at a time, each at its own pace."""
+    lm = as_lm(tiny_llama())
+    ids = _random_ids(3, 150)
+    full, cache = _full_logits(lm, ids), lm.new_cache(3, 150)
+    generator = torch.Generator().manual_seed(1)
+    done = torch.zeros(3, dtype=torch.long)
+    while (done < 150).any():
+        widths = torch.randint(8, (3,), generator=generator).minimum(150 - done)
+        if not widths.any():
+            continue
+        logits = _forward_ragged(lm, ids, cache, done, widths)
+        for row in range(3):
+            n, at = int(widths[row]), int(done[row])
+            torch.testing.assert_close(logits[row, :n], full[row, at : at + n], rtol=0.0, atol=1e-11)
+        done += widths
+
+
+def test_rolling_back_is_writing_over() -> None:
+    """Wrong tokens are fed and left where they are; the right ones after them see nothing of them."""
+    lm = as_lm(tiny_llama())
+    ids, wrong = _random_ids(2, 40), (_random_ids(2, 40) + 1) % 60
+    full, cache = _full_logits(lm, ids), lm.new_cache(2, 48)
+    for start in range(0, 40, 4):
+        starts, widths = torch.tensor([start, start]), torch.tensor([4, 4])
+        _forward_ragged(lm, wrong, cache, starts, torch.tensor([4, min(8, 40 - start)]))
+        logits = _forward_ragged(lm, ids, cache, starts, widths)
+        torch.testing.assert_close(logits, full[:, start : start + 4], rtol=0.0, atol=1e-11)
+
+
+def test_a_cache_is_freed_when_it_is_let_go() -> None:
+    """At once, not when the garbage collector comes by: on a GPU it is gigabytes, for each request."""
+    target = LM(tiny_llama(), name="target", vocab_size=60, context_len=64)
+    cache = target.new_cache(1, 64)
+    target.forward(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), cache, 2)
+    keys = weakref.ref(cache.layers[0].keys)
+    gc.disable()
+    try:
+        del cache
+        assert keys() is None
+    finally:
+        gc.enable()
+
+
+def test_padding_writes_to_no_place_in_view() -> None:
+    """Columns at position -1 change nothing that is ever seen, in any row."""
+    lm = as_lm(tiny_llama())
+    ids, cache = _random_ids(2, 10), lm.new_cache(2, 10)
+    _forward_ragged(lm, ids, cache, torch.tensor([0, 0]), torch.tensor([10, 10]))
+    before = [layer.keys[:, :-1].clone() for layer in cache.layers]
+    positions = torch.tensor([[-1, -1, -1], [-1, -1, 4]])
+    lm.forward(ids[:, 2:5], positions, cache, 10)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        torch.testing.assert_close(layer.keys[:, :-1], keys, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ragged starts to ragged ends, whatever the chunk; a row with nothing to do stays as it is."""
+    monkeypatch.setattr(lm_module, "_PREFILL_CHUNK", chunk)
+    lm = as_lm(tiny_llama())
+    ids, cache = _random_ids(4, 70), lm.new_cache(4, 70)
+    middles, ends = torch.tensor([3, 0, 12, 70]), torch.tensor([20, 0, 66, 70])
+    lm.prefill(ids, torch.zeros(4, dtype=torch.long), middles, cache, latest=0, num_columns=70)
+    lm.prefill(ids, middles, ends, cache, latest=70, num_columns=54)
+    for row, end in enumerate(ends.tolist()):
+        _assert_holds(lm, cache, row, ids[row, :end].tolist())
+
+
+def test_kept_takes_rows_in_order() -> None:
+    lm = as_lm(tiny_llama())
+    ids, cache = _random_ids(4, 12), lm.new_cache(4, 16)
+    lm.prefill(ids, torch.zeros(4, dtype=torch.long), torch.tensor([12, 5, 9, 1]), cache, latest=0, num_columns=12)
+    cache = lm.kept(cache, torch.tensor([3, 0, 2]))
+    for row, (source, end) in enumerate(((3, 1), (0, 12), (2, 9))):
+        _assert_holds(lm, cache, row, ids[source, :end].tolist())
+
+
+def test_num_logits_gives_the_last_columns() -> None:
+    lm = as_lm(tiny_llama())
+    ids = _random_ids(2, 6)
+    positions = torch.arange(6).expand(2, 6)
+    every = lm.forward(ids, positions, lm.new_cache(2, 6), 64)
+    assert every.shape == (2, 6, 60)
+    last = lm.forward(ids, positions, lm.new_cache(2, 6), 64, num_logits=2)
+    torch.testing.assert_close(last, every[:, -2:], rtol=0.0, atol=1e-12)

@@ -1,0 +1,241 @@
+"""The noise: the published generator, keyed as it says, and with the laws it claims."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from outrider.decoding.engine import decode
+from outrider.drafters.base import NoDrafter
+from outrider.records import Request, Sampling
+from outrider.sampling import noise as noise_module
+from outrider.sampling.noise import (
+    GumbelNoise,
+    NoiseAhead,
+    RoundUniforms,
+    gumbels,
+    philox_4x32,
+    round_uniforms,
+    split_words,
+)
+from outrider.sampling.rules import GUMBEL, REJECTION
+from toys import table_pair
+
+WORDS = st.integers(0, 2**32 - 1)
+SEEDS = st.integers(0, 2**63 - 1)
+POSITIONS = st.integers(1, 2**31)
+
+# Random123, examples/kat_vectors, "philox4x32 10".
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def _words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_known_answers(counter: str, key: str, expected: str) -> None:
+    """Both the fast generator and its slow twin."""
+    assert philox_4x32(torch.tensor(_words(counter)), torch.tensor(_words(key))).tolist() == _words(expected)
+    assert reference.philox(_words(counter), _words(key)) == _words(expected)
+
+
+@given(st.lists(st.tuples(WORDS, WORDS, WORDS, WORDS, WORDS, WORDS), min_size=1, max_size=8))
+def test_philox_equals_its_slow_twin(rows: list[tuple[int, ...]]) -> None:
+    """On any counters and keys, many at a time."""
+    words = torch.tensor(rows)
+    expected = [reference.philox(row[:4], row[4:]) for row in rows]
+    assert philox_4x32(words[:, :4], words[:, 4:]).tolist() == expected
+
+
+@given(SEEDS)
+def test_seeds_split_into_words(seed: int) -> None:
+    assert split_words(torch.tensor(seed)).tolist() == [seed % 2**32, seed // 2**32]
+
+
+@given(SEEDS, POSITIONS, st.integers(1, 6))
+def test_round_uniforms_are_keyed_by_seed_round_offset_and_use(seed: int, start: int, k: int) -> None:
+    """Every number is the slow twin's for its counter: (round start, offset, 0, use)."""
+    uniforms = round_uniforms(torch.tensor([seed]), torch.tensor([start]), k)
+    pairs = [reference.philox_uniforms(seed, (start, i, 0, 0)) for i in range(k)]
+    assert uniforms.draft.tolist() == [[draft for draft, _ in pairs]]
+    assert uniforms.accept.tolist() == [[accept for _, accept in pairs]]
+    assert uniforms.next.tolist() == [reference.philox_uniforms(seed, (start, 0, 0, 1))[0]]
+
+
+@given(SEEDS, POSITIONS, st.integers(1, 7))
+def test_gumbels_are_keyed_by_seed_position_and_token(seed: int, position: int, vocab_size: int) -> None:
+    """Every number is the slow twin's for its counter: (position, token // 2, 0, use)."""
+    uniforms = [reference.philox_uniforms(seed, (position, v // 2, 0, 2))[v % 2] for v in range(vocab_size)]
+    expected = [-math.log(-math.log(u)) for u in uniforms]
+    result = gumbels(torch.tensor([seed]), torch.tensor([[position]]), vocab_size)
+    assert result.shape == (1, 1, vocab_size)
+    np.testing.assert_allclose(result[0, 0], expected, rtol=1e-12, atol=1e-12)
+
+
+@given(st.lists(st.tuples(SEEDS, POSITIONS), min_size=2, max_size=5))
+def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[int, int]]) -> None:
+    seeds, starts = torch.tensor(rows).T
+    together = round_uniforms(seeds, starts, 3)
+    gumbels_together = gumbels(seeds, starts[:, None] + torch.arange(3), 5)
+    for b in range(len(rows)):
+        alone = round_uniforms(seeds[b : b + 1], starts[b : b + 1], 3)
+        assert torch.equal(together.draft[b], alone.draft[0])
+        assert torch.equal(together.accept[b], alone.accept[0])
+        assert torch.equal(together.next[b], alone.next[0])
+        gumbels_alone = gumbels(seeds[b : b + 1], starts[b : b + 1, None] + torch.arange(3), 5)
+        assert torch.equal(gumbels_together[b], gumbels_alone[0])
+
+
+def test_noise_at_an_offset_does_not_depend_on_k() -> None:
+    """A row near its end drafts fewer; what it draws is the same as it would be beside others."""
+    seeds, starts = torch.tensor([5, 2**62]), torch.tensor([7, 9])
+    longest = round_uniforms(seeds, starts, 6)
+    for k in range(6):
+        shorter = round_uniforms(seeds, starts, k)
+        assert torch.equal(shorter.draft, longest.draft[:, :k])
+        assert torch.equal(shorter.accept, longest.accept[:, :k])
+        assert torch.equal(shorter.next, longest.next)
+
+
+class _Counter(NamedTuple):
+    key: tuple[int, ...]
+    counter: tuple[int, ...]
+
+
+def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a call every counter is met once; the rounds of a text, and the Gumbel noise, share none."""
+    calls: list[list[_Counter]] = []
+
+    def spy(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        flat_keys = keys.expand(*counters.shape[:-1], 2).reshape(-1, 2).tolist()
+        flat = counters.reshape(-1, 4).tolist()
+        calls.append([_Counter(tuple(key), tuple(row)) for key, row in zip(flat_keys, flat, strict=True)])
+        return philox_4x32(counters, keys)
+
+    monkeypatch.setattr(noise_module, "philox_4x32", spy)
+    seeds = torch.tensor([1, 2, 2**40])
+    for start in range(1, 12):
+        round_uniforms(seeds, torch.full_like(seeds, start), 5)
+    gumbels(seeds, torch.arange(1, 12).expand(3, 11), 9)
+    met = [counter for call in calls for counter in call]
+    assert len(met) == 3 * (11 * 6 + 11 * 5)
+    assert len(set(met)) == len(met)
+
+
+def test_uniforms_never_reach_0_or_1() -> None:
+    """At the extremes of the words; the logarithms in the Gumbel noise stay finite."""
+    zeros, ones = torch.tensor(0), torch.tensor(2**32 - 1)
+    low, high = noise_module._to_uniform(zeros, zeros).item(), noise_module._to_uniform(ones, ones).item()
+    assert low == 2.0**-53
+    assert high == 1.0 - 2.0**-53
+    assert math.isfinite(-math.log(-math.log(low)))
+    assert math.isfinite(-math.log(-math.log(high)))
+
+
+def _kinds_of_uniforms() -> dict[str, np.ndarray]:
+    """20,000 numbers of each kind, over seeds, over rounds, and over offsets."""
+    num = 20_000
+    seeds, ones = torch.arange(num), torch.ones(num, dtype=torch.long)
+    by_seed = round_uniforms(seeds, ones, 1)
+    by_round = round_uniforms(3 * ones, seeds + 1, 1)
+    by_offset = round_uniforms(ones[:1], ones[:1], num)
+    return {
+        "draft by seed": by_seed.draft[:, 0].numpy(),
+        "accept by seed": by_seed.accept[:, 0].numpy(),
+        "next by seed": by_seed.next.numpy(),
+        "draft by round": by_round.draft[:, 0].numpy(),
+        "accept by round": by_round.accept[:, 0].numpy(),
+        "next by round": by_round.next.numpy(),
+        "draft by offset": by_offset.draft[0].numpy(),
+        "accept by offset": by_offset.accept[0].numpy(),
+    }
+
+
+def test_uniforms_are_uniform() -> None:
+    """Kolmogorov-Smirnov and the mean, for each of eight kinds. False alarm: 16 tests at 5e-8, below 1e-6."""
+    for kind, numbers in _kinds_of_uniforms().items():
+        assert scipy.stats.kstest(numbers, "uniform").pvalue > 5e-8, kind
+        z = (numbers.mean() - 0.5) * math.sqrt(12 * len(numbers))
+        assert 2 * scipy.stats.norm.sf(abs(z)) > 5e-8, kind
+
+
+def test_uniforms_of_different_uses_are_uncorrelated() -> None:
+    """Draft, accept and next of one round; neighbouring rounds; neighbouring seeds. False alarm: 9 tests at 1e-7."""
+    kinds = _kinds_of_uniforms()
+    pairs = []
+    for way in ("by seed", "by round"):
+        draft, accept, next_ = kinds[f"draft {way}"], kinds[f"accept {way}"], kinds[f"next {way}"]
+        pairs += [(draft, accept), (draft, next_), (accept, next_), (accept[1:], draft[:-1])]
+    pairs.append((kinds["accept by offset"], kinds["draft by offset"]))
+    for a, b in pairs:
+        z = np.corrcoef(a, b)[0, 1] * math.sqrt(len(a))
+        assert 2 * scipy.stats.norm.sf(abs(z)) > 1e-7
+
+
+def test_gumbels_follow_the_gumbel_law() -> None:
+    """Over positions and over token ids, and the two tokens of a pair are uncorrelated. False alarm: 3 at 3e-7."""
+    by_position = gumbels(torch.tensor([4]), torch.arange(10_000)[None], 2)[0]  # [T, 2]
+    by_token = gumbels(torch.tensor([4]), torch.tensor([[3]]), 20_000).flatten()
+    assert scipy.stats.kstest(by_position.flatten(), "gumbel_r").pvalue > 3e-7
+    assert scipy.stats.kstest(by_token, "gumbel_r").pvalue > 3e-7
+    z = np.corrcoef(by_position[:, 0], by_position[:, 1])[0, 1] * math.sqrt(10_000)
+    assert 2 * scipy.stats.norm.sf(abs(z)) > 3e-7
+
+
+def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in any order, and no more than is needed: plain decoding needs that of one token, whatever K."""
+    seeds, starts = torch.tensor([3, 4]), torch.tensor([7, 2])
+    noise = GumbelNoise(seeds, starts, 9)
+    want = gumbels(seeds, starts[:, None] + torch.arange(4), 9)
+    for offset in (2, 0, 3, 1):
+        assert torch.equal(noise.at(offset).values(), want[:, offset])
+    num_made: list[int] = []
+
+    def counted(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        num_made.append(positions.numel())
+        return gumbels(seeds, positions, vocab_size)
+
+    monkeypatch.setattr(noise_module, "gumbels", counted)
+    target, drafter = table_pair(5)
+    requests = [Request([1], Sampling(seed=1, max_new_tokens=6))]
+    assert len(list(decode(target, NoDrafter(), requests, GUMBEL, num_draft_tokens=4))) == 6
+    assert num_made == [1] * 6
+    num_made.clear()
+    num_drafted = [
+        round_.rows[0].num_drafted for round_ in decode(target, drafter, requests, GUMBEL, num_draft_tokens=4)
+    ]
+    assert len(num_made) == sum(num_drafted) + len(num_drafted)  # draft and target share what they both need
+
+
+@pytest.mark.parametrize("make_noise", [REJECTION.make_noise, GUMBEL.make_noise], ids=["uniforms", "gumbels"])
+def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that advance each at its own pace, of which the host knows bounds, and rows that are taken out: always what
+    the round alone would get."""
+    monkeypatch.setattr(noise_module, "_MAX_STARTS_AHEAD", 9)  # so that it is often made anew
+    generator = torch.Generator().manual_seed(0)
+    seeds, lengths = torch.tensor([5, 2**62, 0]), torch.tensor([1, 90, 4])
+    ahead = NoiseAhead(make_noise, 3, 7)
+    for step in range(150):
+        if step == 60:
+            seeds, lengths = seeds[[0, 2]], lengths[[0, 2]]
+        k = int(torch.randint(4, (1,), generator=generator))
+        shortest = [max(1, length - step % 4) for length in lengths.tolist()]
+        got = ahead.at(seeds, lengths, shortest, (lengths + step % 3).tolist(), k)
+        want = make_noise(seeds, lengths, k, 7)
+        for offset in range(k):
+            a, b = got.at(offset), want.at(offset)
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else torch.equal(a.values(), b.values())
+        if isinstance(want, RoundUniforms):
+            assert torch.equal(got.accept, want.accept) and torch.equal(got.next, want.next)
+        lengths = lengths + torch.randint(1, 5, lengths.shape, generator=generator)

@@ -1,0 +1,237 @@
+"""From logits to probabilities as Hugging Face does it, row by row, and drawing from them."""
+
+import itertools
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.records import Sampling
+from outrider.sampling.noise import gumbels, round_uniforms
+from outrider.sampling.probs import Settings, draw, draw_gumbel, is_finite, mark_seen, one_hot, to_probs
+from reference import hf_probs
+
+V = 40
+PREFIX = (3, 3, 17, 39, 0)
+
+# Values that float32 holds exactly, so that both sides compare with the same numbers.
+SINGLE = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.625},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": V},
+    {"top_k": 10 * V},
+    {"top_p": 0.875},
+    {"top_p": 0.25},
+    {"top_p": 0.0009765625},
+    {"top_p": 1e-9},
+    {"min_p": 0.125},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.5},
+    {"repetition_penalty": 0.75},
+    {"logit_bias": {0: 2.5, 17: -math.inf, 5: -0.5}},
+]
+OPTIONS = {
+    "temperature": [0.0, 0.625, 1.0, 2.0],
+    "top_k": [0, 5],
+    "top_p": [1.0, 0.75],
+    "min_p": [0.0, 0.125],
+    "repetition_penalty": [1.0, 1.5],
+    "logit_bias": [None, {0: 2.5, 17: -math.inf}],
+}
+COMBINED = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
+
+
+def _logits(num_rows: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3.0 * torch.randn(num_rows, 1, V, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def _settings(rows: list[Sampling], vocab_size: int = V) -> Settings:
+    return Settings.of(rows, vocab_size, torch.device("cpu"))
+
+
+def _seen(num_rows: int) -> Tensor:
+    seen = torch.zeros(num_rows, 1, V, dtype=torch.bool)
+    seen[:, :, list(PREFIX)] = True
+    return seen
+
+
+def _ours(logits: Tensor, rows: list[Sampling]) -> Tensor:
+    return to_probs(logits, _settings(rows), _seen(len(rows)))
+
+
+@pytest.mark.parametrize("options", SINGLE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_option_equals_hugging_faces_processor(options: dict, dtype: torch.dtype) -> None:
+    """On 20 random rows: the same tokens kept, the same probabilities up to rounding, the dtype of the logits."""
+    logits, sampling = _logits(20, 1, dtype), Sampling(**options)
+    ours = _ours(logits, [sampling] * 20)[:, 0]
+    theirs = torch.stack([hf_probs(row, PREFIX, sampling) for row in logits[:, 0]])
+    assert ours.dtype == dtype
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0.0)
+
+
+def test_all_combinations_equal_hugging_faces_processors_in_order() -> None:
+    """All 128 combinations, each in a row of one mixed batch: what one row asks for does not touch the others."""
+    rows, logits = [Sampling(**options) for options in COMBINED], _logits(len(COMBINED), 2)
+    ours = _ours(logits, rows)[:, 0]
+    theirs = torch.stack([hf_probs(row, PREFIX, sampling) for row, sampling in zip(logits[:, 0], rows, strict=True)])
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mixed_rows_equal_rows_alone_bit_for_bit(dtype: torch.dtype) -> None:
+    rows = [Sampling(**options) for options in COMBINED + SINGLE]
+    logits = _logits(len(rows), 3, dtype)
+    together = _ours(logits, rows)
+    for b, row in enumerate(rows):
+        assert torch.equal(together[b : b + 1], _ours(logits[b : b + 1], [row])), row
+
+
+def test_options_that_float32_does_not_hold_exactly() -> None:
+    """0.7, 0.9 and the like are rounded to float32; the probabilities move by no more than that."""
+    sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    logits = _logits(50, 4)
+    theirs = torch.stack([hf_probs(row, PREFIX, sampling) for row in logits[:, 0]])
+    torch.testing.assert_close(_ours(logits, [sampling] * 50)[:, 0], theirs, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_are_widened_first(dtype: torch.dtype) -> None:
+    """The probabilities are those of the same logits in float32."""
+    logits, rows = _logits(8, 5, dtype), [Sampling(temperature=0.625, top_p=0.875)] * 8
+    assert torch.equal(_ours(logits, rows), _ours(logits.float(), rows))
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    """In a greedy batch and beside sampled rows."""
+    logits = torch.tensor([[[1.0, 5.0, 5.0, 5.0]]]).expand(2, 1, 4)
+    for rows in ([Sampling(temperature=0.0)] * 2, [Sampling(temperature=0.0), Sampling()]):
+        assert to_probs(logits, _settings(rows, 4))[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_top_k_keeps_ties_with_the_kth() -> None:
+    """As Hugging Face does: three tokens tie for the second place, all stay."""
+    logits = torch.tensor([2.0, 1.0, 3.0, 2.0, 2.0, 0.0], dtype=torch.float64)
+    for k, kept in ((1, [2]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4]), (5, [0, 1, 2, 3, 4])):
+        probs = to_probs(logits[None, None], _settings([Sampling(top_k=k)], 6))[0, 0]
+        assert probs.nonzero().flatten().tolist() == kept
+        torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_k=k)))
+
+
+def test_top_p_cuts_a_tail_of_exactly_the_rest() -> None:
+    """Four tokens of a quarter each, top_p = 3/4: three reach it, as in Hugging Face's `<=`."""
+    logits = torch.zeros(4, dtype=torch.float64)
+    probs = to_probs(logits[None, None], _settings([Sampling(top_p=0.75)], 4))[0, 0]
+    assert sorted(probs.tolist()) == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
+    torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_p=0.75)))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44, 1e-50, 5e-324])
+def test_tiny_temperatures_are_greedy_and_finite(temperature: float) -> None:
+    """Down to the least number that the option takes, in a batch of its own and beside a greedy row."""
+    logits = torch.tensor([[[-1.0, 40.0, 39.0, -torch.inf]]], dtype=torch.float64)
+    tiny, greedy = Sampling(temperature=temperature), Sampling(temperature=0.0)
+    for rows in ([tiny], [tiny, greedy]):
+        probs = to_probs(logits.expand(len(rows), 1, 4), _settings(rows, 4))
+        assert probs[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_large_temperatures_are_nearly_uniform() -> None:
+    logits = torch.tensor([[[-1.0, 40.0, 39.0, -torch.inf]]], dtype=torch.float64)
+    probs = to_probs(logits, _settings([Sampling(temperature=1e6)], 4))[0, 0]
+    torch.testing.assert_close(probs, torch.tensor([1, 1, 1, 0], dtype=torch.float64) / 3, rtol=0, atol=1e-4)
+
+
+def test_logits_far_apart_do_not_overflow() -> None:
+    logits = torch.tensor([[[1e30, -1e30, 0.0]]])
+    probs = to_probs(logits, _settings([Sampling(temperature=0.5, top_p=0.5, min_p=0.5)], 3))
+    assert probs[0, 0].tolist() == [1.0, 0.0, 0.0]
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.sets(st.integers(0, 5)))
+def test_mark_seen_marks_what_came_before_each_position(ids: list[int], before: set[int]) -> None:
+    seen = torch.tensor([[v in before for v in range(6)]])
+    marked = mark_seen(seen, torch.tensor([ids], dtype=torch.long))
+    expected = [[v in before | set(ids[:i]) for v in range(6)] for i in range(len(ids) + 1)]
+    assert marked[0].tolist() == expected
+
+
+def test_is_finite_refuses_what_cannot_be_sampled_from() -> None:
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor([[0.0, 1.0], [0.0, -inf], [-inf, -inf], [0.0, inf], [nan, 0.0], [-inf, nan]])
+    assert is_finite(rows).tolist() == [True, True, False, False, False, False]
+
+
+def test_one_hot() -> None:
+    rows = one_hot(torch.tensor([[2, 0]]), torch.zeros(3, dtype=torch.float64))
+    assert rows.tolist() == [[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]
+    assert rows.dtype == torch.float64
+
+
+LEAST, MOST = 2.0**-53, 1.0 - 2.0**-53  # the extremes of noise.py
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.25, 1 / 3, 1.0, 7.0]), min_size=1, max_size=12).filter(any),
+    st.one_of(st.sampled_from([LEAST, MOST]), st.floats(LEAST, MOST)),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_draw_never_returns_a_token_of_weight_zero(weights: list[float], u: float, dtype: torch.dtype) -> None:
+    """For any weights and any number that the noise can be; and at the extremes the first and the last token that
+    have weight enough."""
+    token = int(draw(torch.tensor([weights], dtype=dtype), torch.tensor([u], dtype=torch.float64)))
+    assert weights[token] > 0
+    heavy = [v for v, weight in enumerate(weights) if weight >= 0.1]
+    if heavy and u == LEAST:
+        assert token <= heavy[0]
+    if heavy and u == MOST:
+        assert token >= heavy[-1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 8.0])
+def test_draw_inverts_the_cumulative_sum_exactly(scale: float) -> None:
+    """Weights in sixteenths, so that every boundary is a float: just below it the token before, at it the next."""
+    sixteenths = [4, 0, 3, 0, 0, 8, 1, 0]
+    weights = scale * torch.tensor([sixteenths], dtype=torch.float64) / 16
+    boundaries = [4, 7, 15, 16]
+    tokens = [0, 2, 5, 6]
+    for i, boundary in enumerate(boundaries):
+        u = boundary / 16
+        below = torch.tensor([math.nextafter(u, 0.0)], dtype=torch.float64)
+        assert draw(weights, below).item() == tokens[i]
+        if boundary < 16:
+            assert draw(weights, torch.tensor([u], dtype=torch.float64)).item() == tokens[i + 1]
+
+
+def test_draw_follows_the_weights() -> None:
+    """20,000 draws with the noise of as many seeds, chi-square. False alarm: 1e-6."""
+    weights = torch.tensor([0.5, 0.0, 3.0, 1.5, 0.1])
+    uniforms = round_uniforms(torch.arange(20_000), torch.ones(20_000, dtype=torch.long), 0).next
+    _assert_follows(draw(weights.expand(20_000, 5), uniforms), weights)
+
+
+def test_draw_gumbel_follows_the_probabilities() -> None:
+    """20,000 draws, chi-square; a token of probability zero is never drawn. False alarm: 1e-6."""
+    weights = torch.tensor([0.1, 0.0, 0.6, 0.25, 0.05])
+    noise = gumbels(torch.arange(20_000), torch.full((20_000, 1), 7), 5)[:, 0]
+    _assert_follows(draw_gumbel(weights.expand(20_000, 5), noise), weights)
+
+
+def _assert_follows(tokens: Tensor, weights: Tensor) -> None:
+    counts = tokens.bincount(minlength=len(weights)).numpy()
+    is_there = weights.numpy() > 0
+    assert counts[~is_there].sum() == 0
+    expected = (weights / weights.sum()).double().numpy()[is_there] * len(tokens)
+    expected *= len(tokens) / expected.sum()
+    assert scipy.stats.chisquare(counts[is_there], expected).pvalue > 1e-6

@@ -1,0 +1,327 @@
+"""The acceptance rules: their identity, their thresholds, and the exact law of what they put out."""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from enumeration import Table, mean_accepted, outcomes, round_laws
+from outrider.records import Draft, Sampling
+from outrider.sampling.noise import RoundUniforms
+from outrider.sampling.probs import Settings, to_probs
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule, residual
+from reference import LENGTHS, RESTS, THRESHOLDS, Law, Probs, block_weights, cells, invert, law_distance, rounds_law
+from toys import random_table
+
+UNIFORM_RULES = [REJECTION, BLOCK]
+
+# Rows of probabilities: some weights are zero, some tiny, and p and q may be equal, disjoint or one-hot.
+WEIGHTS = st.sampled_from([0.0, 1e-12, 1e-3, 0.1, 0.5, 1.0, 2.0])
+
+
+def _rows(vocab_size: int) -> st.SearchStrategy[Probs]:
+    weights = st.lists(WEIGHTS | st.floats(0.0, 1.0), min_size=vocab_size, max_size=vocab_size)
+    return weights.filter(lambda row: sum(row) > 1e-6).map(lambda row: [w / math.fsum(row) for w in row])
+
+
+@given(st.integers(1, 6).flatmap(lambda v: st.tuples(_rows(v), _rows(v))))
+def test_accepted_and_residual_add_up_to_p(rows: tuple[Probs, Probs]) -> None:
+    """min(p, q) + (1 - sum min(p, q)) * residual == p to 1e-12, for any rows."""
+    _assert_identity(*torch.tensor(rows, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.25, 0.75]),
+        ([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]),
+        ([0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]),
+        ([0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]),
+        ([0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 1.0, 0.0]),
+        ([0.0, 0.0, 1.0, 0.0], [0.1, 0.2, 0.3, 0.4]),
+        ([1 / 3, 1 / 3, 1 / 3, 0.0], [1 / 3, 1 / 3 - 1e-16, 1 / 3, 1e-16]),
+    ],
+    ids=["disjoint", "equal", "equal one-hot", "other one-hot", "one-hot q", "one-hot p", "equal but for rounding"],
+)
+def test_identity_at_the_corners(p: Probs, q: Probs) -> None:
+    _assert_identity(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64))
+
+
+def _assert_identity(p: Tensor, q: Tensor) -> None:
+    rest = residual(p, q)
+    assert rest.sum() > 0
+    both = torch.minimum(p, q)
+    torch.testing.assert_close(both + (1 - both.sum()) * rest / rest.sum(), p, rtol=0.0, atol=1e-12)
+
+
+def test_the_residual_of_equal_rows_is_p() -> None:
+    """There is nothing left of p - q; what would be drawn, were it ever asked for, is p."""
+    p = torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
+    assert torch.equal(residual(p, p), p)
+
+
+# Against the slow twin, case by case.
+
+
+def _random_rounds(rng: np.random.Generator, num: int, k: int) -> tuple[Tensor, Draft]:
+    """p [B, K+1, V] and a ragged draft. Probabilities are in 64ths, many zero; in a third of the rows p = q."""
+    weights = rng.dirichlet([0.4] * 4, size=(num, 2 * k + 1))
+    probs = np.apply_along_axis(lambda row: rng.multinomial(64, row), -1, weights) / 64
+    p, q = probs[:, : k + 1], probs[:, k + 1 :]
+    q = np.where(rng.random((num, k, 1)) < 0.33, p[:, :k], q)
+    ids = [[int(rng.choice(4, p=row)) for row in rows] for rows in q]
+    num_drafted = torch.tensor(rng.integers(0, k + 1, num))
+    return torch.tensor(p), Draft(torch.tensor(ids), torch.tensor(q), num_drafted)
+
+
+@pytest.mark.parametrize("off_by", [0.0, 1e-5], ids=["rows that sum to 1", "rows that nearly sum to 1"])
+@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+def test_verdict_equals_the_slow_twins(rule: Rule, off_by: float) -> None:
+    """3,000 ragged rounds: length, token and ratio. Half of the uniform numbers lie 1e-9 from a threshold, or from the
+    end of a token's cell, also where the rows given are not quite normalised, as a softmax in float32 leaves them. Only
+    the token drawn from an (almost) empty rest is left out."""
+    rng = np.random.default_rng(1)
+    p, draft = _random_rounds(rng, 3000, 4)
+    cases, accept, uniforms = [], rng.uniform(1e-6, 1 - 1e-6, (3000, 4)), rng.uniform(1e-6, 1 - 1e-6, 3000)
+    for b in range(3000):
+        n = int(draft.num_drafted[b])
+        rows = p[b].tolist()[: n + 1], draft.probs[b].tolist()[:n], draft.ids[b].tolist()[:n]
+        thresholds = THRESHOLDS[rule.name](*rows)
+        for i, threshold in enumerate(thresholds):
+            if rng.random() < 0.5 and 1e-6 < threshold < 1 - 1e-6:
+                accept[b, i] = threshold + rng.choice([-1e-9, 1e-9])
+        length = LENGTHS[rule.name](thresholds, accept[b, :n])
+        rest = RESTS[rule.name](*rows, length)
+        if sum(rest) > 1e-3 and rng.random() < 0.5:
+            _, low, high = list(cells(rest))[-1 if rng.random() < 0.5 else 0]
+            uniforms[b] = high - 1e-9 if high < 0.999 else low + 1e-9
+        cases.append((*rows, length, rest))
+    noise = RoundUniforms(torch.full((3000, 4), torch.nan), torch.tensor(accept), torch.tensor(uniforms))
+    p_scale, q_scale = (torch.tensor(1 + off_by * rng.uniform(-1, 1, (3000, n, 1))) for n in (5, 4))
+    verdict = rule.verify(p * p_scale, dataclasses.replace(draft, probs=draft.probs * q_scale), noise)
+    num_compared = 0
+    for b, (p_rows, q_rows, ids, length, rest) in enumerate(cases):
+        assert verdict.num_accepted[b] == length
+        ratio = p_rows[length][ids[length]] / q_rows[length][ids[length]] if length < len(ids) else 1.0
+        assert verdict.rejected_ratio[b].item() == pytest.approx(ratio)
+        if sum(rest) > 1e-3:
+            assert verdict.next_ids[b] == invert(rest, uniforms[b])
+            num_compared += 1
+    assert num_compared > 2900
+
+
+@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+def test_thresholds_are_exact(rule: Rule) -> None:
+    """300 random rounds. Each coin in turn lies 1e-9 below, then above its threshold; those after it fail, those
+    before it pass (rejection) or fail too (block), so that this one coin decides."""
+    generator = torch.Generator().manual_seed(0)
+    num_decided = 0
+    for _ in range(300):
+        p, q = (torch.rand(n, 4, dtype=torch.float64, generator=generator).pow(3) + 1e-3 for n in (4, 3))
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        ids = q.multinomial(1, generator=generator).squeeze(1)
+        thresholds = THRESHOLDS[rule.name](p.tolist(), q.tolist(), ids.tolist())
+        for i, threshold in enumerate(thresholds):
+            if not 1e-6 < threshold < 1 - 1e-6:
+                continue
+            before = [1e-12] * i if rule is REJECTION else [1 - 1e-12] * i
+            lengths = []
+            for u in (threshold - 1e-9, threshold + 1e-9):
+                accept = torch.tensor([[*before, u, *[1 - 1e-12] * (2 - i)]], dtype=torch.float64)
+                noise = RoundUniforms(draft=accept, accept=accept, next=torch.tensor([0.5], dtype=torch.float64))
+                lengths.append(rule.verify(p[None], Draft(ids[None], q[None], torch.tensor([3])), noise).num_accepted)
+            if any(t > 1 - 1e-6 for t in thresholds):  # such a token stands in any case
+                continue
+            below, above = (length.item() for length in lengths)
+            assert (below, above) == (i + 1, i if rule is REJECTION else 0)
+            num_decided += 1
+    assert num_decided > 100
+
+
+@dataclasses.dataclass
+class GivenNoise:
+    """Gumbel noise that is there already. [B, T, V]"""
+
+    noise: torch.Tensor
+
+    def at(self, offset: int) -> SimpleNamespace:
+        return SimpleNamespace(values=lambda: self.noise[:, offset])
+
+
+def test_gumbel_takes_what_the_target_would_take() -> None:
+    """1,000 ragged rounds, against plain loops: the argmax of log p + noise at each position; drafts stand while they
+    agree. Noise for a further offset is there, and not used."""
+    rng = np.random.default_rng(2)
+    p, draft = _random_rounds(rng, 1000, 4)
+    noise = rng.gumbel(size=(1000, 6, 4))
+    taken = [
+        [max(range(4), key=lambda v: math.log(row[v]) + g[v] if row[v] > 0 else -math.inf) for row, g in rows]
+        for rows in (zip(p[b].tolist(), noise[b], strict=False) for b in range(1000))
+    ]
+    agreeing = torch.tensor(taken)[:, :4]
+    ids = torch.where(torch.tensor(rng.random((1000, 4)) < 0.7), agreeing, draft.ids)
+    verdict = GUMBEL.verify(p, dataclasses.replace(draft, ids=ids), GivenNoise(torch.tensor(noise)))
+    for b in range(1000):
+        n = int(draft.num_drafted[b])
+        length = next((i for i in range(n) if ids[b, i] != taken[b][i]), n)
+        assert verdict.num_accepted[b] == length
+        assert verdict.next_ids[b] == taken[b][length]
+    assert verdict.num_accepted.bincount(minlength=5).min() > 20
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_rows_do_not_depend_on_neighbours(rule: Rule) -> None:
+    """200 random rows, ragged: each alone gets the verdict that it gets among the others."""
+    generator = torch.Generator().manual_seed(3)
+    p, q = (torch.randn(200, n, 5, generator=generator).softmax(-1) for n in (5, 4))
+    seeds, starts = torch.arange(200), torch.arange(200) % 7 + 1
+    noise = rule.make_noise(seeds, starts, 4, 5)
+    ids = torch.stack([rule.draw(q[:, i], noise.at(i)) for i in range(4)], dim=1)
+    num_drafted = torch.arange(200) % 5
+    together = rule.verify(p, Draft(ids, q, num_drafted), noise)
+    assert together.num_accepted.unique().tolist() == [0, 1, 2, 3, 4]
+    for b in range(200):
+        n = int(num_drafted[b])
+        alone_noise = rule.make_noise(seeds[b : b + 1], starts[b : b + 1], n, 5)
+        draft = Draft(ids[b : b + 1, :n], q[b : b + 1, :n], num_drafted[b : b + 1])
+        alone = rule.verify(p[b : b + 1, : n + 1], draft, alone_noise)
+        assert alone.num_accepted.item() == together.num_accepted[b].item()
+        assert alone.next_ids.item() == together.next_ids[b].item()
+        assert alone.rejected_ratio.item() == together.rejected_ratio[b].item()
+
+
+# The exact law, by enumeration.
+
+PLAIN, TOP_K, TOP_P = Sampling(), Sampling(top_k=2), Sampling(top_p=0.7)
+COLD, MIN_P, GREEDY = Sampling(temperature=0.5), Sampling(min_p=0.3), Sampling(temperature=0.0)
+SIDES = {
+    "plain": (PLAIN, PLAIN),
+    "top-k": (TOP_K, TOP_K),
+    "top-p": (TOP_P, TOP_P),
+    "plain target, top-k draft": (PLAIN, TOP_K),
+    "top-k target, plain draft": (TOP_K, PLAIN),
+    "top-p target, cold top-k draft": (TOP_P, Sampling(temperature=0.5, top_k=2)),
+    "min-p target, top-p draft": (MIN_P, TOP_P),
+    "cold target, plain draft": (COLD, PLAIN),
+    "greedy target, plain draft": (GREEDY, PLAIN),
+    "plain target, greedy draft": (PLAIN, GREEDY),
+}
+
+
+def _table(seed: int, sampling: Sampling, scale: float = 1.2) -> Table:
+    settings = Settings.of([sampling] * 3, 3, torch.device("cpu"))
+    return to_probs(random_table(3, seed, scale)[:, None], settings)[:, 0].tolist()
+
+
+def _markov_law(table: Table, first: int, num_tokens: int) -> Law:
+    return rounds_law(lambda text: {(v,): w for v, w in enumerate(table[(first, *text)[-1]]) if w > 0}, num_tokens)
+
+
+def _assert_law(laws: dict[tuple[int, int], Law], target: Table, drafted_after: list[int], num_tokens: int) -> None:
+    """From each first token: the rounds' law of the first tokens is the target's to 1e-12. ``drafted_after[i]``
+    tokens are drafted after i tokens of output."""
+    for first in range(3):
+        law = rounds_law(lambda text, first=first: laws[(first, *text)[-1], drafted_after[len(text)]], num_tokens)
+        assert law_distance(law, _markov_law(target, first, num_tokens)) < 1e-12
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_output_law_is_the_targets(rule: Rule, k: int, sides: tuple[Sampling, Sampling]) -> None:
+    """Four tokens, from one to four rounds, all with K drafts; two pairs of tables."""
+    for seed in (0, 1):
+        target, draft = _table(seed, sides[0]), _table(seed + 10, sides[1])
+        laws = round_laws(outcomes(rule, rule.name, target, draft, [k]))
+        _assert_law(laws, target, [k] * 4, num_tokens=4)
+
+
+@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+def test_output_law_with_ragged_drafts(rule: Rule) -> None:
+    """Rows of 0 to 3 drafts in one batch, padded with rubbish; rounds of all lengths follow one another."""
+    target, draft = _table(2, PLAIN), _table(3, PLAIN)
+    laws = round_laws(outcomes(rule, rule.name, target, draft, [0, 1, 2, 3]))
+    for drafted_after in ([3, 1, 0, 2], [0, 3, 2, 1], [1, 2, 3, 0], [2, 0, 1, 3]):
+        _assert_law(laws, target, drafted_after, num_tokens=4)
+
+
+@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+def test_output_law_with_one_hot_drafts(rule: Rule) -> None:
+    """Each of the 27 ways to propose one token after each, with probs=None, plain and top-k; ragged as well."""
+    for successors, sampling in itertools.product(itertools.product(range(3), repeat=3), (PLAIN, TOP_K)):
+        target = _table(4, sampling)
+        draft = [[float(v == successor) for v in range(3)] for successor in successors]
+        laws = round_laws(outcomes(rule, rule.name, target, draft, [1, 2]))
+        _assert_law(laws, target, [2, 2, 1, 2], num_tokens=4)
+
+
+@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+def test_equal_models_accept_everything(rule: Rule) -> None:
+    target = _table(5, PLAIN)
+    found = outcomes(rule, rule.name, target, target, [3])
+    assert all(mean == pytest.approx(3, abs=1e-12) for mean in mean_accepted(found).values())
+    _assert_law(round_laws(found), target, [3] * 4, num_tokens=4)
+
+
+def test_rejection_accepts_alpha_of_single_drafts() -> None:
+    """With K = 1 both rules accept with probability sum min(p, q), the most that any rule can."""
+    target, draft = _table(6, PLAIN), _table(7, PLAIN)
+    for rule in UNIFORM_RULES:
+        means = mean_accepted(outcomes(rule, rule.name, target, draft, [1]))
+        for last in range(3):
+            alpha = math.fsum(min(p, q) for p, q in zip(target[last], draft[last], strict=True))
+            assert means[last, 1] == pytest.approx(alpha, abs=1e-12)
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_block_accepts_at_least_as_many_as_rejection(sides: tuple[Sampling, Sampling]) -> None:
+    """The exact expectation, after each token, for K = 1, 2, 3; and more than that somewhere, for plain sampling."""
+    gains = []
+    for seed in (0, 1):
+        target, draft = _table(seed, sides[0]), _table(seed + 10, sides[1])
+        for k in (1, 2, 3):
+            by_block = mean_accepted(outcomes(BLOCK, "block", target, draft, [k]))
+            by_rejection = mean_accepted(outcomes(REJECTION, "rejection", target, draft, [k]))
+            gains += [by_block[key] - by_rejection[key] for key in by_rejection]
+    assert min(gains) > -1e-12
+    if sides == (PLAIN, PLAIN):
+        assert max(gains) > 0.01
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_block_keeps_each_prefix_with_its_weight(k: int) -> None:
+    """P(at least i tokens stand | the first i) = w_i, which is what makes block verification optimal (Sun et al.)."""
+    target, draft = _table(8, PLAIN), _table(9, PLAIN)
+    kept: dict[tuple[int, ...], float] = defaultdict(float)
+    drafted: dict[tuple[int, ...], float] = defaultdict(float)
+    for outcome in outcomes(BLOCK, "block", target, draft, [k]):
+        case = outcome.case
+        for i in range(1, k + 1):
+            drafted[case.last, *case.ids[:i]] += case.weight
+            kept[case.last, *case.ids[:i]] += case.weight * (outcome.num_accepted >= i)
+    assert len(drafted) == 3 * sum(3**i for i in range(1, k + 1))
+    for text, weight in drafted.items():
+        p, q = [target[x] for x in text], [draft[x] for x in text[:-1]]
+        assert kept[text] / weight == pytest.approx(block_weights(p, q, text[1:])[-1], abs=1e-12)
+
+
+def test_enumeration_sees_a_wrong_rule() -> None:
+    """The control: one rule's cases through the other, and a rule that accepts everything, are off by far more."""
+    target, draft = _table(0, PLAIN), _table(10, PLAIN)
+    accept_all = Rule("", REJECTION.make_noise, REJECTION.draw, lambda p, d, u: _accept_all(p, d, u))
+    for rule, name in ((BLOCK, "rejection"), (REJECTION, "block"), (accept_all, "rejection")):
+        laws = round_laws(outcomes(rule, name, target, draft, [2]))
+        with pytest.raises(AssertionError):
+            _assert_law(laws, target, [2] * 4, num_tokens=4)
+
+
+def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> object:
+    return REJECTION.verify(target_probs, draft, RoundUniforms(noise.draft, torch.zeros_like(noise.accept), noise.next))

@@ -1,0 +1,75 @@
+"""Teacher forcing and alpha: against plain forwards, and against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from outrider.errors import PromptError
+from outrider.records import Sampling
+from outrider.sampling.probs import Settings, to_probs
+from outrider.scoring.alpha import measure_alpha, overlap, sampling_grid
+from outrider.scoring.teacher_forcing import Text, force
+from toys import as_lm, perturbed, random_table, table_lm, tiny_llama
+
+TEXTS = [Text([3, 1, 4, 1, 5, 9, 2, 6], 3), Text(list(range(2, 55)) * 3, 1), Text([7, 7], 1), Text([5], 1)]
+
+
+@pytest.mark.parametrize("has_penalty", [False, True])
+def test_forced_logits_are_those_of_one_forward(has_penalty: bool) -> None:
+    """Over ragged texts longer than a chunk; and what was seen is what occurs before the token."""
+    lm = as_lm(tiny_llama())
+    chunks = list(force(lm, TEXTS, has_penalty=has_penalty))
+    assert len(chunks) == 2
+    for row, text in enumerate(TEXTS):
+        want = lm.model(torch.tensor([text.ids])).logits[0, text.num_given - 1 : -1]
+        got = torch.cat([chunk.logits[chunk.rows == row] for chunk in chunks])
+        assert torch.cat([chunk.ids[chunk.rows == row] for chunk in chunks]).tolist() == list(
+            text.ids[text.num_given :]
+        )
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+        if has_penalty:
+            seen = torch.cat([chunk.seen[chunk.rows == row] for chunk in chunks if chunk.seen is not None])
+            for i, flags in enumerate(seen, start=text.num_given):
+                assert set(flags.nonzero().flatten().tolist()) == set(text.ids[:i])
+
+
+def test_alpha_is_the_mean_overlap() -> None:
+    """Of a Markov chain: the rows of two tables, at the tokens of the text."""
+    tables = random_table(5, 0), random_table(5, 1)
+    target, draft = (table_lm(table) for table in tables)
+    texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2)]
+    places = [0, 1, 2, 3, 4, 0, 4, 1]  # the tokens before those that are judged
+    samplings = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)]
+    for got, sampling in zip(measure_alpha(target, draft, texts, samplings, batch_size=1), samplings, strict=True):
+        settings = Settings.of([sampling], 5, torch.device("cpu"))
+        p, q = (to_probs(table[None], settings)[0] for table in tables)
+        want = torch.minimum(p, q).sum(-1)[places].mean()
+        assert got.alpha.value == pytest.approx(float(want), abs=1e-12)
+        assert (got.num_tokens, got.sampling) == (8, sampling)
+    assert measure_alpha(target, target, texts, [Sampling()])[0].alpha.value == pytest.approx(1, abs=1e-12)
+
+
+def test_batches_change_nothing() -> None:
+    target, draft = as_lm(tiny_llama()), as_lm(perturbed(tiny_llama(), 0.3))
+    samplings = [Sampling(repetition_penalty=1.3), Sampling(temperature=0.7)]
+    alone, together = (measure_alpha(target, draft, TEXTS, samplings, batch_size=size) for size in (1, 8))
+    for a, b in zip(alone, together, strict=True):
+        assert a.alpha.value == pytest.approx(b.alpha.value, abs=1e-9)
+        assert 0.05 < a.alpha.value < 0.95 and a.alpha.low is not None and a.alpha.low < a.alpha.value
+
+
+def test_texts_are_cut_to_the_shorter_context() -> None:
+    target = table_lm(random_table(5, 0))
+    draft = table_lm(random_table(5, 1), context_len=4)
+    assert measure_alpha(target, draft, [Text([0, 1, 2, 3, 4, 0])], [Sampling()])[0].num_tokens == 3
+    with pytest.raises(PromptError, match="two tokens or more"):
+        measure_alpha(target, draft, [Text([0])], [Sampling()])
+
+
+def test_overlap_of_rows_that_do_not_sum_to_one() -> None:
+    """float32 rows are off by 1e-6; here by more, to see it."""
+    assert float(overlap(torch.tensor([0.2, 0.2]), torch.tensor([3.0, 1.0]))) == pytest.approx(0.75)
+
+
+def test_the_grid_has_greedy_once() -> None:
+    pairs = [(s.temperature, s.top_p) for s in sampling_grid([0, 0.5], [1.0, 0.9])]
+    assert pairs == [(0, 1.0), (0.5, 1.0), (0.5, 0.9)]

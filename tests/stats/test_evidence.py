@@ -1,0 +1,163 @@
+"""The tests of a certificate, on laws that are known exactly.
+
+Simulated: laws that depend on what came before (chains of five tokens, and a draft that agrees now and then). What is
+claimed: alarms are false at most as often as stated, and what is said to be detectable is detected.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from outrider.certify.observed import _statistics
+from outrider.stats.evidence import (
+    Accounts,
+    Bet,
+    Drift,
+    Finding,
+    Increments,
+    detectable,
+    holm,
+    log_mgfs,
+    mean_wealth,
+    p_value,
+    pit_tests,
+    tokens_needed,
+)
+
+VOCAB = 5
+
+
+def _chains(seed: int, mixed: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """p, q and the law that tokens are drawn from, (1 - mixed) p + mixed q. [V, V] each"""
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet([0.5] * VOCAB, size=VOCAB), rng.dirichlet([0.5] * VOCAB, size=VOCAB)
+    q = 0.5 * p + 0.5 * q
+    return p, q, (1 - mixed) * p + mixed * q
+
+
+def _walk(law: np.ndarray, num_texts: int, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """Tokens of chains, the first of which is given. [num_texts, num_tokens + 1]"""
+    at = np.zeros((num_texts, num_tokens + 1), dtype=np.int64)
+    edges = law.cumsum(axis=1)
+    for j in range(num_tokens):
+        u = rng.random((num_texts, 1))
+        at[:, j + 1] = (u > edges[at[:, j]][:, :-1]).sum(axis=1)
+    return at
+
+
+class Judged:
+    """The statistics of many runs; all of a run's tokens in a row."""
+
+    def __init__(self, seed: int, num_runs: int, num_tokens: int, mixed: float = 0.0) -> None:
+        rng = np.random.default_rng([seed, 1])
+        p, q, law = _chains(seed, mixed)
+        walks = _walk(law, num_runs, num_tokens, rng)
+        before, after = walks[:, :-1].ravel(), walks[:, 1:].ravel()
+        uniforms = torch.tensor(rng.random(len(before)))
+        columns = _statistics(torch.tensor(p)[before], torch.tensor(q)[before], torch.tensor(after), uniforms)
+        self.columns = {name: column.numpy().reshape(num_runs, num_tokens) for name, column in columns.items()}
+
+    def increments(self, name: str, run: int) -> Increments:
+        moments = np.stack([self.columns[f"{name}_m{power}"][run] for power in (2, 3, 4)])
+        return Increments(
+            self.columns[f"{name}_values"][run],
+            moments,
+            self.columns[f"{name}_lows"][run],
+            self.columns[f"{name}_highs"][run],
+        )
+
+    def drift(self, run: int) -> Drift:
+        return Drift(*(self.columns[name][run] for name in ("drift", "drift_m2", "distance")))
+
+
+@given(st.lists(st.floats(-3, 3), min_size=2, max_size=6), st.floats(-2, 2))
+def test_the_bound_of_the_mgf_is_one(points: list[float], theta: float) -> None:
+    """For a uniform law over points: never below the truth; for small stakes hardly above it."""
+    x = np.array(points) - np.mean(points)
+    one = Increments(x[:1], np.array([[np.mean(x**k)] for k in (2, 3, 4)]), -x.min(keepdims=True), x.max(keepdims=True))
+    if theta == 0:
+        return
+    got, want = float(log_mgfs(one, theta)[0]), math.log(np.mean(np.exp(theta * x)))
+    assert got >= want - 1e-12
+    if abs(theta) < 0.05:
+        assert got <= want * 1.02 + 1e-12
+
+
+@pytest.mark.parametrize("name", ["score", "surprise"])
+def test_wealth_is_a_valid_p_value(name: str) -> None:
+    """2,000 runs of 60 tokens, few enough for a normal approximation to fail. If P(p <= a) <= a, then more alarms than
+    the bounds below come with a probability under 1e-6."""
+    judged = Judged(3, 2000, 60)
+    bet = Bet.for_sample(judged.increments(name, 0), 60, 0.01)
+    p = np.array([p_value(bet.log_wealth(judged.increments(name, run))) for run in range(2000)])
+    for level in (0.001, 0.01, 0.1):
+        assert (p <= level).sum() <= stats.binom.isf(1e-6, 2000, level)
+    wealths = [math.exp(bet.log_wealth(judged.increments(name, run))) for run in range(2000)]
+    assert np.mean(wealths) < 1 + 6 * np.std(wealths) / math.sqrt(2000)
+
+
+def test_accounts_are_valid_when_kinds_are_chosen_by_the_past() -> None:
+    """A token's kind is the one before it. False alarm: 1e-6."""
+    judged = Judged(4, 1000, 80)
+    walks = _walk(_chains(4)[2], 1000, 80, np.random.default_rng([4, 1]))
+    bets = {kind: Bet.for_sample(judged.increments("score", 0), 80 / VOCAB, 0.01) for kind in range(VOCAB)}
+    p = [p_value(Accounts(bets).log_wealth(judged.increments("score", r), walks[r, :-1])) for r in range(1000)]
+    assert (np.array(p) <= 0.05).sum() <= stats.binom.isf(1e-6, 1000, 0.05)
+
+
+def test_pits_are_uniform() -> None:
+    """100,000 of them; false alarm 1e-6 each. And those of a law that leans to the draft are not."""
+    right, wrong = Judged(5, 1, 100_000), Judged(5, 1, 100_000, mixed=0.1)
+    assert all(finding.p > 1e-6 for finding in pit_tests(right.columns["pits"][0]))
+    assert all(finding.p < 1e-9 for finding in pit_tests(wrong.columns["pits"][0]))
+    pairs = np.stack((right.columns["pits"][0][:-1], right.columns["pits"][0][1:]))
+    assert abs(np.corrcoef(pairs)[0, 1]) < 5 / math.sqrt(100_000)
+
+
+def test_what_is_said_to_be_detectable_is_detected() -> None:
+    """400 runs of 1,500 tokens with the deviation that a run is said to find out with 99%: fewer than 379 found come by
+    chance less than once in a million times, if it were 98%. With a third of the deviation, not half of them."""
+    level, num_tokens = 1e-4, 1500
+    null = Judged(6, 1, num_tokens)
+    bet = Bet.for_sample(null.increments("score", 0), num_tokens, level)
+    least = detectable(null.increments("score", 0), null.drift(0), bet, level)
+    assert least is not None
+    mean_distance = float(null.drift(0).distances.mean())
+    found = {}
+    for share in (1.0, 0.3):
+        judged = Judged(6, 400, num_tokens, mixed=share * least / mean_distance)
+        found[share] = sum(p_value(bet.log_wealth(judged.increments("score", r))) <= level for r in range(400))
+    assert found[1.0] >= 379
+    assert found[0.3] < 200
+    needed = tokens_needed(null.increments("score", 0), null.drift(0), least, level)
+    assert needed == pytest.approx(num_tokens, rel=0.05)
+
+
+def test_what_cannot_be_detected() -> None:
+    still = Increments(np.zeros(3), np.zeros((3, 3)), np.zeros(3), np.zeros(3))
+    same = Drift(np.zeros(3), np.zeros(3), np.zeros(3))
+    bet = Bet.for_sample(still, 100, 0.01)
+    assert bet.log_wealth(still) == 0.0 and p_value(0.0) == 1.0
+    assert detectable(still, same, bet, 0.01) is None
+    assert tokens_needed(still, same, 0.1, 0.01) is None
+    few = Judged(7, 1, 5)
+    increments, drift = few.increments("score", 0), few.drift(0)
+    assert detectable(increments, drift, Bet.for_sample(increments, 5, 1e-6), 1e-6) is None
+    assert tokens_needed(increments, drift, 1.0, 1e-6) is None
+
+
+def test_holm() -> None:
+    """By hand, for three tests at 0.05: 0.05/3, 0.05/2, 0.05; after the first that is no alarm, none is."""
+    judged = holm([Finding("a", 0, 0.04), Finding("b", 0, 0.001), Finding("c", 0, 0.03)], 0.05)
+    assert [one.is_alarm for one in judged] == [False, True, False]
+    assert [one.threshold for one in judged] == [0.0, pytest.approx(0.05 / 3), 0.025]
+    assert all(one.is_alarm for one in holm([Finding("a", 0, 0.04), Finding("b", 0, 0.0)], 0.05))
+
+
+def test_idle_accounts_hold_what_they_began_with() -> None:
+    assert mean_wealth([math.log(5.0)], 3) == pytest.approx(math.log(7 / 3))

@@ -1,0 +1,293 @@
+"""Means, ratios and proportions against published numbers, hand-computed ones, and simulation.
+
+The simulations use a fixed seed; each states how improbable its bound is when the interval is right.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from outrider.stats.intervals import (
+    Interval,
+    mean_std,
+    normal_limit,
+    paired_difference,
+    paired_ratio,
+    uniform_bins,
+    uniform_distance,
+    wald,
+    wilson,
+)
+
+FALSE_ALARM = 1e-6
+
+# Newcombe 1998, Statistics in Medicine 17:857, table I: the simple asymptotic (1) and the score method (3).
+NEWCOMBE = [
+    (81, 263, (0.2522, 0.3638), (0.2553, 0.3662)),
+    (15, 148, (0.0527, 0.1500), (0.0624, 0.1605)),
+    (0, 20, (0.0000, 0.0000), (0.0000, 0.1611)),
+    (1, 29, (0.0000, 0.1009), (0.0061, 0.1718)),
+]
+
+
+def ends(interval: Interval) -> tuple[float, float]:
+    assert interval.low is not None and interval.high is not None
+    return interval.low, interval.high
+
+
+@pytest.mark.parametrize(("successes", "trials", "simple", "score"), NEWCOMBE)
+def test_proportions_as_published(
+    successes: int, trials: int, simple: tuple[float, float], score: tuple[float, float]
+) -> None:
+    assert wald(successes, trials).value == wilson(successes, trials).value == successes / trials
+    assert ends(wald(successes, trials)) == pytest.approx(simple, abs=5.1e-5)
+    assert ends(wilson(successes, trials)) == pytest.approx(score, abs=5.1e-5)
+
+
+def test_proportions_at_another_level() -> None:
+    """z = 1.6449 at 90%: 0.5 -+ 1.6449 * sqrt(0.25 / 100), by hand."""
+    interval = wald(50, 100, level=0.9)
+    assert ends(interval) == pytest.approx((0.41776, 0.58224), abs=1e-5)
+    assert interval.level == 0.9
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 1), (1, 1), (0, 8), (8, 8)])
+def test_nothing_and_everything_stay_within_0_and_1(successes: int, trials: int) -> None:
+    """Where Wald claims certainty, Wilson does not."""
+    rate = successes / trials
+    assert ends(wald(successes, trials)) == (rate, rate)
+    low, high = ends(wilson(successes, trials))
+    assert 0.0 <= low <= rate <= high <= 1.0
+    assert high - low > 0.3
+
+
+def test_mean_and_standard_deviation() -> None:
+    """Of a sample: 2, 4, 4, 4, 5, 5, 7, 9 have mean 5 and squares that add to 32, over 7."""
+    assert mean_std([2, 4, 4, 4, 5, 5, 7, 9]) == (5.0, pytest.approx(math.sqrt(32 / 7)))
+    assert mean_std([3.5]) == (3.5, None)
+
+
+def test_paired_ratio_by_hand() -> None:
+    """Ratios 1, 2, 4: the logarithms are 0, 1, 2 times ln 2, with mean 1, deviation 1, and t(0.975, 2) = 4.302653."""
+    interval = paired_ratio([1.0, 6.0, 20.0], [1.0, 3.0, 5.0])
+    half = 4.302653 / math.sqrt(3)
+    assert interval.value == pytest.approx(2.0)
+    assert ends(interval) == pytest.approx((2 ** (1 - half), 2 ** (1 + half)), rel=1e-6)
+
+
+def test_one_pair_says_nothing_of_the_spread() -> None:
+    interval = paired_ratio([3.0], [2.0])
+    assert (interval.value, interval.low, interval.high) == (pytest.approx(1.5), None, None)
+    assert interval.to_json() == {"value": pytest.approx(1.5), "low": None, "high": None, "level": 0.95}
+
+
+def test_ratios_that_are_all_alike() -> None:
+    interval = paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert (interval.value, *ends(interval)) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_doubling_and_halving_are_alike() -> None:
+    interval = paired_ratio([2.0, 1.0], [1.0, 2.0])
+    low, high = ends(interval)
+    assert interval.value == pytest.approx(1.0)
+    assert low * high == pytest.approx(1.0)
+
+
+def test_what_is_common_to_a_pair_cancels() -> None:
+    """A machine that slows down tenfold during the measurement changes nothing."""
+    drift = np.geomspace(1, 10, 6)
+    numerators, denominators = [1.0, 1.1, 0.9, 1.05, 1.0, 0.95], [0.5, 0.52, 0.49, 0.5, 0.51, 0.5]
+    steady = paired_ratio(numerators, denominators)
+    drifting = paired_ratio(list(drift * numerators), list(drift * denominators))
+    assert (drifting.value, *ends(drifting)) == pytest.approx((steady.value, *ends(steady)))
+
+
+def test_the_interval_of_ratios_covers_the_truth_as_often_as_it_says() -> None:
+    """2000 experiments of 5 pairs with log-normal times and a drift ten times as large as the noise. The control is the
+    normal interval, too narrow for 5 pairs."""
+    generator = np.random.default_rng(0)
+    num, covered, covered_by_control = 2000, 0, 0
+    for _ in range(num):
+        drift = np.exp(generator.normal(size=5))
+        first = 1.3 * drift * np.exp(0.1 * generator.normal(size=5))
+        second = drift * np.exp(0.1 * generator.normal(size=5))
+        interval = paired_ratio(list(first), list(second))
+        low, high = ends(interval)
+        covered += low <= 1.3 <= high
+        narrower = (high / interval.value) ** (stats.norm.ppf(0.975) / stats.t.ppf(0.975, 4))
+        covered_by_control += interval.value / narrower <= 1.3 <= interval.value * narrower
+    at_least, at_most = stats.binom.interval(1 - FALSE_ALARM, num, 0.95)
+    assert at_least <= covered <= at_most
+    assert covered_by_control < at_least
+
+
+def test_paired_difference_by_hand() -> None:
+    """100 trials, 3 solved by the first alone, 5 by the second: the difference is 0.02, its variance
+    (9 - 100 * 0.0004) / 100^2, and the nearer margin is 0.03 / 0.0299333 = 1.002228 standard errors off."""
+    first = [True] * 3 + [False] * 5 + [True] * 60 + [False] * 32
+    second = [False] * 3 + [True] * 5 + [True] * 60 + [False] * 32
+    paired = paired_difference(first, second, margin=0.05)
+    assert (paired.only_first, paired.only_second, paired.margin) == (3, 5, 0.05)
+    se = math.sqrt(8.96) / 100
+    assert paired.difference.value == pytest.approx(0.02)
+    assert ends(paired.difference) == pytest.approx((0.02 - 1.959964 * se, 0.02 + 1.959964 * se), abs=1e-7)
+    assert paired.tost_p == pytest.approx(0.158116, abs=1e-5)
+    assert not paired.is_equivalent
+
+
+def test_swapping_the_arms_changes_the_sign_only() -> None:
+    first, second = [True, True, False, False, True], [True, False, False, True, False]
+    one, other = paired_difference(first, second, 0.1), paired_difference(second, first, 0.1)
+    assert one.difference.value == -other.difference.value == pytest.approx(-0.2)
+    assert ends(one.difference) == pytest.approx(tuple(-end for end in reversed(ends(other.difference))))
+    assert one.tost_p == pytest.approx(other.tost_p)
+
+
+@pytest.mark.parametrize(("num", "is_equivalent"), [(8, False), (58, False), (59, True), (400, True)])
+def test_agreement_everywhere_is_no_proof_if_there_is_little_of_it(num: int, is_equivalent: bool) -> None:
+    """A fault in 5% of the trials is in none of n with probability 0.95^n, 4.8% for 59."""
+    outcome = [i % 3 == 0 for i in range(num)]
+    paired = paired_difference(outcome, outcome, margin=0.05)
+    assert paired.difference.value == 0.0
+    assert paired.tost_p == pytest.approx(0.95**num, rel=1e-6)
+    assert paired.is_equivalent == is_equivalent
+    assert ends(paired.difference)[1] > 0  # never infinitely certain
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_arms_that_differ_by_the_margin_seldom_pass_as_equivalent(sign: int) -> None:
+    """The level of the test: at a true difference of just the margin, 5% of 600 experiments pass, or fewer; a little
+    inside the margin more do, and at no difference nearly all."""
+    generator = np.random.default_rng(1)
+
+    def num_equivalent(difference: float) -> int:
+        only_first, only_second = 0.05 - min(difference, 0), 0.05 + max(difference, 0)
+        count = 0
+        for _ in range(600):
+            kind = generator.choice(3, size=400, p=[only_first, only_second, 1 - only_first - only_second])
+            count += paired_difference(list(kind == 0), list(kind == 1), margin=0.06).is_equivalent
+        return count
+
+    limit = stats.binom.ppf(1 - FALSE_ALARM, 600, 0.05)
+    assert num_equivalent(sign * 0.06) <= limit < num_equivalent(sign * 0.04)
+    assert num_equivalent(0.0) > 540
+
+
+@pytest.mark.parametrize("num", [33, 52, 59, 70, 100, 200, 1000])
+def test_a_fault_that_goes_one_way_seldom_passes_as_equivalent(num: int) -> None:
+    """The exact level, where the second arm fails in 5% of the trials and is never better: each number of failures with
+    its binomial probability. (With the variance that is seen it would be 18% for 33 trials, 12% for 100.)"""
+    level = 0.0
+    for failures in range(num + 1):
+        second = [0.0] * failures + [1.0] * (num - failures)
+        if paired_difference([1.0] * num, second, margin=0.05).is_equivalent:
+            level += stats.binom.pmf(failures, num, 0.05)
+    assert level <= 0.05 + 1e-12
+    if num >= 100:
+        assert level > 0.02, "and not by refusing everything"
+
+
+def test_the_interval_of_the_difference_covers_the_truth() -> None:
+    """2000 experiments of 200 trials; the control takes the two arms for independent, which they are not."""
+    generator = np.random.default_rng(2)
+    covered, covered_by_control = 0, 0
+    for _ in range(2000):
+        kind = generator.choice(4, size=200, p=[0.05, 0.09, 0.5, 0.36])  # solved by first, second, both, none
+        first, second = (kind == 0) | (kind == 2), (kind == 1) | (kind == 2)
+        interval = paired_difference(list(first), list(second), margin=0.05).difference
+        low, high = ends(interval)
+        covered += low <= 0.04 <= high
+        half = 1.96 * math.sqrt((first.mean() * (1 - first.mean()) + second.mean() * (1 - second.mean())) / 200)
+        covered_by_control += abs(interval.value - 0.04) <= half
+    at_least, at_most = stats.binom.interval(1 - FALSE_ALARM, 2000, 0.95)
+    assert at_least <= covered <= at_most < covered_by_control
+
+
+@pytest.mark.parametrize(("num", "rate"), [(5, 0.5), (12, 0.4), (60, 0.3)])
+def test_a_difference_is_seldom_found_where_there_is_none(num: int, rate: float) -> None:
+    """The exact level, where each arm alone succeeds in half of ``rate`` of the trials. The control is the normal law
+    by itself, 10% for 5 trials."""
+    level = level_of_control = 0.0
+    for num_differing in range(num + 1):
+        for only_first in range(num_differing + 1):
+            first = [True] * only_first + [False] * (num - only_first)
+            second = [False] * only_first + [True] * (num_differing - only_first) + [False] * (num - num_differing)
+            paired = paired_difference(first, second, margin=0.1)
+            low, high = ends(paired.difference)
+            probability = stats.binom.pmf(num_differing, num, rate) * stats.binom.pmf(only_first, num_differing, 0.5)
+            level += probability * (paired.difference_p < 0.05)
+            level_of_control += probability * (not low <= 0 <= high)
+    assert level <= 0.05 < level_of_control
+
+
+def test_a_difference_by_hand() -> None:
+    """Of 8 trials that differ one goes the other way: McNemar's exact p is 2 * (1 + 8) / 2^8. Of as many either way,
+    and of none, it is 1."""
+    only_second, only_first = ([True] * 7 + [False] * 93, [False] * 7 + [True] + [False] * 92)
+    assert paired_difference(only_first, only_second, 0.1).difference_p == pytest.approx(18 / 256)
+    assert paired_difference([0, 1, 0], [1, 0, 0], 0.1).difference_p == 1
+    assert paired_difference([0, 1, 0], [0, 1, 0], 0.1).difference_p == 1
+    steady = paired_difference([0.0] * 100, [0.04, 0.05] * 50, 0.1)
+    assert steady.difference_p == pytest.approx(2 * stats.norm.sf(4.5 / math.sqrt(0.205 + 1 - 0.2025)), rel=1e-6)
+
+
+def test_bands_of_uniform_numbers_hold_as_often_as_they_say() -> None:
+    """4,000 samples of 300 numbers in 20 bins, at 95%. The bounds fail with a probability of 1e-6 each if the bands are
+    right; a band for another level is outside of them."""
+    num_samples, level = 4000, 0.95
+    rng = np.random.default_rng(5)
+    values = np.sort(rng.random((num_samples, 300)), axis=1)
+    counts = np.apply_along_axis(lambda row: np.histogram(row, 20, (0, 1))[0], 1, values)
+    ranks = np.arange(300) / 300
+    distances = np.maximum(values - ranks, ranks + 1 / 300 - values).max(axis=1)
+    largest = np.abs(rng.standard_normal((num_samples, 5))).max(axis=1)
+
+    def outside(level: float) -> list[int]:
+        low, high = uniform_bins(300, 20, level)
+        is_outside = [
+            ((counts < low) | (counts > high)).any(axis=1),
+            distances > uniform_distance(300, level),
+            largest > normal_limit(5, level),
+        ]
+        return [int(one.sum()) for one in is_outside]
+
+    most = stats.binom.isf(FALSE_ALARM, num_samples, 1 - level)
+    least = stats.binom.ppf(FALSE_ALARM, num_samples, 1 - level)
+    bins, distance, limit = outside(level)
+    assert bins <= most and least <= distance <= most
+    assert least - 0.002 * num_samples <= limit <= most, "Bonferroni costs 0.001 here"
+    assert all(count > most for count in outside(0.85))
+
+
+def test_paired_scores_by_hand() -> None:
+    """Differences 0.5, -0.25, 0, 0.25: mean 1/8, squares that add to 3/8, variance (3/8 + 1 - 4/64) / 16."""
+    paired = paired_difference([0.0, 1.0, 0.5, 0.25], [0.5, 0.75, 0.5, 0.5], margin=0.2)
+    assert (paired.only_first, paired.only_second, paired.difference.value) == (1, 2, 0.125)
+    half = 1.959964 * math.sqrt(1.3125) / 4
+    assert ends(paired.difference) == pytest.approx((0.125 - half, 0.125 + half), abs=1e-6)
+
+
+def test_the_unit_of_a_score_does_not_matter() -> None:
+    first, second = [0.1, 0.9, 0.4, 0.7], [0.2, 0.9, 0.3, 0.1]
+    one = paired_difference(first, second, margin=0.3)
+    percent = [[100 * value for value in values] for values in (first, second)]
+    other = paired_difference(*percent, margin=30, span=100)
+    assert other.tost_p == pytest.approx(one.tost_p)
+    assert other.difference.value == pytest.approx(100 * one.difference.value)
+
+
+def test_scores_that_differ_by_the_margin_seldom_pass_as_equivalent() -> None:
+    """The level for numbers from 0 to 1: at a true difference of just the margin 5% of 600 experiments, or fewer."""
+    generator = np.random.default_rng(3)
+
+    def num_equivalent(difference: float) -> int:
+        count = 0
+        for _ in range(600):
+            first = generator.uniform(0.1, 0.9, size=400)
+            second = first + difference + generator.uniform(-0.1, 0.1, size=400)
+            count += paired_difference(list(first), list(second), margin=0.02).is_equivalent
+        return count
+
+    assert num_equivalent(0.02) <= stats.binom.ppf(1 - FALSE_ALARM, 600, 0.05) < num_equivalent(0.01)

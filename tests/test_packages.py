@@ -1,0 +1,165 @@
+"""The house has floors: imports go down, never up, and what must be quick to import stays free of torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "outrider"
+
+# Packages and single modules, top to bottom: each may import those on lower floors, and none beside it.
+FLOORS = """
+    __main__
+    cli
+    certify
+    bench
+    distill
+    evals replay
+    __init__
+    api scoring
+    decoding
+    drafters
+    models sampling
+    runtime stats text
+    system
+    records
+    errors
+""".strip().splitlines()
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+NOT_YET = {("drafters", "decoding")}  # drafters look at the batch
+
+# The packages' own files hold a docstring and nothing else, so that importing one file imports no other.
+PACKAGE_FILES = {".".join(path.relative_to(SRC).with_suffix("").parts) for path in SRC.glob("*/**/__init__.py")}
+
+
+def _modules() -> dict[str, Path]:
+    return {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
+
+
+def _imported(tree: ast.AST, modules: dict[str, Path]) -> Iterator[str]:
+    """The modules of this package that are imported anywhere in the code, for type checkers too."""
+
+    def resolve(dotted: str) -> str:
+        name = dotted.removeprefix("outrider").removeprefix(".") or "__init__"
+        return name if name in modules else f"{name}.__init__"
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (resolve(alias.name) for alias in node.names if alias.name.split(".")[0] == "outrider")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+            if node.module.split(".")[0] == "outrider":
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}".removeprefix("outrider.")
+                    yield name if name in modules else resolve(node.module)
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run at import: not those in functions, nor those for type checkers only."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
+            continue
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            yield from _top_level(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _top_level(handler.body)
+
+
+def _package(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_every_package_has_its_floor() -> None:
+    assert {_package(name) for name in _modules()} == FLOOR_OF.keys()
+
+
+@pytest.mark.parametrize("package", FLOOR_OF)
+def test_imports_go_down(package: str) -> None:
+    modules = _modules()
+    for name in (name for name in modules if _package(name) == package):
+        for imported in map(_package, _imported(ast.parse(modules[name].read_text()), modules)):
+            is_below = FLOOR_OF[package] < FLOOR_OF[imported]
+            assert is_below or imported == package or (package, imported) in NOT_YET, f"{name} imports {imported}"
+
+
+def test_modules_do_not_import_in_circles() -> None:
+    modules = _modules()
+    graph = {name: set(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_top_level_is_small() -> None:
+    assert len(list(SRC.glob("*.py"))) <= 8
+
+
+def test_known_mistakes_are_for_certificates_only() -> None:
+    """No option of the decoder leads to them."""
+    modules = _modules()
+    users = {
+        name for name, path in modules.items() if "certify.controls" in _imported(ast.parse(path.read_text()), modules)
+    }
+    assert users == {"certify.run", "certify.certificate", "cli.commands.certify"}
+
+
+def test_package_files_hold_only_a_docstring() -> None:
+    for name in PACKAGE_FILES:
+        tree = ast.parse(_modules()[name].read_text())
+        assert len(tree.body) == 1
+        assert ast.get_docstring(tree)
+
+
+@pytest.mark.parametrize(
+    "name", ["records", "errors", "__init__", *(name for name in _modules() if name.startswith("cli."))]
+)
+def test_no_torch_at_import(name: str) -> None:
+    """Records and errors know no tensors, and `outrider --help` does not wait for torch."""
+    for node in _top_level(ast.parse(_modules()[name].read_text()).body):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            roots = {alias.name.split(".")[0] for alias in node.names} | {
+                (getattr(node, "module", "") or "").split(".")[0]
+            }
+            assert not roots & {"torch", "transformers"}, f"{name}, line {node.lineno}"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """What is imported at the top is clean all the way down."""
+    code = (
+        "import sys, outrider, outrider.records, outrider.errors, outrider.cli.app;"
+        "sys.exit(str(heavy) if (heavy := sys.modules.keys() & {'torch', 'transformers', 'scipy', 'numpy'}) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_walk_over_imports_sees_all_kinds() -> None:
+    """The control."""
+    modules = {"api": Path(), "cli.app": Path(), "cli.__init__": Path(), "__init__": Path(), "lm": Path()}
+    code = """
+import os, outrider
+import outrider.lm
+from outrider import api
+from outrider.cli import app
+from outrider.cli.app import main
+from outrider.cli import __doc__
+def late():
+    from outrider.api import load
+if TYPE_CHECKING:
+    import torch
+try:
+    import numpy
+except ImportError:
+    import scipy
+"""
+    tree = ast.parse(code)
+    expected = ["__init__", "lm", "api", "cli.app", "cli.app", "cli.__init__", "api"]
+    assert sorted(_imported(tree, modules)) == sorted(expected)
+    names = {alias.name for node in _top_level(tree.body) for alias in getattr(node, "names", [])}
+    assert {"numpy", "scipy", "os"} <= names
+    assert not names & {"torch", "load"}

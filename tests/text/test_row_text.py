@@ -1,0 +1,201 @@
+"""When a row ends: at the very token, with nothing of a stop string ever shown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.records import FinishReason
+from outrider.text.row_text import RowText
+from outrider.text.tokenizer import Detokenizer
+from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer
+
+EOS = 99
+
+
+class Pieces:
+    """A detokenizer by table: token i has text i; what was not asked for comes with the flush."""
+
+    def __init__(self, pieces: Sequence[str], rest: str = "") -> None:
+        self.pieces = pieces
+        self.rest = rest
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        rest, self.rest = self.rest, ""
+        return rest
+
+
+@dataclass
+class Shown:
+    """What came of a row: the text after each token, the text in the end, and why and when it ended."""
+
+    steps: list[str]
+    text: str
+    reason: FinishReason | None
+    num_tokens: int
+    owners: list[tuple[int, str]]
+
+
+def play(pieces: Sequence[str], stop: Sequence[str] = (), *, rest: str = "", end: int | None = None) -> Shown:
+    """Push the tokens until the row ends; ``end`` is the index of an end token."""
+    row = RowText(Pieces(pieces, rest), () if end is None else {end}, stop)  # type: ignore[arg-type]
+    steps, owners, text, reason, count = [], [], "", None, 0
+    for token_id in range(len(pieces)):
+        reason = row.push(token_id)
+        count += 1
+        if reason is not None:
+            break
+        taken = row.take()
+        owners += taken
+        text += "".join(piece for _, piece in taken)
+        steps.append(text)
+    row.finish()
+    taken = row.take()
+    owners += taken
+    text += "".join(piece for _, piece in taken)
+    assert row.take() == []
+    return Shown(steps, text, reason, count, owners)
+
+
+def ends_at(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first of the stop strings in a text begins."""
+    found = [at for at in map(text.find, stop) if at >= 0]
+    return min(found, default=None)
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of a text that may still become a stop string."""
+    beginnings = {""} | {string[:n] for string in stop for n in range(len(string))}
+    return max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
+
+
+TEXTS = st.lists(st.text("ab.", max_size=3), max_size=12)
+STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
+
+
+@given(pieces=TEXTS, stop=STOPS)
+def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: list[str]) -> None:
+    """The row ends with the first token that makes a stop string whole, and its text ends where that one begins."""
+    shown = play(pieces, stop)
+    for count in range(1, len(pieces) + 1):
+        text = "".join(pieces[:count])
+        at = ends_at(text, stop)
+        if at is not None:
+            assert (shown.reason, shown.num_tokens, shown.text) == ("stop", count, text[:at])
+            return
+    assert (shown.reason, shown.num_tokens, shown.text) == (None, len(pieces), "".join(pieces))
+
+
+@given(pieces=TEXTS, stop=STOPS)
+def test_all_is_shown_that_cannot_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
+    """No more than that, and no less: a stream does not lag without need."""
+    for count, step in enumerate(play(pieces, stop).steps, start=1):
+        text = "".join(pieces[:count])
+        assert step == text[: len(text) - held_back(text, stop)]
+
+
+@given(pieces=TEXTS, stop=STOPS)
+def test_text_keeps_the_token_that_it_came_with(pieces: list[str], stop: list[str]) -> None:
+    """However long it was held back. (The end of a text, cut off at a stop string, belongs to a token too.)"""
+    shown = play(pieces, stop)
+    by_token = [""] * len(pieces)
+    for index, piece in shown.owners:
+        assert piece
+        by_token[index] += piece
+    assert all(piece.startswith(part) for piece, part in zip(pieces, by_token, strict=True))
+    assert shown.owners == sorted(shown.owners, key=lambda owner: owner[0])
+
+
+def test_a_stop_string_may_be_spread_over_tokens() -> None:
+    shown = play(["One", " t", "he", " end", " of it"], ["the end"])
+    assert shown.steps == ["One", "One ", "One "]
+    assert (shown.text, shown.reason, shown.num_tokens) == ("One ", "stop", 4)
+
+
+def test_what_turns_out_not_to_be_a_stop_string_is_released() -> None:
+    shown = play(["a", "\n", "\n", "b"], ["\n\n\n"])
+    assert shown.steps == ["a", "a", "a", "a\n\nb"]
+    assert shown.owners == [(0, "a"), (1, "\n"), (2, "\n"), (3, "b")]
+
+
+def test_a_beginning_is_released_as_far_as_it_can_be() -> None:
+    """After "aab" comes "aabaab": the second "aab" may yet be the beginning of the stop string."""
+    assert play(["aab", "aab", "x"], ["aabx"]).text == "aab"
+    assert play(["aab", "aab", "x"], ["aabx"]).steps == ["", "aab"]
+
+
+@pytest.mark.parametrize(("stop", "text"), [(["b", "d"], "a"), (["d", "b"], "a"), (["cd", "bcde"], "ab")])
+def test_the_first_stop_string_in_the_text_counts(stop: list[str], text: str) -> None:
+    """Not the first in the list; and one that is not whole yet does not count at all."""
+    shown = play(["a", "bcd", "e"], stop)
+    assert (shown.text, shown.reason, shown.num_tokens) == (text, "stop", 2)
+
+
+def test_a_stop_string_in_the_very_first_token() -> None:
+    shown = play(["\nabc", "d"], ["\n"])
+    assert (shown.text, shown.reason, shown.num_tokens, shown.steps) == ("", "stop", 1, [])
+
+
+def test_nothing_after_a_stop_string_is_shown() -> None:
+    """Neither the rest of its token nor what the detokenizer still holds."""
+    shown = play(["a", "STOP and go on"], ["STOP"], rest="?")
+    assert (shown.text, shown.reason) == ("a", "stop")
+
+
+def test_an_end_token_ends_and_releases() -> None:
+    """What was held back as a possible stop string is text after all."""
+    shown = play(["a", "\n", "never", "shown"], ["\n\n"], end=2)
+    assert (shown.text, shown.reason, shown.num_tokens) == ("a\n", "eos", 3)
+
+
+def test_an_end_token_among_others_when_it_is_ignored() -> None:
+    """``ignore_eos`` gives no end tokens; then it is a token like others."""
+    assert play(["a", "b", "c"], end=1).reason == "eos"
+    assert play(["a", "b", "c"]).reason is None
+
+
+def test_half_characters_come_with_the_end() -> None:
+    shown = play(["a", ""], ["ab"], rest="\ufffd")
+    assert shown.text == "a\ufffd"
+    assert shown.owners == [(0, "a"), (1, "\ufffd")]
+
+
+def test_rows_without_text_end_at_end_tokens_only() -> None:
+    row = RowText(None, {EOS}, ())
+    assert [row.push(i) for i in (1, 2, EOS)] == [None, None, "eos"]
+    row.finish()
+    assert row.take() == []
+
+
+@pytest.mark.parametrize("stop", ["世", "🙂", "ß", "e 🙂", "ü", "\n"])
+def test_stop_strings_of_many_bytes(stop: str) -> None:
+    """With a real tokenizer, whose characters are spread over tokens."""
+    text = " Grüße 🙂 世界\n e 🙂"
+    for tokenizer in (embedded_tokenizer(), metaspace_tokenizer()):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        row = RowText(Detokenizer(tokenizer, tokenizer("Once").input_ids), (), [stop])
+        shown, reason = "", None
+        for token_id in ids:
+            reason = row.push(token_id)
+            shown += "".join(piece for _, piece in row.take())
+            if reason is not None:
+                break
+        row.finish()
+        assert (reason, shown.strip()) == ("stop", text[: text.index(stop)].strip())
+
+
+def test_a_stop_string_before_half_a_character_ends_the_row_at_once() -> None:
+    """A token may hold a whole stop string and the first byte of a character after it (GPT-2 has one of a space and
+    F0). The row ends with that token, not with the one that completes the character: never one token too many."""
+    tokenizer = byte_level_tokenizer(["!\u00f0"])  # the byte F0, with which emoji begin, is written \u00f0
+    ids = tokenizer("go!🙂", add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids[2:3]).startswith("!") and len(ids) == 6
+    row = RowText(Detokenizer(tokenizer, tokenizer("Once").input_ids), (), ["!"])
+    assert [row.push(i) for i in ids[:3]] == [None, None, "stop"]
+    row.finish()
+    assert "".join(piece for _, piece in row.take()) == "go"
