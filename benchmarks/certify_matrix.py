@@ -32,7 +32,7 @@ from outrider.bench.report import new_table
 from outrider.certify.design import num_tests
 from outrider.certify.run import Job, certify, fly
 from outrider.evals.prompts import PROMPTS
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.sampling.rules import REJECTION, RULES
 from outrider.system.provenance import provenance
 

@@ -30,7 +30,7 @@ from outrider.bench.report import ArmSummary, interval_text, new_table, summaris
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 from outrider.distill.data import hold_out_written, read_sequences
 from outrider.evals.prompts import PROMPTS
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.scoring.alpha import measure_alpha
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance

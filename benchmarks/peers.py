@@ -49,7 +49,7 @@ from outrider.api import Decoder, load, load_drafter
 from outrider.bench.report import interval_text, new_table
 from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
-from outrider.records import DEFAULT_ACCEPTANCE
+from outrider.options import DEFAULT_ACCEPTANCE
 from outrider.sampling.rules import RULES
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance

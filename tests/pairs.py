@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from outrider.api import Decoder, load
 from outrider.models.registry import resolve
-from outrider.records import DEFAULT_ACCEPTANCE
+from outrider.options import DEFAULT_ACCEPTANCE
 from toys import random_model
 
 NUM_WORDS = 97

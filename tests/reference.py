@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers.generation import logits_process as hf
 
-from outrider.records import Sampling
+from outrider.options import Sampling
 
 Probs = list[float]
 Law = dict[tuple[int, ...], float]

@@ -12,7 +12,8 @@ import torch
 import outrider
 from outrider.api import Decoder
 from outrider.errors import OptionError, PromptError, UsageError
-from outrider.records import Chunk, Completion, Sampling, Stats, Timing
+from outrider.options import Sampling
+from outrider.records import Chunk, Completion, Stats, Timing
 from outrider.sampling.rules import RULES
 from pairs import embedded
 

@@ -27,6 +27,7 @@ FLOORS = """
     runtime stats text
     system
     records
+    options
     errors
 """.strip().splitlines()
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

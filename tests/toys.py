@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
-from outrider.records import FinishReason, Request, RowRound, Sampling, Stats
+from outrider.options import Sampling
+from outrider.records import FinishReason, Request, RowRound, Stats
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.api import Decoder, load
     from outrider.errors import OutriderError, UsageError
-    from outrider.records import Chunk, Completion, Sampling, Stats, Timing
+    from outrider.options import Sampling
+    from outrider.records import Chunk, Completion, Stats, Timing
 
 __all__ = [
     "Chunk",
@@ -27,7 +28,13 @@ __all__ = [
     "load",
 ]
 
-_HOMES = {"Decoder": "api", "load": "api", "OutriderError": "errors", "UsageError": "errors"}
+_HOMES = {
+    "Decoder": "api",
+    "load": "api",
+    "OutriderError": "errors",
+    "UsageError": "errors",
+    "Sampling": "options",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,21 +29,14 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
 from outrider.models.registry import resolve
-from outrider.records import (
+from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
     MAX_NUM_DRAFT_TOKENS,
-    Chunk,
-    Completion,
     NumDraftTokens,
-    Origin,
-    Request,
-    Round,
     Sampling,
-    Stats,
-    Timing,
-    TokenLogprob,
 )
+from outrider.records import Chunk, Completion, Origin, Request, Round, Stats, Timing, TokenLogprob
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.text.row_text import RowText

@@ -13,110 +13,22 @@ This module knows no model, no file and no text beyond the strings it carries. I
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from outrider.errors import OptionError
+from outrider.options import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_ACCEPTANCE = "block"
-DEFAULT_NUM_DRAFT_TOKENS = 4
-MAX_NUM_DRAFT_TOKENS = 1024
-
 Origin = Literal["accepted", "correction", "bonus"]
-NumDraftTokens = int | Literal["auto"]
-"""K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""
-
 FinishReason = Literal["eos", "stop", "length"]
 """``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full."""
 
 
 _Count = TypeVar("_Count", int, float)  # float where counts are expected ones
-_MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one row is sampled. Order and meaning are those of Hugging Face's processors: logit_bias,
-    repetition_penalty, temperature, top_k, top_p, min_p.
-
-    Attributes:
-        temperature: 0 is greedy (ties go to the lowest id); 1 is the model's own distribution.
-        top_k: keep the k most probable tokens (and ties with the k-th); 0 keeps all.
-        top_p: keep the smallest set of tokens whose mass reaches top_p; 1.0 keeps all.
-        min_p: keep tokens with at least min_p times the probability of the most probable; 0.0 keeps all.
-        repetition_penalty: above 1.0 lowers the logits of tokens that occur in prompt or output (Keskar et al. 2019).
-        logit_bias: token id -> number added to its logit (-inf forbids it).
-        seed: 0 <= seed < 2**63; None draws one from the operating system, and the completion tells which.
-        stop: strings that end the text; they are not part of it.
-        max_new_tokens: at most so many tokens.
-        ignore_eos: end tokens are tokens like others.
-        logprobs: None for none; N >= 0 for the log-probability of each token under the target's raw logits
-            (before any processor), and of the N most probable tokens beside it.
-
-    Raises:
-        OptionError: a value out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6; 0 is greedy")
-        _check_integer("top_k", self.top_k, 0, "a whole number >= 0; 0 keeps all tokens")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "0 < top_p <= 1; 1.0 keeps all tokens", is_low_open=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0, "0 <= min_p <= 1; 0.0 keeps all tokens")
-        _check_number(
-            "repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "a number from 1e-6 to 1e6; 1.0 is none"
-        )
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
-            for token_id, bias in self.logit_bias.items():
-                _check_integer("logit_bias", token_id, 0, "its keys are token ids")
-                is_number = isinstance(bias, numbers.Real) and (abs(bias) <= _MAX_BIAS or bias == -math.inf)
-                if not is_number:
-                    raise OptionError("logit_bias", bias, f"each value is a finite number up to {_MAX_BIAS:g}, or -inf")
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
-            if self.seed >= 2**63:
-                raise OptionError("seed", self.seed, "a whole number, 0 <= seed < 2**63")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if not isinstance(self.stop, Sequence):
-            raise OptionError("stop", self.stop, "a string, or several")
-        for string in self.stop:
-            if not isinstance(string, str) or not string:
-                raise OptionError("stop", string, "stop strings are not empty")
-        _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
-
-
-def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high or (is_low_open and value == low):  # type: ignore[operator]
-        raise OptionError(name, value, remedy)
-
-
-def _check_integer(name: str, value: object, low: int, remedy: str) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
-        raise OptionError(name, value, remedy)
 
 
 @dataclass(frozen=True, slots=True)

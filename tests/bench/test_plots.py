@@ -26,7 +26,8 @@ from outrider.bench.run import Arm
 from outrider.distill.shapes import ShapeCost
 from outrider.distill.student import Shape
 from outrider.errors import FileError, MissingExtra
-from outrider.records import Sampling, Stats, Timing
+from outrider.options import Sampling
+from outrider.records import Stats, Timing
 from outrider.scoring.alpha import Alpha
 from outrider.stats.intervals import Interval
 from pairs import embedded

@@ -23,7 +23,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.captured import Captured
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES

@@ -7,7 +7,7 @@ import torch
 
 from outrider.certify.divergence import explain, first_difference
 from outrider.drafters.base import NoDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.sampling.rules import GUMBEL
 from toys import as_lm, llama_pair, request, tiny_llama, tokens
 

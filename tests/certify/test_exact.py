@@ -10,7 +10,8 @@ from torch import Tensor
 from outrider.certify.controls import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
 from outrider.certify.exact import check_exactly, forcing_gap, identity_gap
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Draft, Sampling, Verdict
+from outrider.options import Sampling
+from outrider.records import Draft, Verdict
 from outrider.sampling.noise import RoundUniforms
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
 from toys import llama_pair, table_pair

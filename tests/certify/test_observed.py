@@ -8,7 +8,7 @@ from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, Written, draft_ro
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalised, to_probs
 from outrider.scoring.teacher_forcing import Text
 from toys import llama_pair, random_table, table_lm, table_pair

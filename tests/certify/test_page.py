@@ -21,7 +21,7 @@ from outrider.cli.shared.options import PairOptions, SamplingOptions
 from outrider.cli.shared.output import make_document, options_json
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.stats.intervals import uniform_distance
 from toys import llama_pair
 

@@ -10,7 +10,8 @@ from outrider.certify.samples import Sample, check_samples, judge, judge_greedil
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import PromptError
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, Rule
 from outrider.text.row_text import RowText

@@ -14,7 +14,7 @@ from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, DropUnlike
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
 from reference import Law, table_law

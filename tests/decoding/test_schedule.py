@@ -18,7 +18,8 @@ from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
-from outrider.records import Request, Round, RowRound, Sampling, Timing
+from outrider.options import Sampling
+from outrider.records import Request, Round, RowRound, Timing
 from outrider.sampling.rules import RULES, Rule
 from toys import random_table, table_lm, table_pair, tokens
 

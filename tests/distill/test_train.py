@@ -14,7 +14,7 @@ from outrider.distill.student import Shape, new_draft
 from outrider.distill.train import Budget, Check, Recipe, check_same_run, distil
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text

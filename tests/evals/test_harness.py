@@ -21,7 +21,8 @@ from outrider.api import Decoder, load
 from outrider.errors import OptionError, PromptError
 from outrider.evals.harness import OutriderLM, main, task_sampling
 from outrider.evals.tasks import load_tasks, run_task
-from outrider.records import Sampling, Stats
+from outrider.options import Sampling
+from outrider.records import Stats
 from pairs import byte_level_tokenizer, embedded, metaspace_tokenizer, random_llama, save, word_tokenizer
 from toys import perturbed
 

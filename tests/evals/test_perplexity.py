@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.evals.perplexity import judge, windows
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
 from outrider.stats.intervals import ratio_of_sums

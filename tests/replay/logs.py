@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from outrider.drafters.base import NoDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.replay.log import Header, Record
 from outrider.replay.record import top_probs
 from outrider.runtime.lm import LM

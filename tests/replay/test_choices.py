@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Sampling, Timing
+from outrider.options import Sampling
+from outrider.records import Timing
 from outrider.replay.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import RoundCounts

@@ -9,7 +9,7 @@ import torch
 from logs import written
 
 from outrider.errors import FileError
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.replay import log as module
 from outrider.replay.log import Header, Log, LogWriter, Record
 from toys import llama_pair

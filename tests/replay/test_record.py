@@ -5,7 +5,7 @@ import torch
 
 from outrider.api import Decoder
 from outrider.drafters.base import NoDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.replay.record import record_batch, top_probs
 from reference import hf_probs
 from toys import llama_pair

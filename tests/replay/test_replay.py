@@ -15,7 +15,7 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.replay import renewal
 from outrider.replay import replay as module
 from outrider.replay.log import Record

@@ -10,7 +10,8 @@ import torch
 
 from outrider.decoding.engine import decode
 from outrider.drafters.model import ModelDrafter
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.runtime.captured import Captured
 from outrider.sampling.rules import REJECTION, RULES, Rule
 from toys import as_lm, llama_pair, perturbed, tiny_llama, tokens

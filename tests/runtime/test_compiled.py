@@ -15,7 +15,8 @@ from torch.nn import functional
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
 from outrider.errors import CompileError
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.runtime import compiled as compiled_module
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.lm import LM

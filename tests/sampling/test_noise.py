@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import reference
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.sampling import noise as noise_module
 from outrider.sampling.noise import (
     GumbelNoise,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.sampling.noise import gumbels, round_uniforms
 from outrider.sampling.probs import Settings, draw, draw_gumbel, is_finite, mark_seen, one_hot, to_probs
 from reference import hf_probs

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from enumeration import Table, mean_accepted, outcomes, round_laws
-from outrider.records import Draft, Sampling
+from outrider.options import Sampling
+from outrider.records import Draft
 from outrider.sampling.noise import RoundUniforms
 from outrider.sampling.probs import Settings, to_probs
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule, residual

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.errors import PromptError
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
 from outrider.scoring.alpha import measure_alpha, overlap, sampling_grid
 from outrider.scoring.teacher_forcing import Text, force

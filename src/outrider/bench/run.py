@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from outrider.api import Decoder
-from outrider.records import Chunk, NumDraftTokens, Stats, Timing
+from outrider.options import NumDraftTokens
+from outrider.records import Chunk, Stats, Timing
 from outrider.text.tokenizer import Prompt
 
 _NUM_WARM_UP_TOKENS = 8

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import Settings, mark_seen, to_probs, wide

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from outrider.certify.observed import draft_rows
 from outrider.drafters.base import Drafter
-from outrider.records import Draft, Sampling
+from outrider.options import Sampling
+from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms
 from outrider.sampling.probs import draw_gumbel, normalised, wide

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, one_hot
 from outrider.sampling.rules import REJECTION

@@ -30,7 +30,8 @@ from outrider.certify.observed import Observed, Written, joined, observe
 from outrider.decoding.engine import decode
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import OptionError, PromptError
-from outrider.records import DEFAULT_NUM_DRAFT_TOKENS, Request, Sampling
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
+from outrider.records import Request
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.stats.evidence import rate_bound, tokens_needed
 from outrider.text.row_text import RowText

@@ -22,7 +22,8 @@ from outrider.certify.divergence import against_plain, plain_batches
 from outrider.certify.observed import Observed, Written, joined, observe
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.text.row_text import RowText

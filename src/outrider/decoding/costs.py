@@ -25,7 +25,8 @@ from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Draft, Request, Sampling, Timing
+from outrider.options import Sampling
+from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 from outrider.system.files import cache_folder, keep_in_cache

@@ -19,7 +19,7 @@ from outrider.distill.student import Shape, new_draft
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.records import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.stats.speedup import expected_tokens

@@ -29,7 +29,7 @@ from outrider.distill.losses import LOSSES, Loss
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm, without_bars
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.scoring.alpha import measure_alpha

@@ -34,7 +34,8 @@ from tqdm import tqdm
 
 from outrider.api import Decoder, load
 from outrider.errors import OptionError, OutriderError, PromptError
-from outrider.records import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling, Stats
+from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
+from outrider.records import Stats
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # named alike by tasks and by Sampling

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings
 from outrider.scoring.alpha import overlap

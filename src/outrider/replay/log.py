@@ -28,7 +28,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.errors import FileError
-from outrider.records import FinishReason, Sampling
+from outrider.options import Sampling
+from outrider.records import FinishReason
 from outrider.system.files import read_bytes, read_text, to_disk, write_whole
 
 SCHEMA = "outrider/log/1"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import FileError
-from outrider.records import MAX_NUM_DRAFT_TOKENS
+from outrider.options import MAX_NUM_DRAFT_TOKENS
 from outrider.system.files import read_text
 
 _TENSOR = re.compile(r"\s*tensor\(\s*(\[[^()]*\])\s*(?:,\s*(?:device|dtype)\s*=\s*[^(),]+)*\)", re.DOTALL)

@@ -17,7 +17,8 @@ import numpy as np
 from outrider.decoding.costs import CostArm, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Sampling, Timing
+from outrider.options import Sampling
+from outrider.records import Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 from outrider.stats.counts import RoundCounts

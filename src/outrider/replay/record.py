@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from outrider.api import Decoder
-from outrider.records import Chunk, Sampling
+from outrider.options import Sampling
+from outrider.records import Chunk
 from outrider.replay.log import Header, Record, TopProbs
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, wide

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
-from outrider.records import MAX_NUM_DRAFT_TOKENS
+from outrider.options import MAX_NUM_DRAFT_TOKENS
 from outrider.replay.other_formats import read_rounds
 from outrider.stats.counts import Position, RoundCounts, tau_interval, total
 from outrider.stats.intervals import Interval, wilson

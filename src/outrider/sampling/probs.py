@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import PromptError
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text

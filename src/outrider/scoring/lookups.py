@@ -8,7 +8,8 @@ import torch
 
 from outrider.decoding.batch import Batch
 from outrider.drafters.base import Drafter
-from outrider.records import Request, Sampling
+from outrider.options import Sampling
+from outrider.records import Request
 from outrider.sampling.rules import Rule
 
 _AT_ONCE = 256  # prefixes in one batch; bounds the memory

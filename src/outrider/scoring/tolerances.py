@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.records import Sampling
+from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
 
 # Logits this close may change places by rounding (docs/numerics.md has what was seen).

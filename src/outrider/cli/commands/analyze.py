@@ -10,7 +10,7 @@ import typer
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, check_outputs, console_for, write_json
 from outrider.errors import OptionError
-from outrider.records import MAX_NUM_DRAFT_TOKENS
+from outrider.options import MAX_NUM_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from outrider.replay.rounds import Analysis

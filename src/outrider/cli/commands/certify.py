@@ -46,7 +46,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.records import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -183,7 +183,7 @@ def job_of(
 
     from outrider.certify.run import Job
     from outrider.evals.prompts import PROMPTS
-    from outrider.records import Sampling
+    from outrider.options import Sampling
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)

@@ -108,7 +108,7 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
         FileError: an option or a prompt of a line is not possible.
     """
     from outrider.certify.samples import Sample
-    from outrider.records import Sampling
+    from outrider.options import Sampling
 
     for line in lines:
         where = f"{file}, line {line.number}"

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
     from outrider.bench.run import Arm, Case, Measurement
-    from outrider.records import Chunk, NumDraftTokens
+    from outrider.options import NumDraftTokens
+    from outrider.records import Chunk
 
 _PANEL_HEIGHT = 5  # lines: a panel with fewer shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."

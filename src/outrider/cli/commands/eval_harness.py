@@ -23,7 +23,7 @@ from outrider.cli.shared.options import (
 )
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
 from outrider.errors import MissingExtra, OptionError
-from outrider.records import Sampling
+from outrider.options import Sampling
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -23,7 +23,7 @@ from outrider.cli.shared.output import check_json_target, console_for, gather, o
 if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.bench.run import Arm
-    from outrider.records import NumDraftTokens
+    from outrider.options import NumDraftTokens
 
 
 @flat

@@ -183,7 +183,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     """A log of printed tensors as if it had been recorded, greedily: each text ended where it ends by its length."""
     from outrider.models.loading import load_tokenizer
     from outrider.models.registry import resolve
-    from outrider.records import Sampling
+    from outrider.options import Sampling
     from outrider.replay.log import Header, Record
     from outrider.replay.other_formats import read_tensors
     from outrider.text.tokenizer import encode, fingerprint, vocab_size

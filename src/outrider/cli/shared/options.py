@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from outrider.errors import CompileError, OptionError
-from outrider.records import (
+from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
     MAX_NUM_DRAFT_TOKENS,
