@@ -37,6 +37,7 @@ from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.errors import CompileError
 from outrider.evals.prompts import PROMPTS, WARM_UP
 from outrider.models.registry import resolve
+from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
 
@@ -120,7 +121,7 @@ def measure_target(
     arms = [Arm("plain", fast), Arm("plain, eager", plain)]
     for name, draft in drafts.items():
         drafter = load_drafter(plain, draft, device=str(target.device), dtype="bfloat16")
-        arms.append(Arm(name, replace(fast, drafter=drafter.compiled()), name, _K))
+        arms.append(Arm(name, replace(fast, drafter=drafter.with_models(LM.compiled)), name, _K))
     options = {"max_new_tokens": num_tokens, "ignore_eos": True}
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS[:num_prompts])]
     warm_up(arms, cases, options)

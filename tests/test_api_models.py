@@ -168,7 +168,7 @@ def test_logits_that_are_not_numbers_are_told_with_model_and_position(broken: st
     with torch.no_grad():
         next(lm.model.parameters())[:] = torch.nan
     position = len(decoder.encode("Once upon a time"))
-    message = f"the model {lm.name} gave NaN or infinite logits for position {position} of prompt 0"
+    message = f"the model {lm.name} gave NaN or infinite logits for position {position} of the text"
     stream = decoder.stream("Once upon a time", seed=1)
     with pytest.raises(NumericsError, match=message):
         list(stream)

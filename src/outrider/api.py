@@ -12,33 +12,35 @@ from __future__ import annotations
 import difflib
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider.decoding.costs import round_costs
-from outrider.decoding.engine import decode
-from outrider.decoding.schedule import AdaptiveSchedule, Schedule
+from outrider.decoding.costs import costs_by_load
+from outrider.decoding.engine import Engine, decode, final_length
+from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.errors import OptionError, PromptError
+from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
 from outrider.models.registry import resolve
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_NUM_SLOTS,
     MAX_NUM_DRAFT_TOKENS,
     NumDraftTokens,
     Sampling,
 )
-from outrider.records import Chunk, Completion, Origin, Request, Round, Stats, Timing, TokenLogprob
+from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Stats, Timing, TokenLogprob
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import RULES
+from outrider.sampling.rules import RULES, Rule
 from outrider.text.row_text import RowText
 from outrider.text.tokenizer import Detokenizer, Prompt, check_same_tokens, encode
 
@@ -74,7 +76,7 @@ class Decoder:
     def context_len(self) -> int:
         """Tokens that both models can take, where the drafter has one."""
         own = self.target.context_len
-        return min(own, self.drafter.lm.context_len) if isinstance(self.drafter, ModelDrafter) else own
+        return min(own, self.drafter.context_len or own)
 
     def plain(self) -> Decoder:
         """The same target without a draft: the baseline of every comparison."""
@@ -88,28 +90,34 @@ class Decoder:
         Raises:
             CompileError: from the first generation; a model or this machine does not allow it.
         """
-        return replace(self, target=self.target.compiled(), drafter=self.drafter.compiled())
+        return replace(self, target=self.target.compiled(), drafter=self.drafter.with_models(LM.compiled))
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, *, resume_ids: Sequence[int] = (), **options: Any) -> Iterator[Chunk]:
         """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
 
-        The iterator may be dropped at any time. Generation that is resumed with the tokens so far as the prompt,
-        ``max_new_tokens`` less by as many and the same seed goes on as if it had not been cut.
+        The iterator may be dropped at any time. The same call with ``resume_ids``, the tokens generated so far, goes on
+        from there: its chunks continue the text, stop strings across the cut and split characters included.
+        ``max_new_tokens`` counts all tokens, those of ``resume_ids`` too. Cut at the end of a round (after a chunk;
+        under ``gumbel`` anywhere), the same seed gives the text of the uncut stream.
         """
-        return self.stream_many([prompt], **options)
+        return self.stream_many([prompt], resume_ids=[resume_ids], **options)
 
     def stream_many(
         self,
         prompts: Sequence[Prompt],
         *,
+        resume_ids: Sequence[Sequence[int]] | None = None,
+        num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Generate for several prompts at once, a chunk for each unfinished row and round.
+        """Generate for several prompts at once, a chunk for each row and round.
 
         Args:
             prompts: texts, lists of token ids, or chats.
+            resume_ids: for each prompt the tokens that were generated before (see ``stream``).
+            num_slots: prompts at a time. When a row ends, the next prompt takes its place.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
             options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``: a
                 list of lists). Without a seed each row draws its own.
@@ -118,13 +126,15 @@ class Decoder:
             OptionError, PromptError: at once, not at the first chunk.
             NumericsError: from the iterator.
         """
-        requests, texts = self._prepare(prompts, options)
-        return _chunks(self._rounds(requests, num_draft_tokens, acceptance), texts)
+        jobs = self._jobs(prompts, options, resume_ids)
+        return _chunks(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
 
     def generate(
         self,
         prompts: str | Sequence[Prompt],
         *,
+        resume_ids: Sequence[Sequence[int]] | None = None,
+        num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
         **options: Any,
@@ -134,35 +144,130 @@ class Decoder:
         Returns:
             A completion for each prompt, in order.
         """
-        requests, texts = self._prepare([prompts] if isinstance(prompts, str) else prompts, options)
-        chunks: list[list[Chunk]] = [[] for _ in requests]
-        for chunk in _chunks(self._rounds(requests, num_draft_tokens, acceptance), texts):
-            chunks[chunk.row].append(chunk)
-        return [_completion(*pair) for pair in zip(requests, chunks, strict=True)]
+        jobs = self._jobs([prompts] if isinstance(prompts, str) else prompts, options, resume_ids)
+        for chunk in _chunks(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
+            jobs[chunk.row].chunks.append(chunk)
+        return [_completion(job) for job in jobs]
 
-    def _rounds(
-        self, requests: Sequence[Request], num_draft_tokens: NumDraftTokens | None, acceptance: str | None
-    ) -> Iterator[Round]:
+    def complete(
+        self,
+        prompts: Iterable[Prompt | tuple[Prompt, Mapping[str, Any]]],
+        *,
+        num_slots: int = DEFAULT_NUM_SLOTS,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Completion | OutriderError]]:
+        """Generate for any number of prompts, in constant memory: prompts are taken as slots become free, and
+        completions are given as rows end, not in order.
+
+        Args:
+            prompts: each alone, or with options of its own, which override ``options``.
+            num_slots, num_draft_tokens, acceptance, options: see ``stream_many``; each option is one value.
+
+        Yields:
+            The number of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), and the
+            other prompts go on.
+        """
+        k, rule = self._k_and_rule(num_draft_tokens, acceptance)
+        _check_num_slots(num_slots)
+        _check_names(options)
+        return self._complete(enumerate(prompts), num_slots, k, rule, options)
+
+    def _complete(
+        self,
+        prompts: Iterator[tuple[int, Any]],
+        num_slots: int,
+        k: NumDraftTokens,
+        rule: Rule,
+        options: dict[str, Any],
+    ) -> Iterator[tuple[int, Completion | OutriderError]]:
+        waiting: deque[tuple[int, _Job]] = deque()
+        engine: Engine | None = None
+        capacity = 0
+        open_jobs: dict[int, tuple[int, _Job]] = {}
+        while True:
+            while len(waiting) < num_slots and (item := next(prompts, None)) is not None:
+                number, prompt = item
+                own: Mapping[str, Any] = {}
+                if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
+                    prompt, own = prompt
+                try:
+                    waiting.append((number, self._with_own_k(self._job(prompt, options | dict(own)), k, rule)))
+                except (OptionError, PromptError) as error:
+                    yield number, error
+            if not open_jobs and waiting:
+                longest = max(final_length(self.target, job.request) for _, job in waiting)
+                if engine is None or longest > capacity:
+                    # A longer text than any before: all rows have ended, and a larger cache takes the old one's place.
+                    engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
+                    schedule = self._schedule(k, rule, num_slots, capacity)
+                    engine = Engine(
+                        self.target, self.drafter, rule, num_slots=num_slots, capacity=capacity, schedule=schedule
+                    )
+            if engine is None:
+                return
+            while (
+                waiting
+                and len(open_jobs) < 2 * num_slots
+                and final_length(self.target, waiting[0][1].request) <= capacity
+            ):
+                number, job = waiting.popleft()
+                open_jobs[engine.submit(job.request)] = number, job
+            round_ = engine.step()
+            if round_ is None and not waiting:
+                return
+            for row in () if round_ is None else round_.rows:
+                number, job = open_jobs[row.row]
+                if row.error is not None:
+                    del open_jobs[row.row]
+                    yield number, NumericsError(row.error)
+                    continue
+                job.chunks.append(_chunk(row, job, Timing()))
+                if row.finish_reason is not None:
+                    del open_jobs[row.row]
+                    yield number, _completion(job)
+
+    def _k_and_rule(
+        self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None
+    ) -> tuple[NumDraftTokens, Rule]:
         k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         _check_num_draft_tokens(k)
-        rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
-        if not requests:
+        return k, RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
+
+    def _rounds(
+        self,
+        jobs: Sequence[_Job],
+        num_slots: int,
+        num_draft_tokens: NumDraftTokens | None,
+        acceptance: str | None,
+    ) -> Iterator[Round]:
+        k, rule = self._k_and_rule(num_draft_tokens, acceptance)
+        _check_num_slots(num_slots)
+        if not jobs:
             return iter(())
-        schedule: int | Schedule
-        if isinstance(self.drafter, NoDrafter):
-            schedule = 0
-        elif isinstance(k, int):
-            schedule = k
-        elif rule.name != "gumbel" and len({request.sampling.seed for request in requests}) < len(requests):
-            # Rows of one seed meet the same noise at the same position. What it did to the row that was there first
-            # would choose K for the other, which must not depend on its own noise to come.
-            schedule = DEFAULT_NUM_DRAFT_TOKENS
-        else:
-            num_rows = self.target.execution.round_rows(len(requests))
-            lengths = [len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests]
-            num_tokens = min(max(lengths), self.target.context_len)
-            schedule = AdaptiveSchedule(round_costs(self.target, self.drafter, rule, num_rows, num_tokens))
-        return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule)
+        requests = [self._with_own_k(job, k, rule).request for job in jobs]
+        num_slots = min(num_slots, len(requests))
+        longest = max(final_length(self.target, request) for request in requests)
+        schedule = self._schedule(k, rule, num_slots, longest)
+        return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule, num_slots=num_slots)
+
+    def _schedule(self, k: NumDraftTokens, rule: Rule, num_slots: int, num_tokens: int) -> Schedule:
+        most = self.drafter.most_drafted
+        if most == 0:
+            return ConstantSchedule(0)
+        if isinstance(k, int):
+            return ConstantSchedule(k if most is None else min(k, most))
+        return AdaptiveSchedule(costs_by_load(self.target, self.drafter, rule, num_slots, num_tokens))
+
+    def _with_own_k(self, job: _Job, k: NumDraftTokens, rule: Rule) -> _Job:
+        """Under "auto", a row whose seed was given gets a constant K if K decides its text, which must not depend on
+        the load."""
+        sampling, most = job.request.sampling, self.drafter.most_drafted
+        if k == "auto" and most != 0 and job.has_seed and rule.name != "gumbel" and sampling.temperature > 0:
+            own = DEFAULT_NUM_DRAFT_TOKENS if most is None else min(DEFAULT_NUM_DRAFT_TOKENS, most)
+            job.request = replace(job.request, num_draft_tokens=own)
+        return job
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -180,22 +285,51 @@ class Decoder:
             raise PromptError(f"the prompt has a token id outside 0..{self.target.vocab_size - 1}")
         return ids
 
-    def _prepare(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> tuple[list[Request], list[RowText]]:
-        requests, texts = [], []
+    def _jobs(
+        self, prompts: Sequence[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
+    ) -> list[_Job]:
+        if resume_ids is not None and len(resume_ids) != len(prompts):
+            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
+        _check_names(options)
+        jobs = []
         for index, prompt in enumerate(prompts):
             try:
-                ids = self.encode(prompt)
+                own = _row_options(options, index, len(prompts))
+                jobs.append(self._job(prompt, own, () if resume_ids is None else resume_ids[index]))
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-            sampling = _row_sampling(options, index, len(prompts))
-            self.check_bias(sampling.logit_bias or {})
-            if sampling.stop and self.tokenizer is None:
-                raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-            detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
-            text = RowText(detokenizer, () if sampling.ignore_eos else self.eos_ids, sampling.stop)
-            requests.append(Request(ids, sampling, text))
-            texts.append(text)
-        return requests, texts
+        return jobs
+
+    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> _Job:
+        """One prompt, checked and ready for the loop.
+
+        Args:
+            options: the fields of ``Sampling``, a value each.
+        """
+        _check_names(options)
+        ids = self.encode(prompt)
+        has_seed = options.get("seed") is not None
+        seed = options["seed"] if has_seed else secrets.randbits(63)
+        stop = options.get("stop")
+        sampling = Sampling(**{**options, "seed": seed, "stop": () if stop is None else stop})
+        self.check_bias(sampling.logit_bias or {})
+        if sampling.stop and self.tokenizer is None:
+            raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
+        text = RowText(detokenizer, () if sampling.ignore_eos else self.eos_ids, sampling.stop)
+        left = sampling.max_new_tokens - len(resume_ids)
+        if left < 1 or len(ids) + len(resume_ids) >= self.target.context_len:
+            raise OptionError(
+                "resume_ids", f"{len(resume_ids)} tokens", "the text has ended: nothing is left to generate"
+            )
+        if resume_ids and not 0 <= min(resume_ids) <= max(resume_ids) < self.target.vocab_size:
+            raise OptionError("resume_ids", list(resume_ids)[:8], f"token ids from 0 to {self.target.vocab_size - 1}")
+        for token_id in resume_ids:
+            if text.push(token_id) is not None:
+                raise OptionError("resume_ids", token_id, "the text has ended with this token")
+        text.take()  # given out before the cut
+        request = Request([*ids, *resume_ids], replace(sampling, max_new_tokens=left), text)
+        return _Job(request, text, len(ids), len(resume_ids), has_seed)
 
     def check_bias(self, bias: Mapping[int, float]) -> None:
         """Whether this target can be biased so. Raises OptionError."""
@@ -221,48 +355,79 @@ def _check_num_draft_tokens(k: NumDraftTokens) -> None:
         raise OptionError("num_draft_tokens", k, remedy)
 
 
-def _row_sampling(options: dict[str, Any], index: int, num_rows: int) -> Sampling:
-    """The options of one row."""
-    row: dict[str, Any] = {}
+def _check_num_slots(num_slots: int) -> None:
+    if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
+        raise OptionError("num_slots", num_slots, "a whole number >= 1")
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
             nearest = difflib.get_close_matches(name, _OPTIONS, n=1)
             raise OptionError(name, value, f"did you mean {nearest[0]}?" if nearest else "there is no such option")
+
+
+def _row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[str, Any]:
+    """The options of one row."""
+    row: dict[str, Any] = {}
+    for name, value in options.items():
         is_per_row = isinstance(value, (list, tuple))
         if name == "stop" and is_per_row:
             is_per_row = any(not isinstance(item, str) for item in value)
         if is_per_row and len(value) != num_rows:
             raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
         row[name] = value[index] if is_per_row else value
-    if row.get("stop", ()) is None:
-        row["stop"] = ()
-    if row.get("seed") is None:
-        row["seed"] = secrets.randbits(63)
-    return Sampling(**row)
+    return row
 
 
-def _chunks(rounds: Iterator[Round], texts: Sequence[RowText]) -> Iterator[Chunk]:
-    origins: list[list[Origin]] = [[] for _ in texts]
+@dataclass(slots=True)
+class _Job:
+    """One prompt on its way through the loop.
+
+    Attributes:
+        request: with the tokens of ``resume_ids`` as part of the prompt.
+        num_resumed: how many these are.
+        has_seed: the seed was given, not drawn.
+        origins: of all tokens that ``text`` has seen.
+        chunks: so far, where they are gathered.
+    """
+
+    request: Request
+    text: RowText
+    num_prompt_tokens: int
+    num_resumed: int
+    has_seed: bool
+    origins: list[Origin] = field(init=False)
+    chunks: list[Chunk] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.origins = ["accepted"] * self.num_resumed  # their text was given out, but for a few characters held back
+
+
+def _chunks(rounds: Iterator[Round], jobs: Sequence[_Job]) -> Iterator[Chunk]:
     for round_ in rounds:
         # The first chunk of a round carries its timing, so that the timings of all chunks add up.
         timing = round_.timing
         for row in round_.rows:
-            origins[row.row].extend(row.origins)
-            text = texts[row.row]
-            if row.finish_reason is not None:
-                text.finish()
-            yield Chunk(
-                row=row.row,
-                pieces=_pieces(text.take(), origins[row.row]),
-                token_ids=row.token_ids,
-                origins=row.origins,
-                logprobs=row.logprobs,
-                finish_reason=row.finish_reason,
-                stats=Stats.of(row),
-                timing=timing,
-                rejected_ratio=row.rejected_ratio,
-            )
+            yield _chunk(row, jobs[row.row], timing)
             timing = Timing()
+
+
+def _chunk(row: RowRound, job: _Job, timing: Timing) -> Chunk:
+    job.origins.extend(row.origins)
+    if row.finish_reason is not None:
+        job.text.finish()
+    return Chunk(
+        row=row.row,
+        pieces=_pieces(job.text.take(), job.origins),
+        token_ids=row.token_ids,
+        origins=row.origins,
+        logprobs=row.logprobs,
+        finish_reason=row.finish_reason,
+        stats=Stats.of(row),
+        timing=timing,
+        rejected_ratio=row.rejected_ratio,
+    )
 
 
 def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
@@ -271,8 +436,9 @@ def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple
     return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
 
 
-def _completion(request: Request, chunks: Sequence[Chunk]) -> Completion:
-    reason, seed = chunks[-1].finish_reason, request.sampling.seed
+def _completion(job: _Job) -> Completion:
+    chunks = job.chunks
+    reason, seed = chunks[-1].finish_reason, job.request.sampling.seed
     assert reason is not None and seed is not None
     logprobs: tuple[TokenLogprob, ...] | None = None
     if chunks[0].logprobs is not None:
@@ -284,7 +450,7 @@ def _completion(request: Request, chunks: Sequence[Chunk]) -> Completion:
         logprobs=logprobs,
         finish_reason=reason,
         stats=sum((chunk.stats for chunk in chunks), Stats()),
-        num_prompt_tokens=len(request.prompt_ids),
+        num_prompt_tokens=job.num_prompt_tokens,
         seed=seed,
     )
 

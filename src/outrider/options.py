@@ -16,6 +16,7 @@ from outrider.errors import OptionError
 DEFAULT_ACCEPTANCE = "block"
 DEFAULT_NUM_DRAFT_TOKENS = 4
 MAX_NUM_DRAFT_TOKENS = 1024
+DEFAULT_NUM_SLOTS = 8
 
 NumDraftTokens = int | Literal["auto"]
 """K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""

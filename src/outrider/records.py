@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Origin = Literal["accepted", "correction", "bonus"]
-FinishReason = Literal["eos", "stop", "length"]
-"""``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full."""
+FinishReason = Literal["eos", "stop", "length", "error"]
+"""``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full;
+``error``: a model gave NaN or infinite logits."""
 
 
 _Count = TypeVar("_Count", int, float)  # float where counts are expected ones
@@ -130,6 +131,8 @@ class RowRound:
         finish_reason: set in a row's last round.
         logprobs: one for each token, if asked for.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
+        num_cached_tokens: in a row's first round, the tokens of its prompt that were in the cache already.
+        error: why the row ended, where ``finish_reason`` is "error"; no token of this round is committed then.
     """
 
     row: int
@@ -141,6 +144,8 @@ class RowRound:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] | None
     rejected_ratio: float | None
+    num_cached_tokens: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,7 @@ class Stats:
     Attributes:
         acceptance_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
         drafted_histogram: at index i the number of rounds in which exactly i tokens were drafted.
+        num_cached_tokens: prompt tokens that were in the cache already, and were not fed again.
     """
 
     num_generated_tokens: int = 0
@@ -168,6 +174,7 @@ class Stats:
     num_truncated_rounds: int = 0
     acceptance_histogram: tuple[int, ...] = ()
     drafted_histogram: tuple[int, ...] = ()
+    num_cached_tokens: int = 0
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
@@ -178,13 +185,20 @@ class Stats:
             self.num_truncated_rounds + other.num_truncated_rounds,
             add_counts(self.acceptance_histogram, other.acceptance_histogram),
             add_counts(self.drafted_histogram, other.drafted_histogram),
+            self.num_cached_tokens + other.num_cached_tokens,
         )
 
     @classmethod
     def of(cls, row: RowRound) -> Stats:
         """The counts of one round of one row."""
+        if row.error is not None:
+            return cls(num_cached_tokens=row.num_cached_tokens)
         if row.is_truncated:
-            return cls(num_generated_tokens=len(row.token_ids), num_truncated_rounds=1)
+            return cls(
+                num_generated_tokens=len(row.token_ids),
+                num_truncated_rounds=1,
+                num_cached_tokens=row.num_cached_tokens,
+            )
         return cls(
             num_generated_tokens=len(row.token_ids),
             num_rounds=1,
@@ -192,6 +206,7 @@ class Stats:
             num_accepted_draft_tokens=row.num_accepted,
             acceptance_histogram=(0,) * row.num_accepted + (1,),
             drafted_histogram=(0,) * row.num_drafted + (1,),
+            num_cached_tokens=row.num_cached_tokens,
         )
 
     @property
@@ -215,6 +230,7 @@ class Stats:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "num_generated_tokens": self.num_generated_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
         }
 
 
@@ -288,8 +304,10 @@ class Request:
         prompt_ids: at least one token.
         sampling: with a seed.
         stop: asked after every token.
+        num_draft_tokens: a constant K for this row; None where the schedule chooses.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     stop: Stop | None = None
+    num_draft_tokens: int | None = None

@@ -269,7 +269,7 @@ def test_logits_that_are_not_numbers(outrider: Outrider, tmp_path: Path, role: s
     pair = [word for pair in models.items() for word in pair]
     ended = outrider("generate", "w1 w2 w7", "-n", 4, "-k", 4, *pair)
     assert ended.code == 2
-    message = f"the model {broken} gave NaN or infinite logits for position 3 of prompt 0; its weights may be damaged"
+    message = f"the model {broken} gave NaN or infinite logits for position 3 of the text; its weights may be damaged"
     assert message in ended.err and ended.err.count("\n") == 1
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("w1 w2\nw1 w2 w7\n")

@@ -267,8 +267,8 @@ def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule, valu
     requests = [request((1, 2), seed=seed, max_new_tokens=40) for seed in (0, 1)]
     ends = [2 + text.index(4) + 1 for text in tokens(good, NoDrafter(), requests, rule, 0)]
     assert ends[0] != ends[1]
-    where = f"position {min(ends)} of prompt {ends.index(min(ends))};"
-    with pytest.raises(NumericsError, match=f"the big one .* {where}"):
+    where = f"prompt {ends.index(min(ends))}: the model the big one .* position {min(ends)} of the text;"
+    with pytest.raises(NumericsError, match=where):
         run(target, NoDrafter(), requests, rule, 3)
 
 
@@ -280,20 +280,20 @@ def test_bad_logits_after_a_drafted_token_are_an_error(rule: Rule, k: int) -> No
     good = table_lm(random_table(6, 3), name="the good one")
     bad = table_lm(_bad_after(4, torch.nan, table_seed=3), name="the bad one")
     requests = [request((0,), temperature=0.0, max_new_tokens=20)]
-    with pytest.raises(NumericsError, match="the bad one .* position 4 of prompt 0;"):
+    with pytest.raises(NumericsError, match="the bad one .* position 4 of the text;"):
         run(bad, ModelDrafter(good), requests, rule, k)
     stream = decode(good, ModelDrafter(bad), requests, rule, num_draft_tokens=k)
     if k == 3:
         assert next(stream).rows[0].token_ids == (2, 1, 4, 1)
     else:
-        with pytest.raises(NumericsError, match="the bad one .* position 4 of prompt 0;"):
+        with pytest.raises(NumericsError, match="the bad one .* position 4 of the text;"):
             next(stream)
 
 
 @ALL_RULES
 def test_bad_logits_of_the_draft_are_an_error_that_names_it(rule: Rule) -> None:
     draft = table_lm(_bad_after(4, torch.nan), name="the small one")
-    with pytest.raises(NumericsError, match="the small one .* position 3 of prompt 1;"):
+    with pytest.raises(NumericsError, match="the small one .* position 3 of the text;"):
         run(table_lm(random_table(6, 1)), ModelDrafter(draft), _requests([(1, 2), (1, 1, 4)]), rule, 3)
 
 

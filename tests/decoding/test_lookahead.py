@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import outrider.decoding.engine as decode_module
-from outrider.certify.controls import DropUnlikely
-from outrider.decoding.batch import Batch, Row
+from outrider.certify.controls import drop_unlikely
+from outrider.decoding.batch import Row
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
-from outrider.drafters.base import Drafter, NoDrafter, Session
+from outrider.drafters.base import Altered, Drafter, NoDrafter, Rows
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
@@ -62,7 +62,7 @@ def _comparable(row: RowRound) -> RowRound:
 def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) -> None:
     def rounds(lookahead: int) -> list[list[RowRound]]:
         target, by_model = _pair(lookahead)
-        cut = DropUnlikely(by_model, 0.3)  # fewer tokens than the draft's cache has been fed
+        cut = drop_unlikely(by_model, 0.3)  # fewer tokens than the draft's cache has been fed
         drafters: dict[str, Drafter] = {"model": by_model, "cut": cut, "ngram": NgramDrafter(), "none": NoDrafter()}
         outputs = run(target, drafters[drafter_name], _requests(), rule, 0 if drafter_name == "none" else 3)
         return [[_comparable(row) for row in output.rounds] for output in outputs]
@@ -93,36 +93,30 @@ class _Pausing:
     def __init__(self) -> None:
         self.num_rounds = 0
 
-    def next_k(self, rows: Sequence[Row]) -> int:
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         self.num_rounds += 1
         return (4, 1, 0, 2, 0, 0, 3)[self.num_rounds % 7]
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
         pass
 
+    def forget(self, index: int) -> None:
+        pass
+
 
 class _Watched:
-    """Passes on to another drafter, and looks on the device at what the host has bounds for."""
-
-    name = "watched"
+    """Looks on the device at the numbers that the host has bounds for."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
+        self.drafter = Altered(inner, "watched", self._look)
         self.spreads: list[int] = []
 
-    def open(self, batch: Batch) -> "_Watched":
-        self.session: Session = self.inner.open(batch)
-        return self
-
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        for row, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
-            assert length <= row.longest <= row.limit
-            assert row.is_done or row.shortest <= length
-            self.spreads.append(row.longest - row.shortest)
-        return self.session.propose(batch, k, rule, noise)
-
-    def keep(self, rows: Tensor) -> None:
-        self.session.keep(rows)
+    def _look(self, rows: Rows, k: int, draft: Draft) -> Draft:
+        for row, length in zip(rows.bounds, rows.lengths.tolist(), strict=True):
+            if row is not None:
+                assert row.shortest <= length <= row.longest
+                self.spreads.append(row.longest - row.shortest)
+        return draft
 
 
 @LOOKAHEADS
@@ -133,7 +127,7 @@ def test_lengths_are_within_their_bounds(schedule: Callable[[], int | Schedule],
     target.execution.lookahead = lookahead
     for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
         watched = _Watched(ModelDrafter(as_lm(model, "draft")))
-        rounds = list(decode(target, watched, _requests(), REJECTION, num_draft_tokens=schedule()))
+        rounds = list(decode(target, watched.drafter, _requests(), REJECTION, num_draft_tokens=schedule()))
         assert max(watched.spreads) > 0
     plain = [row for round_ in rounds for row in round_.rows if row.row == 0]
     assert all(row.num_accepted == row.num_drafted for row in plain)
@@ -159,7 +153,7 @@ def test_plain_decoding_starts_no_round_beyond_a_limit() -> None:
     for lookahead in (0, 1, 3):
         target, drafter = _pair(lookahead)
         watched = _Watched(drafter)
-        (output,) = run(target, watched, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
+        (output,) = run(target, watched.drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
         assert len(watched.spreads) == len(output.rounds) == 12
 
 

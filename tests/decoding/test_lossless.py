@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 
-from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, DropUnlikely
+from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, drop_unlikely
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -135,4 +135,4 @@ def test_wrong_rules_are_found_out(rule: Rule) -> None:
 def test_dropping_unlikely_drafts_is_found_out(rule: Rule) -> None:
     """A right rule cannot help it: the drafter shows it only those drafts that the draft model was sure of."""
     target, drafter, law = _open_toy(SLIP_TOY)
-    assert _pvalue(target, DropUnlikely(drafter, 0.35), rule, law) < CAUGHT
+    assert _pvalue(target, drop_unlikely(drafter, 0.35), rule, law) < CAUGHT

@@ -32,7 +32,7 @@ COSTS = {
 
 
 def _row(length: int, limit: int) -> Row:
-    return Row(0, Request([1]), length, limit)
+    return Row(0, Request([1] * length), limit)
 
 
 def _round(num_drafted: int, num_accepted: int) -> RowRound:
@@ -43,14 +43,14 @@ def _seconds(make: Callable[[], Schedule], costs: dict[int, float], alpha: float
     """Cost of texts of 128 tokens whose drafted tokens stand with probability alpha, each alone."""
     rng, total = random.Random(0), 0.0
     for _ in range(num_texts):
-        schedule, row = make(), _row(0, 128)
+        schedule, row = make(), _row(1, 129)
         while row.length < row.limit:
-            k = schedule.next_k([row])
+            k = schedule.next_k([row], 1)
             num_accepted = 0
             while num_accepted < k and rng.random() < alpha:
                 num_accepted += 1
             total += costs[k]
-            row.length += num_accepted + 1
+            row.token_ids += [0] * (num_accepted + 1)
             schedule.learn([_round(k, num_accepted)])
     return total
 
@@ -61,28 +61,28 @@ def test_near_the_best_constant(alpha: float, costs: dict[int, float]) -> None:
     """Never more than 5% worse than the best of all constant K, plain decoding among them: so a useless draft (alpha 0)
     costs at most that. And the control: a constant K = 4 costs far more there."""
     constants = {k: _seconds(lambda k=k: ConstantSchedule(k), costs, alpha) for k in costs}
-    assert _seconds(lambda: AdaptiveSchedule(costs), costs, alpha) < min(constants.values()) / 0.95
+    assert _seconds(lambda: AdaptiveSchedule({1: costs}), costs, alpha) < min(constants.values()) / 0.95
     assert alpha > 0 or constants[4] > 1.2 * constants[0]
 
 
 def test_a_draft_that_becomes_useful_is_found_again() -> None:
-    schedule, row = AdaptiveSchedule(COSTS["cheap"]), _row(0, 10_000)
+    schedule, row = AdaptiveSchedule({1: COSTS["cheap"]}), _row(1, 10_000)
     for _ in range(300):
-        schedule.learn([_round(schedule.next_k([row]), 0)])
+        schedule.learn([_round(schedule.next_k([row], 1), 0)])
     chosen = []
     for _ in range(200):
-        chosen.append(schedule.next_k([row]))
+        chosen.append(schedule.next_k([row], 1))
         schedule.learn([_round(chosen[-1], chosen[-1])])
     assert chosen[0] == 0 and chosen[-1] == 8
 
 
 def test_what_goes_beyond_the_end_is_worth_nothing() -> None:
-    schedule = AdaptiveSchedule(COSTS["cheap"])
+    schedule = AdaptiveSchedule({1: COSTS["cheap"]})
     for _ in range(30):
         schedule.learn([_round(8, 8)])
-    assert schedule.next_k([_row(0, 100)]) == 8
-    assert schedule.next_k([_row(99, 100)]) == 0
-    assert schedule.next_k([_row(97, 100)]) == 2
+    assert schedule.next_k([_row(1, 100)], 1) == 8
+    assert schedule.next_k([_row(99, 100)], 1) == 0
+    assert schedule.next_k([_row(97, 100)], 1) == 2
 
 
 class Wandering:
@@ -93,12 +93,15 @@ class Wandering:
     def __init__(self) -> None:
         self.last = 0
 
-    def next_k(self, rows: object) -> int:
+    def next_k(self, rows: object, num_rows: int) -> int:
         return self.last
 
     def learn(self, rounds: object) -> None:
         (round_,) = rounds
         self.last = (round_.token_ids[-1] + len(round_.token_ids)) % 4
+
+    def forget(self, index: int) -> None:
+        pass
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
@@ -127,7 +130,9 @@ def test_auto_in_the_loop(rule_name: str) -> None:
     target, drafter = table_pair(6)
     temperature = 1.0 if rule_name == "gumbel" else 0.0
     asked = [Request([i], Sampling(seed=i, max_new_tokens=40, temperature=temperature)) for i in range(3)]
-    rounds = list(decode(target, drafter, asked, RULES[rule_name], num_draft_tokens=AdaptiveSchedule(COSTS["cheap"])))
+    rounds = list(
+        decode(target, drafter, asked, RULES[rule_name], num_draft_tokens=AdaptiveSchedule({1: COSTS["cheap"]}))
+    )
     assert len({row.num_drafted for round_ in rounds for row in round_.rows}) > 2
     texts = [tuple(i for r in rounds for row in r.rows if row.row == n for i in row.token_ids) for n in range(3)]
     assert texts == tokens(target, NoDrafter(), asked, RULES[rule_name], 0)

@@ -4,14 +4,12 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.batch import Batch
 from outrider.drafters.ngram import NgramDrafter
 from outrider.sampling.rules import REJECTION
-from toys import request
+from outrider.scoring.lookups import proposals
 
 K = 4
 
@@ -30,16 +28,7 @@ def _expected(text: Sequence[int], wanted: int, max_ngram: int) -> list[int]:
 
 
 def _proposed(texts: Sequence[Sequence[int]], wanted: Sequence[int], max_ngram: int) -> list[list[int]]:
-    batch = Batch(
-        [request(text, max_new_tokens=n + 1) for text, n in zip(texts, wanted, strict=True)],
-        vocab_size=5,
-        context_len=100,
-        device=torch.device("cpu"),
-        k=K,
-    )
-    draft = NgramDrafter(max_ngram).open(batch).propose(batch, max(wanted), REJECTION, None)
-    assert draft.probs is None
-    return [ids[:n] for ids, n in zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)]
+    return list(proposals(NgramDrafter(max_ngram), texts, wanted, REJECTION, vocab_size=5))
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=4)

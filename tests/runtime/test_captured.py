@@ -13,6 +13,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.captured import Captured
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, RULES, Rule
 from toys import as_lm, llama_pair, perturbed, tiny_llama, tokens
 
@@ -54,7 +55,7 @@ def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
     target = as_lm(model.to("cuda"))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
     want = tokens(target, drafter, requests, rule, 2)
-    fast, fast_drafter = target.compiled(), drafter.compiled()
+    fast, fast_drafter = target.compiled(), drafter.with_models(LM.compiled)
     for _ in range(2):
         assert tokens(fast, fast_drafter, requests, rule, 2) == want
 

@@ -52,7 +52,7 @@ def test_the_same_tokens_as_eager(rule_name: str, num_rows: int, options: dict[s
     target, drafter = llama_pair()
     rule = RULES[rule_name]
     want = tokens(target, drafter, requests(num_rows, **options), rule, 2)
-    fast_target, fast_drafter = target.compiled(), drafter.compiled()
+    fast_target, fast_drafter = target.compiled(), drafter.with_models(LM.compiled)
     assert tokens(fast_target, fast_drafter, requests(num_rows, **options), rule, 2) == want
     assert _num_programs(fast_target) <= num_rows + 1  # one for each batch size, and for a last token without drafts
     assert _num_programs(fast_drafter.lm) <= 2 * num_rows  # with one token owed, and with two

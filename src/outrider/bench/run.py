@@ -106,7 +106,7 @@ def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any])
     """
     for arm in arms:
         lm = arm.decoder.target
-        if lm.execution.name == "eager":
+        if not lm.execution.is_prepared:
             few = min(_NUM_WARM_UP_TOKENS, options["max_new_tokens"])
             measure(arm, cases[0], {**options, "max_new_tokens": few})
             continue

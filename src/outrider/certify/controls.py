@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Batch
-from outrider.drafters.base import Drafter, Session
+from outrider.drafters.base import Altered, Drafter, Rows
 from outrider.records import Draft, Verdict
 from outrider.runtime.cache import LayerShape, SlotCache
 from outrider.runtime.execution import Execution, Step
@@ -95,37 +94,17 @@ def _block_by_position(target_probs: Tensor, draft: Draft, noise: _PositionUnifo
     return BLOCK.verify(target_probs, draft, dataclasses.replace(first, next=chosen))
 
 
-class DropUnlikely:
+def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
     """Cuts a draft before its first token of low q. Which tokens are judged then depends on what they are."""
 
-    name = "drop-unlikely"
-
-    def __init__(self, inner: Drafter, least_prob: float) -> None:
-        self.inner = inner
-        self.least_prob = least_prob
-
-    def open(self, batch: Batch) -> _DropUnlikelySession:
-        return _DropUnlikelySession(self.inner.open(batch), self.least_prob)
-
-    def compiled(self) -> DropUnlikely:
-        return DropUnlikely(self.inner.compiled(), self.least_prob)
-
-
-class _DropUnlikelySession:
-    def __init__(self, inner: Session, least_prob: float) -> None:
-        self.inner = inner
-        self.least_prob = least_prob
-
-    def keep(self, rows: Tensor) -> None:
-        self.inner.keep(rows)
-
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        draft = self.inner.propose(batch, k, rule, noise)
+    def alter(rows: Rows, k: int, draft: Draft) -> Draft:
         if draft.probs is None:
             return draft
         q_x = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1)
-        num_likely = (q_x >= self.least_prob).long().cumprod(dim=1).sum(dim=1)
+        num_likely = (q_x >= least_prob).long().cumprod(dim=1).sum(dim=1)
         return dataclasses.replace(draft, num_drafted=torch.minimum(draft.num_drafted, num_likely))
+
+    return Altered(inner, "drop-unlikely", alter)
 
 
 class OffByOneRollback:
@@ -137,6 +116,8 @@ class OffByOneRollback:
         self.name = inner.name
         self.favoured_k = inner.favoured_k
         self.lookahead = inner.lookahead
+        self.is_prepared = inner.is_prepared
+        self.turn = inner.turn
 
     def round_length(self, length: int) -> int:
         return self.inner.round_length(length)
@@ -235,7 +216,7 @@ CONTROLS = (
     Control(
         "drop-unlikely",
         "drafts of q < 0.1 dropped",
-        wrap_drafter=lambda d: DropUnlikely(d, _LEAST_PROB),
+        wrap_drafter=lambda d: drop_unlikely(d, _LEAST_PROB),
         needs_probs=True,
     ),
     Control("argmax-drafts", "argmax drafts, softmax q", ARGMAX_DRAFTS, needs_probs=True),

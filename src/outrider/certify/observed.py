@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import Drafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, one_hot
@@ -171,7 +170,7 @@ def draft_rows(
     """
     has_penalty = sampling.repetition_penalty != 1
     settings = Settings.of([sampling], target.vocab_size, target.device)
-    if isinstance(drafter, ModelDrafter):
+    if drafter.lm is not None:
         pairs = zip(
             force(target, texts, has_penalty=has_penalty),
             force(drafter.lm, texts, has_penalty=has_penalty),
@@ -180,7 +179,7 @@ def draft_rows(
         for chunk, draft in pairs:
             yield chunk, normalised(chunk.probs(settings)), normalised(draft.probs(settings)).to(chunk.ids.device)
         return
-    if isinstance(drafter, NoDrafter):
+    if drafter.most_drafted == 0 or drafter.models:  # a head's q is not a function of the text alone
         for chunk in force(target, texts, has_penalty=has_penalty):
             p = normalised(chunk.probs(settings))
             yield chunk, p, normalised(p.square())

@@ -28,10 +28,10 @@ from outrider.certify.divergence import against_plain, first_difference, plain_b
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import Observed, Written, joined, observe
 from outrider.decoding.engine import decode
-from outrider.drafters.model import ModelDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.records import Request
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.stats.evidence import rate_bound, tokens_needed
 from outrider.text.row_text import RowText
@@ -131,10 +131,7 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
 
 def _eager(decoder: Decoder) -> Decoder:
     """For mistakes, and what they are held against: preparing steps for each would take longer than all the rest."""
-    drafter = decoder.drafter
-    if isinstance(drafter, ModelDrafter):
-        drafter = ModelDrafter(drafter.lm.eager())
-    return replace(decoder, target=decoder.target.eager(), drafter=drafter)
+    return replace(decoder, target=decoder.target.eager(), drafter=decoder.drafter.with_models(LM.eager))
 
 
 class Sample:
@@ -204,7 +201,7 @@ def fly(job: Job) -> Pilot:
     """The pilot run."""
     # For warming up; where steps are prepared for each size, a whole batch, whose rows end one after the other. (Other
     # prompts may be of other sizes still, and then the sample gets smaller.)
-    first = _PILOT_TEXTS + (1 if job.decoder.target.execution.name == "eager" else job.batch_size)
+    first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
     write(job, range(_PILOT_TEXTS, first))
     began = time.perf_counter()
     if job.is_greedy:
@@ -241,7 +238,7 @@ def certify(
     made = CONTROLS if controls is None else controls
     if pilot.observed is None:
         there, plain = checks[0]
-        if decoder.target.execution.name != "eager":  # mistakes are made eagerly, and rounding is no mistake
+        if decoder.target.execution.is_prepared:  # mistakes are made eagerly, and rounding is no mistake
             there = replace(there, decoder=_eager(decoder))
             plain = list(plain_texts(there))
         return Certificate(exact, None, [_greedy_control(there, plain, control) for control in made], greedy)
@@ -315,7 +312,7 @@ def check_greedily(
 def _excuse(job: Job, control: Control) -> str | None:
     return control.excuse(
         k=job.num_draft_tokens,
-        has_probs=isinstance(job.decoder.drafter, ModelDrafter),
+        has_probs=not job.decoder.drafter.is_one_hot,
         has_cache=bool(job.decoder.target.layer_shapes),
         is_greedy=job.is_greedy,
     )

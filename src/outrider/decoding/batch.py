@@ -1,148 +1,211 @@
-"""Batch: the rows being written, as the loop and the drafters see them.
+"""Batch: the rows being written, in the slots that they occupy.
 
-Token buffer, lengths and sampling settings live on the device. The host reads what a round committed, and may start the
-next rounds before it has: of a row's length on the device it knows bounds, and no shape depends on more.
+Token buffer, lengths and sampling options live on the device, one entry for each slot. A round runs on the first b
+slots, a view of the same memory. Slots that take no part have limit 0: nothing is fed for them, and their results are
+discarded.
 
-Rows that end are taken out: the tensors hold unfinished rows only, or a few finished ones too where an execution
-wants certain batch sizes: what is computed for those is not looked at.
+The host reads the outcome of a round late: it may have started the next ones by then. Of a row's length on the device
+it knows bounds, and no shape depends on more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from outrider.drafters.base import RowBounds, Rows
 from outrider.records import Request
 from outrider.sampling.probs import Settings
 
 
 @dataclass(slots=True)
 class Row:
-    """The host's side of one row.
+    """The host's side of one request, from its submission to its end. Never used again for another.
 
     Attributes:
         index: of its request.
-        length: tokens that were read so far, prompt included.
+        token_ids: prompt and output, as far as it was read.
         limit: the length at which the row ends.
-        is_done: it has ended.
-        is_full: all that was drafted in its last round with drafts stands, as far as is known.
+        slot: where it is written; -1 while it waits.
+        num_cached: tokens of the prompt that the slot held already.
+        num_filled: tokens of the prompt in the target's cache.
+        is_done: it has ended, or was cancelled.
+        is_spoilt: numbers that are not finite are in its slot.
+        may_lack_one: see ``RowBounds``.
     """
 
     index: int
     request: Request
-    length: int
     limit: int
+    slot: int = -1
+    num_cached: int = 0
+    num_filled: int = 0
     is_done: bool = False
-    is_full: bool = False
-    _num_unread: int = field(default=0, init=False)
+    is_spoilt: bool = False
+    may_lack_one: bool = False
+    token_ids: list[int] = field(init=False)
+    _unread: deque[int] = field(default_factory=deque, init=False)  # most drafted in rounds that were not read yet
     _reach: int = field(init=False)  # the most that the length on the device may be, but for the limit
 
     def __post_init__(self) -> None:
-        self._reach = self.length
+        self.token_ids = list(self.request.prompt_ids)
+        self._reach = len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens that were read so far, prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
 
     @property
     def shortest(self) -> int:
         """The least that the length on the device may be: every round commits a token, up to the limit."""
-        return min(self.length + self._num_unread, self.limit)
+        return min(self.length + len(self._unread), self.limit)
 
     @property
     def longest(self) -> int:
         """The most that it may be."""
         return min(self._reach, self.limit)
 
-    def started(self, num_columns: int) -> None:
-        """A round has been started in which at most so many tokens are drafted."""
-        self._num_unread += 1
-        self._reach += num_columns + 1
-        self.is_full = num_columns > 0 or self.is_full
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may need another round."""
+        return not self.is_done and self.shortest < self.limit
 
-    def read(self, num_columns: int, num_drafted: int, num_accepted: int) -> None:
-        """What came of the first round that was not read yet."""
-        self._num_unread -= 1
-        self._reach -= num_columns - num_accepted
-        if num_columns > 0 and self._num_unread == 0:
-            self.is_full = num_accepted == num_drafted > 0
+    def most_drafted(self, k: int) -> int:
+        """The most tokens that it drafts in a round, where the schedule says k."""
+        constant_k = self.request.num_draft_tokens
+        # A round commits at most one token more than it drafts: never one too many.
+        return max(0, min(k if constant_k is None else constant_k, self.limit - self.shortest - 1))
+
+    def start_round(self, most_drafted: int) -> None:
+        """A round has been started in which at most so many tokens are drafted."""
+        self._unread.append(most_drafted)
+        self._reach += most_drafted + 1
+        self.may_lack_one = most_drafted > 0 or self.may_lack_one
+
+    def read_round(self, num_drafted: int, num_accepted: int) -> None:
+        """The first round that was not read yet has been read."""
+        most_drafted = self._unread.popleft()
+        self._reach -= most_drafted - num_accepted
+        if most_drafted > 0 and not self._unread:
+            self.may_lack_one = num_accepted == num_drafted > 0
 
 
 class Batch:
-    """B rows.
+    """S slots, of which rows occupy some.
 
     Attributes:
-        rows: host side, in the order of the tensors.
-        ids: column j holds the token at position j; beyond a row's length it holds nothing of meaning. [B, N]
-        lengths: tokens so far, prompt included. [B]
-        limits: the length at which each row ends; 0 where it has ended before. [B]
-        last_ids: the last token of each row, which no model has been fed yet. [B]
-        seeds: [B]
-        settings: sampling options.
-        seen: tokens that occur so far, None where no row has a repetition penalty. [B, V]
+        rows: host side: of each slot the row that takes part in rounds, None where none does.
+        ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
+        lengths: tokens so far, prompt included. [S]
+        limits: the length at which each row ends; 0 in slots that take no part. [S]
+        last_ids: the last token of each row, which no model has been fed yet. [S]
+        seeds: [S]
+        settings: sampling options. Their form (which of them are in use) grows with the rows that join and does not
+            shrink when they leave, since each form is a program of its own; it is made anew when all slots are free.
+        seen: tokens that occur so far; None unless a row has a repetition penalty. [S, V]
     """
 
-    def __init__(
-        self, requests: Sequence[Request], *, vocab_size: int, context_len: int, device: torch.device, k: int
-    ) -> None:
+    def __init__(self, num_slots: int, capacity: int, max_k: int, vocab_size: int, device: torch.device) -> None:
         """
         Args:
-            requests: each with a non-empty prompt shorter than ``context_len`` and a seed.
-            k: most tokens drafted in a round; the buffer has room for them beyond the last token.
+            capacity: most tokens in a row.
+            max_k: most tokens drafted in a round; the buffer has room for them beyond the last token.
         """
-        self.rows = []
-        for index, request in enumerate(requests):
-            length = len(request.prompt_ids)
-            assert 0 < length < context_len, "a prompt has at least one token, and leaves room for one"
-            limit = min(length + request.sampling.max_new_tokens, context_len)
-            self.rows.append(Row(index, request, length, limit))
-        self.capacity = max(row.limit for row in self.rows)
-        buffer = torch.zeros(len(requests), self.capacity + k + 1, dtype=torch.long)
-        for row in self.rows:
-            buffer[row.index, : row.length] = torch.tensor(row.request.prompt_ids)
-        self.ids = buffer.to(device)
-        self.lengths = torch.tensor([row.length for row in self.rows], device=device)
-        self.last_ids = torch.tensor([row.request.prompt_ids[-1] for row in self.rows], device=device)
-        self.limits = torch.tensor([row.limit for row in self.rows], device=device)
-        self.seeds = torch.tensor([row.request.sampling.seed for row in self.rows], device=device)
-        self._num_done = 0
+        self.rows: list[Row | None] = [None] * num_slots
+        self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
+        self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
+        self.limits, self.last_ids, self.seeds = (torch.zeros_like(self.lengths) for _ in range(3))
+        self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
-        self.settings = self._settings()
-        self.seen = None
+        self.forget_options()
+
+    def forget_options(self) -> None:
+        """No slot is in use: the form of the options is free again."""
+        self.settings = Settings.neutral(len(self.rows), self.ids.device)
+        self.seen: Tensor | None = None
+
+    def admit(self, row: Row) -> None:
+        """Put the prompt into the row's slot. It takes no part in rounds yet: they write beyond its length, if at
+        all."""
+        slot, device = row.slot, self.ids.device
+        self.ids[slot, : row.length] = torch.tensor(row.token_ids, device=device)
+        self.lengths[slot] = row.length
+        self.seeds[slot] = row.request.sampling.seed or 0
+
+    def start(self, row: Row) -> None:
+        """The caches hold the prompt: from the next round on the row takes part."""
+        slot, sampling = row.slot, row.request.sampling
+        self.rows[slot] = row
+        self.limits[slot] = row.limit
+        self.last_ids[slot] = row.token_ids[-1]
+        constant_k = row.request.num_draft_tokens
+        self._constant_k[slot] = -1 if constant_k is None else constant_k
+        self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
         if self.settings.repetition_penalty is not None:
-            self.seen = torch.zeros(len(requests), vocab_size, dtype=torch.bool, device=device)
-            for row in self.rows:
-                self.seen[row.index, torch.tensor(row.request.prompt_ids, device=device)] = True
+            if self.seen is None:
+                shape = len(self.rows), self._vocab_size
+                self.seen = torch.zeros(shape, dtype=torch.bool, device=self.ids.device)
+            self.seen[slot] = False
+            self.seen[slot, self.ids[slot, : row.length]] = True
 
-    def _settings(self) -> Settings:
-        return Settings.of([row.request.sampling for row in self.rows], self._vocab_size, self.ids.device)
+    def release(self, slot: int) -> None:
+        """The row has ended."""
+        self.rows[slot] = None
+        self.limits[slot] = 0
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def move(self, source: int, slot: int) -> None:
+        """Move a row to a free slot."""
+        row = self.rows[source]
+        assert row is not None and self.rows[slot] is None
+        self.rows[slot], row.slot = row, slot
+        seen = () if self.seen is None else (self.seen,)
+        for values in (self.ids, self.lengths, self.limits, self.last_ids, self.seeds, self._constant_k, *seen):
+            values[slot] = values[source]
+        self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
+        self.release(source)
 
     @property
-    def longest(self) -> int:
-        """The most that the length of a row may be."""
-        return max(row.longest for row in self.rows)
+    def running(self) -> list[Row]:
+        """The rows that take part in rounds."""
+        return [row for row in self.rows if row is not None]
 
-    def bounds(self) -> tuple[list[int], list[int]]:
-        """The least and the most that each length may be. [B], [B]"""
-        return [row.shortest for row in self.rows], [row.longest for row in self.rows]
+    def view(self, num_rows: int, chosen_k: int) -> Rows:
+        """The first slots, for a round.
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a row may need another round."""
-        return any(not row.is_done and row.shortest < row.limit for row in self.rows)
+        Args:
+            chosen_k: the most tokens to draft in rows without a constant K of their own.
+        """
+        running = self.rows[:num_rows]
+        bounds = [
+            None if row is None else RowBounds(row.shortest, row.longest, row.most_drafted(chosen_k), row.may_lack_one)
+            for row in running
+        ]
+        lengths = self.lengths[:num_rows]
+        num_wanted = (self.limits[:num_rows] - lengths - 1).clamp_min_(0)
+        if any(row is not None and row.request.num_draft_tokens is not None for row in running):
+            own = self._constant_k[:num_rows]
+            num_wanted = num_wanted.minimum(torch.where(own < 0, chosen_k, own))
+        else:
+            num_wanted = num_wanted.clamp_max_(chosen_k)
+        return Rows(
+            ids=self.ids[:num_rows],
+            lengths=lengths,
+            last_ids=self.last_ids[:num_rows],
+            num_wanted=num_wanted,
+            settings=self.settings.head(num_rows),
+            seen=None if self.seen is None else self.seen[:num_rows],
+            bounds=bounds,
+        )
 
-    def most_drafted(self, k: int) -> int:
-        """The most tokens that a row may draft, of at most k."""
-        # A round commits at most one token more than it drafts: never one too many.
-        return max(0 if row.is_done else max(0, min(k, row.limit - row.shortest - 1)) for row in self.rows)
-
-    def num_drafted(self, k: int) -> Tensor:
-        """How many tokens, of at most k, each row drafts; none where it has ended. [B]"""
-        return (self.limits - self.lengths - 1).clamp(0, k)
-
-    def commit(self, committed: Tensor, places: Tensor, lengths: Tensor) -> None:
+    def commit(self, rows: Rows, committed: Tensor, places: Tensor, lengths: Tensor) -> None:
         """Append to each row its accepted tokens and the one after them.
 
         Args:
@@ -150,51 +213,12 @@ class Batch:
             places: of the columns in the text. [B, K+1]
             lengths: of the rows from now on. [B]
         """
-        self.ids.scatter_(1, places, committed)
-        if self.seen is not None:
-            self.seen.scatter_(1, committed, True)
-        for row in self.rows:
-            if not row.is_done:
-                row.started(committed.shape[1] - 1)
-        # Copies, since a prepared step writes over its results.
-        self.last_ids, self.lengths = committed[:, -1].clone(), lengths.clone()
-
-    def close(self, round_rows: Callable[[int], int]) -> Tensor | None:
-        """Take out rows that are done. What the device has to be told is copied to it when a row has ended, and only
-        then, since a copy makes the host wait.
-
-        Args:
-            round_rows: number of unfinished rows -> batch size; a few done rows are kept to fill it.
-
-        Returns:
-            Indices of the rows that are left, for the caches to follow; None where all are. [B']
-        """
-        open_rows = [i for i, row in enumerate(self.rows) if not row.is_done]
-        done_rows = [i for i, row in enumerate(self.rows) if row.is_done]
-        if len(done_rows) == self._num_done:
-            return None
-        num_kept = round_rows(len(open_rows)) if open_rows else 0
-        index = None
-        if num_kept < len(self.rows):
-            index = self._keep(sorted(open_rows + done_rows[: num_kept - len(open_rows)]))
-        self._num_done = sum(row.is_done for row in self.rows)
-        self.limits = torch.tensor([0 if row.is_done else row.limit for row in self.rows], device=self.ids.device)
-        return index
-
-    def _keep(self, kept: Sequence[int]) -> Tensor:
-        """Take out all rows but these (indices into ``rows``, ascending).
-
-        Returns:
-            The same indices on the device.
-        """
-        index = torch.tensor(kept, dtype=torch.long, device=self.ids.device)
-        self.rows = [self.rows[i] for i in kept]
-        self.ids, self.lengths, self.seeds = self.ids[index], self.lengths[index], self.seeds[index]
-        self.last_ids = self.last_ids[index]
-        if self.seen is not None:
-            self.seen = self.seen[index]
-        if self.rows:
-            self.settings = self._settings()
-            if self.settings.repetition_penalty is None:
-                self.seen = None
-        return index
+        rows.ids.scatter_(1, places, committed)
+        if rows.seen is not None:
+            rows.seen.scatter_(1, committed, True)
+        # Copied, since a prepared step writes over its results.
+        rows.last_ids.copy_(committed[:, -1])
+        rows.lengths.copy_(lengths)
+        for row, bounds in zip(self.rows, rows.bounds, strict=False):
+            if row is not None and bounds is not None:
+                row.start_round(bounds.most_drafted)

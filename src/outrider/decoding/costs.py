@@ -20,11 +20,8 @@ from typing import Any
 
 import torch
 
-from outrider.decoding.batch import Batch
 from outrider.decoding.engine import decode
-from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import Altered, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
@@ -57,6 +54,14 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
     costs = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
     keep_in_cache(path, json.dumps(costs).encode())
     return costs
+
+
+def costs_by_load(
+    target: LM, drafter: Drafter, rule: Rule, num_slots: int, num_tokens: int
+) -> dict[int, dict[int, float]]:
+    """Number of rows -> K -> seconds of a round, for 1, 2, 4, ... rows and all slots."""
+    sizes = sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
+    return {size: round_costs(target, drafter, rule, size, num_tokens) for size in sizes if size <= num_slots}
 
 
 def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
@@ -118,7 +123,7 @@ def time_rounds(
         rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
         requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
         # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
-        drafter = _Repeater(arm.drafter) if isinstance(arm.drafter, NgramDrafter) else arm.drafter
+        drafter = Altered(arm.drafter, arm.drafter.name, _filled_up)
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
         first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
         if not others:  # the context is full
@@ -139,26 +144,11 @@ def time_rounds(
     return taken
 
 
-class _Repeater:
-    """Looks up, and whatever was found, proposes the last token again and again."""
-
-    name = "repeater"
-
-    def __init__(self, lookup: NgramDrafter) -> None:
-        self._lookup = lookup
-
-    def open(self, batch: Batch) -> _Repeater:
-        return self
-
-    def compiled(self) -> _Repeater:
-        return self
-
-    def keep(self, rows: torch.Tensor) -> None:
-        pass
-
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        self._lookup.propose(batch, k, rule, noise)
-        return Draft(ids=batch.last_ids[:, None].expand(-1, k), probs=None, num_drafted=batch.num_drafted(k))
+def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
+    """As many tokens as are wanted, whatever a look-up has found."""
+    if draft.probs is not None or int(rows.num_wanted.amax()) == 0:
+        return draft
+    return Draft(ids=rows.last_ids[:, None].expand(-1, k), probs=None, num_drafted=rows.num_wanted)
 
 
 def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
@@ -166,7 +156,7 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
         num_params = sum(parameter.numel() for parameter in lm.model.parameters())
         return lm.name, num_params, str(lm.dtype), str(lm.device), lm.execution.name
 
-    lms = [target, drafter.lm] if isinstance(drafter, ModelDrafter) else [target]
+    lms = [target, *drafter.models]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     machine = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), device
     what = [facts(lm) for lm in lms], drafter.name, rule.name, num_rows, machine, target.execution.favoured_k, _METHOD

@@ -1,172 +1,387 @@
-"""The loop: draft, verify, commit.
+"""The loop: draft, verify, commit. Rows join and leave between rounds.
 
 Plain decoding is this loop with a drafter that proposes nothing, so that the baseline of every comparison runs the same
 code as the thing compared. Ids go in, rounds come out; the loop knows no text, no files and no terminal.
 
-Before each round the target's cache holds all committed tokens but the last. The verify forward feeds that one and the
-K drafted tokens, which gives p at K+1 positions; the rule says how many drafted tokens stand and draws the one after
-them. Places of rejected tokens are written over later (see cache.py).
+Each row has a slot of a preallocated cache. Before each round the target's cache holds all of its tokens but the last.
+The verify forward feeds that one and the K drafted tokens, which gives p at K+1 positions; the rule says how many
+drafted tokens are accepted, and draws the one after them. Places of rejected tokens are written over later (see
+runtime/cache.py).
 
 Tokens and lengths stay on the device from round to round. The host reads them to stream and to stop. With an execution
-that looks ahead the next round has been started by then: that of a row which ended is not looked at.
+that looks ahead the next round has been started by then; its results for rows that have ended are discarded.
 
 Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from outrider.decoding.batch import Batch
+from outrider.decoding.batch import Batch, Row
 from outrider.decoding.host import Started, logprobs_of, read, to_host
 from outrider.decoding.schedule import ConstantSchedule, Schedule
-from outrider.drafters.base import Drafter, padded
-from outrider.records import Draft, Request, Round, Timing
+from outrider.decoding.slots import Slots
+from outrider.decoding.verify import Judged, verify_step
+from outrider.drafters.base import Committed, Drafter, Prefill, padded
+from outrider.errors import NumericsError
+from outrider.records import Request, Round, Timing
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.clock import Clock
-from outrider.runtime.lm import LM
+from outrider.runtime.lm import LM, PREFILL_COLUMNS
 from outrider.sampling.noise import NoiseAhead
-from outrider.sampling.probs import Settings, is_finite, mark_seen, to_probs
 from outrider.sampling.rules import Rule
 
+_PATIENCE = 4  # rounds that a row may keep the batch wider than it needs to be, before it is moved down
 
-@torch.inference_mode()
+
 def decode(
-    target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, *, num_draft_tokens: int | Schedule
+    target: LM,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    rule: Rule,
+    *,
+    num_draft_tokens: int | Schedule,
+    num_slots: int | None = None,
 ) -> Iterator[Round]:
-    """Generate for all requests at once, a round at a time, until every row has ended.
+    """Generate for all requests, a round at a time, until every row has ended: submit all, step until idle.
 
     Args:
         requests: prompts of at least one token and less than the target's context; sampling options with a seed.
-        num_draft_tokens: K, the most tokens drafted for a row in a round, or what chooses it. A row drafts fewer near
-            its end.
+        num_draft_tokens: K, the most tokens drafted for a row in a round, or a schedule that chooses it. A row drafts
+            fewer near its end.
+        num_slots: rows at a time; None for all at once.
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
     """
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
-    device = target.device
-    clock = Clock(device)
-    begin = clock.mark()
-    clock.wait(begin)  # for what a loop before this one may have left
-    begin_s = time.perf_counter()
-    batch = Batch(
-        requests,
-        vocab_size=target.vocab_size,
-        context_len=target.context_len,
-        device=device,
-        k=schedule.max_k,
+    engine = Engine(
+        target,
+        drafter,
+        rule,
+        num_slots=min(num_slots or len(requests), len(requests)),
+        capacity=max(final_length(target, request) for request in requests),
+        schedule=schedule,
+        prefill_chunk=None,
     )
-    cache = target.new_cache(len(batch), batch.capacity)
-    starts, num_columns = torch.zeros_like(batch.lengths), batch.longest - 1
-    target.prefill(batch.ids, starts, batch.lengths - 1, cache, latest=0, num_columns=num_columns)
-    session = drafter.open(batch)
-    noise_ahead = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
-    prefilled: tuple[Any, Any] | None = begin, clock.mark()
-    under_way: deque[Started] = deque()
-    while batch.rows:
-        while batch.goes_on and len(under_way) <= target.execution.lookahead:
-            chosen_k = schedule.next_k(batch.rows)
-            k = target.execution.round_drafts(batch.most_drafted(chosen_k), chosen_k)
-            noise = noise_ahead.at(batch.seeds, batch.lengths, *batch.bounds(), k)
-            marks = [clock.mark()]
-            draft = session.propose(batch, k, rule, noise)
-            draft = padded(draft, target.execution.round_drafts(draft.ids.shape[1], k))
-            marks.append(clock.mark())
-            view_len = target.view_len(batch.longest + draft.ids.shape[1], cache)
-            arguments = (cache, batch.last_ids, batch.lengths, batch.limits, draft, batch.settings, batch.seen, noise)
-            judged = _Judged(*target.run(_verify_step, (rule, view_len), *arguments))
-            marks.append(clock.mark())
-            logprobs = logprobs_of(batch.rows, judged.logits, judged.committed)
-            batch.commit(judged.committed, judged.places, judged.lengths)
-            # Prepared steps write over their results, so that what is not read before the next round must be copied.
-            is_ahead = target.execution.lookahead > 0
-            report, ratios = (to_host(one, copy=is_ahead) for one in (judged.report, judged.rejected_ratio))
-            under_way.append(Started(batch.rows, report, ratios, logprobs, (*marks, clock.mark())))
-        started = under_way.popleft()
+    for request in requests:
+        engine.submit(request)
+    while (round_ := engine.step()) is not None:
+        for row in round_.rows:
+            if row.error is not None:
+                raise NumericsError(f"prompt {row.row}: {row.error}" if len(requests) > 1 else row.error)
+        yield round_
+
+
+def final_length(target: LM, request: Request) -> int:
+    """The most tokens that a request comes to, prompt included."""
+    return min(len(request.prompt_ids) + request.sampling.max_new_tokens, target.context_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Numbers of rows: generating, waiting for the rest of their prompt, waiting for a slot; and of free slots."""
+
+    num_running: int
+    num_filling: int
+    num_waiting: int
+    num_free_slots: int
+
+
+class Engine:
+    """The loop over S slots. First come, first served; a row that has a slot keeps it.
+
+    ``submit``, ``cancel`` and ``load`` may be called from any thread, ``step`` from one.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        target: LM,
+        drafter: Drafter,
+        rule: Rule,
+        *,
+        num_slots: int,
+        capacity: int,
+        schedule: Schedule,
+        prefill_chunk: int | None = PREFILL_COLUMNS,
+    ) -> None:
+        """
+        Args:
+            num_slots: S, rows that generate at a time.
+            capacity: most tokens in a row, prompt included.
+            prefill_chunk: about so many tokens of prompts are fed between two rounds, which bounds how long a prompt
+                that joins holds up the others; None: all that there are.
+        """
+        self._target, self._drafter, self._rule, self._schedule = target, drafter, rule, schedule
+        self._capacity = min(capacity, target.context_len)
+        self._prefill_chunk = prefill_chunk
+        self._batch = Batch(num_slots, self._capacity, schedule.max_k, target.vocab_size, target.device)
+        self._cache = target.new_cache(num_slots, self._capacity)
+        self._heads = {num_slots: self._cache}
+        self._session = drafter.open(num_slots, self._capacity, target.device)
+        self._noise = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
+        self._lookahead = 0 if drafter.reads_on_host else target.execution.lookahead
+        self._slots = Slots(num_slots)
+        self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be
+        self._clock = Clock(target.device)
+        self._prefills: list[tuple[Any, Any]] = []
+        self._under_way: deque[Started] = deque()
+        self._filling: deque[Row] = deque()
+        # Shared with other threads.
+        self._lock = threading.Lock()
+        self._indices = count()
+        self._waiting: deque[Row] = deque()
+        self._cancelled: set[int] = set()
+
+    def submit(self, request: Request) -> int:
+        """Queue a request.
+
+        Returns:
+            Its index, by which rounds name it.
+        """
+        assert 0 < len(request.prompt_ids) < self._capacity, "a prompt has a token, and leaves room for one"
+        assert (request.num_draft_tokens or 0) <= self._schedule.max_k
+        limit = min(final_length(self._target, request), self._capacity)
+        with self._lock:
+            index = next(self._indices)
+            self._waiting.append(Row(index, request, limit))
+        return index
+
+    def cancel(self, index: int) -> None:
+        """Give a request up. It leaves before the next round, and no round names it from then on."""
+        with self._lock:
+            self._cancelled.add(index)
+
+    @property
+    def load(self) -> Load:
+        with self._lock:
+            num_filling, num_free = len(self._filling), self._slots.num_free
+            return Load(self._slots.num_used - num_filling, num_filling, len(self._waiting), num_free)
+
+    @torch.inference_mode()
+    def step(self) -> Round | None:
+        """Let rows leave and join, feed a chunk of prompts, and run one round.
+
+        Returns:
+            The round, in which rows may be missing that have just joined; None when all requests have ended.
+        """
+        if self._slots.num_used == 0:
+            self._clock.wait(self._clock.mark())  # for work that a loop before this one may have left
+        begin_s = time.perf_counter()
+        self._leave_cancelled()
+        self._join()
+        self._fill()
+        while self._may_start and len(self._under_way) <= self._lookahead:
+            self._under_way.append(self._start_round())
+        if not self._under_way:
+            return None
+        started = self._under_way.popleft()
         drafting, verifying, verified, end = started.marks
-        clock.wait(end)
-        row_rounds = read(started, target.name, drafter.name)
-        schedule.learn(row_rounds)
-        kept = batch.close(target.execution.round_rows)
-        if kept is not None:
-            cache = target.kept(cache, kept)
-            session.keep(kept)
-        if under_way and not batch.rows:
-            clock.wait(under_way[-1].marks[-1])  # a round too many is the time of those who started it
-        prefill_s = clock.seconds(*prefilled) if prefilled else 0.0
-        draft_s, verify_s = clock.seconds(drafting, verifying), clock.seconds(verifying, verified)
-        # What the consumer does between rounds is not ours; that a device worked on meanwhile does not make it faster.
-        total_s = max(time.perf_counter() - begin_s, prefill_s + clock.seconds(drafting, end))
-        yield Round(tuple(row_rounds), Timing(prefill_s, draft_s, verify_s, total_s))
-        begin_s, prefilled = time.perf_counter(), None
+        self._clock.wait(end)
+        row_rounds = read(started, self._target.name, self._drafter.name)
+        self._schedule.learn(row_rounds)
+        self._leave_ended(started)
+        self._move_down()
+        is_idle = self._slots.num_used == 0 and not self._waiting
+        if is_idle and self._under_way:
+            # A round too many is on the clock of those who started it.
+            self._clock.wait(self._under_way[-1].marks[-1])
+            self._under_way.clear()
+        prefill_s = sum(self._clock.seconds(*pair) for pair in started.prefills)
+        draft_s, verify_s = self._clock.seconds(drafting, verifying), self._clock.seconds(verifying, verified)
+        # The consumer's work between rounds is not counted; but a device that worked on meanwhile is not faster for it.
+        total_s = max(time.perf_counter() - begin_s, prefill_s + self._clock.seconds(drafting, end))
+        return Round(tuple(row_rounds), Timing(prefill_s, draft_s, verify_s, total_s))
 
+    @property
+    def _may_start(self) -> bool:
+        """Whether a row may need another round."""
+        return any(row.goes_on for row in self._batch.running)
 
-class _Judged(NamedTuple):
-    """What a verify step gives.
+    # Joining and leaving
 
-    Attributes:
-        logits: [B, K+1, V]
-        committed: the tokens that stand and the one after them, which fills the remaining columns. [B, K+1]
-        places: of the committed tokens in the text. [B, K+1]
-        lengths: of the texts with them. [B]
-        report: what the host is to know: ``committed``; how many drafted tokens stand, and of how many; and at which of
-            the K+1 places logits are not finite first, the target's and the draft's (K+1: nowhere). [B, K+5]
-        rejected_ratio: see ``Verdict``. [B]
-    """
+    def _leave_cancelled(self) -> None:
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            if not cancelled:
+                return
+            self._waiting = deque(row for row in self._waiting if row.index not in cancelled)
+        for row in [*self._filling, *self._batch.running]:
+            if row.index in cancelled:
+                self._leave(row)
 
-    logits: Tensor
-    committed: Tensor
-    places: Tensor
-    lengths: Tensor
-    report: Tensor
-    rejected_ratio: Tensor
+    def _leave_ended(self, started: Started) -> None:
+        for row in started.rows:
+            if row is not None and row.is_done and row.slot >= 0:
+                self._leave(row)
 
+    def _leave(self, row: Row) -> None:
+        slot, row.slot, row.is_done = row.slot, -1, True
+        if row in self._filling:
+            self._filling.remove(row)
+        if row.is_spoilt:
+            self._cache.erase(slot)
+            self._session.assign(slot, None, 0)
+        self._batch.release(slot)
+        self._slots.release(slot)
+        self._schedule.forget(row.index)
 
-def _verify_step(
-    lm: LM,
-    rule: Rule,
-    view_len: int,
-    cache: SlotCache,
-    last_ids: Tensor,
-    lengths: Tensor,
-    limits: Tensor,
-    draft: Draft,
-    settings: Settings,
-    seen: Tensor | None,
-    noise: Any,
-) -> tuple[Tensor, ...]:
-    """Feed each row's last token [B] and its drafted tokens, and judge them. A row at its limit stays as it is.
+    def _join(self) -> None:
+        """Give free slots to those who have waited longest."""
+        while self._waiting and self._slots.num_free:
+            if self._slots.num_used == 0:
+                self._batch.forget_options()
+            with self._lock:
+                row = self._waiting.popleft()
+            slot, moved_to, source, num_shared = self._slots.place(row)
+            if moved_to is not None:
+                self._assign(moved_to, slot, self._slots.num_held(moved_to))
+            self._assign(slot, source, num_shared)
+            row.slot, row.num_cached, row.num_filled = slot, num_shared, num_shared
+            self._batch.admit(row)
+            self._noise.forget()
+            self._filling.append(row)
 
-    Returns:
-        The parts of a ``_Judged``.
-    """
-    offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
-    is_fed = offsets <= draft.num_drafted[:, None]
-    ids = torch.cat((last_ids[:, None], draft.ids), dim=1)
-    places = lengths[:, None] + offsets  # of the tokens after those that are fed
-    logits = lm.forward(ids, torch.where(is_fed, places - 1, -1), cache, view_len)
-    probs = to_probs(logits, settings, None if seen is None else mark_seen(seen, draft.ids))  # [B, K+1, V]
-    verdict = rule.verify(probs, draft, noise)
-    num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
-    committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
-    is_bad = is_fed & ~is_finite(logits)
-    is_bad_draft = torch.zeros_like(is_fed)
-    if draft.is_finite is not None:
-        is_bad_draft[:, :-1] = is_fed[:, 1:] & ~draft.is_finite
-    numbers = num_accepted, draft.num_drafted, _first(is_bad), _first(is_bad_draft)
-    report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
-    lengths = lengths + torch.where(lengths < limits, num_accepted + 1, 0)
-    return logits, committed, places, lengths, report, verdict.rejected_ratio
+    def _assign(self, slot: int, source: int, num_tokens: int) -> None:
+        """The text of a slot now begins as that of another, in all caches."""
+        if slot != source:
+            self._cache.copy(source, slot, num_tokens)
+            self._batch.lengths[slot] = num_tokens + 1  # a session may trust that a slot's text is as long as its cache
+        self._session.assign(slot, source, num_tokens)
 
+    def _move_down(self) -> None:
+        """A row that alone keeps the batch wider than it needs to be is moved to a free slot further down."""
+        height, round_rows = self._slots.height, self._target.execution.round_rows
+        others = max((row.slot + 1 for row in self._rows_with_slots() if row.slot + 1 < height), default=0)
+        lower = max(others, self._slots.num_used)
+        if self._waiting or height == 0 or round_rows(lower) >= round_rows(height):
+            self._num_high = 0
+            return
+        self._num_high += 1
+        row = self._batch.rows[height - 1]
+        if self._num_high <= _PATIENCE or row is None:
+            return
+        slot = self._slots.lowest_free()
+        self._cache.copy(row.slot, slot, row.longest)
+        self._session.assign(slot, row.slot, row.longest)
+        self._slots.move(row.slot, slot)
+        self._batch.move(row.slot, slot)
+        self._noise.forget()
+        self._num_high = 0
 
-def _first(is_hit: Tensor) -> Tensor:
-    """The first column that is hit, their number where none is. [B, K+1] -> [B]"""
-    num_columns = is_hit.shape[1]
-    return torch.where(is_hit, torch.arange(num_columns, device=is_hit.device), num_columns).amin(dim=1)
+    def _rows_with_slots(self) -> list[Row]:
+        return [*self._filling, *self._batch.running]
+
+    # Prompts
+
+    def _fill(self) -> None:
+        """Feed one chunk of prompts, and start the rows whose prompts are complete. While no row generates, chunks
+        follow one another."""
+        num_left = self._prefill_chunk
+        while self._filling and (num_left is None or num_left > 0 or not self._batch.running):
+            rows = self._adjacent(num_left)
+            width = self._width(rows, num_left)
+            self._feed(rows, width)
+            if num_left is not None:
+                num_left -= max(1, width * len(rows))
+            for row in rows:
+                if row.num_filled == row.prompt_length - 1:
+                    self._filling.remove(row)
+                    self._batch.start(row)
+
+    def _adjacent(self, num_left: int | None) -> list[Row]:
+        """The row that has waited longest, with those after it that are in the next slots: one forward feeds them."""
+        rows: list[Row] = []
+        for row in self._filling:
+            num_tokens = (len(rows) + 1) * max(self._missing(one) for one in [*rows, row])
+            if rows and (row.slot != rows[-1].slot + 1 or (num_left is not None and num_tokens > num_left)):
+                break
+            rows.append(row)
+        return rows
+
+    def _width(self, rows: Sequence[Row], num_left: int | None) -> int:
+        missing = max(map(self._missing, rows))
+        most = PREFILL_COLUMNS if num_left is None else min(PREFILL_COLUMNS, self._prefill_chunk or missing)
+        return min(missing, most)
+
+    @staticmethod
+    def _missing(row: Row) -> int:
+        return row.prompt_length - 1 - row.num_filled
+
+    def _feed(self, rows: Sequence[Row], width: int) -> None:
+        """The next tokens of prompts in slots next to one another, at most ``width`` of each."""
+        begin, end = rows[0].slot, rows[-1].slot + 1
+        ids = self._batch.ids[begin:end]
+        starts = [row.num_filled for row in rows]
+        ends = [min(start + width, row.prompt_length - 1) for row, start in zip(rows, starts, strict=True)]
+        mark = self._clock.mark()
+        features = self._target.prefill(
+            ids,
+            torch.tensor(starts, device=ids.device),
+            torch.tensor(ends, device=ids.device),
+            self._cache.rows(begin, end),
+            latest=max(starts),
+            num_columns=width,
+            features=self._drafter.features,
+        )
+        lengths = [row.prompt_length for row in rows]
+        self._session.prefill(Prefill(ids, begin, starts, ends, lengths, features))
+        self._prefills.append((mark, self._clock.mark()))
+        for row, filled in zip(rows, ends, strict=True):
+            row.num_filled = filled
+
+    # Rounds
+
+    def _start_round(self) -> Started:
+        target, batch, execution = self._target, self._batch, self._target.execution
+        num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
+        running = batch.running
+        chosen_k = self._schedule.next_k(running, num_rows)
+        rows = batch.view(num_rows, chosen_k)
+        most_drafted = max(row.most_drafted for row in rows.bounds if row is not None)
+        constant = [row.request.num_draft_tokens for row in running]
+        full_k = max(chosen_k if own is None else own for own in constant)
+        k = execution.round_drafts(most_drafted, full_k)
+        shortest = [0 if row is None else row.shortest for row in rows.bounds]
+        longest = [0 if row is None else row.longest for row in rows.bounds]
+        noise = self._noise.at(batch.seeds[:num_rows], rows.lengths, shortest, longest, k)
+        with execution.turn():
+            drafting = self._clock.mark()
+            draft = self._session.propose(rows, k, self._rule, noise)
+            draft = padded(draft, execution.round_drafts(draft.ids.shape[1], k))
+            verifying = self._clock.mark()
+            cache = self._head(num_rows)
+            view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
+            static = self._rule, view_len, self._drafter.features
+            limits = batch.limits[:num_rows]
+            arguments = (cache, rows.last_ids, rows.lengths, limits, draft, rows.settings, rows.seen, noise)
+            judged = Judged(*target.run(verify_step, static, *arguments))
+            verified = self._clock.mark()
+            taking_part = tuple(batch.rows[:num_rows])
+            logprobs = logprobs_of(taking_part, judged.logits, judged.committed)
+            batch.commit(rows, judged.committed, judged.places, judged.lengths)
+            self._session.observe(
+                Committed(judged.committed, judged.places, judged.places[:, 0], judged.lengths, judged.features)
+            )
+            # Prepared steps write over their results, so that those not read before the next round must be copied.
+            is_ahead = self._lookahead > 0
+            report, ratios = (to_host(one, copy=is_ahead) for one in (judged.report, judged.rejected_ratio))
+        prefills, self._prefills = self._prefills, []
+        marks = drafting, verifying, verified, self._clock.mark()
+        return Started(taking_part, report, ratios, logprobs, marks, prefills)
+
+    def _head(self, num_rows: int) -> SlotCache:
+        """The cache of the first slots, a view."""
+        if num_rows not in self._heads:
+            self._heads[num_rows] = self._cache.rows(0, num_rows)
+        return self._heads[num_rows]

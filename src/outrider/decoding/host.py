@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.decoding.batch import Row
-from outrider.errors import NumericsError
 from outrider.records import FinishReason, Origin, RowRound, TokenLogprob
 from outrider.sampling.probs import wide
 
@@ -23,16 +22,18 @@ class Started:
     """A round that the device may still be working on. Its tensors are the host's, and filled by the last mark.
 
     Attributes:
-        rows: which it is of.
-        report, rejected_ratio: see ``_Judged``.
+        rows: of each slot the row that takes part. A slot may change hands before the round is read; its row does not.
+        report, rejected_ratio: see ``Judged``.
         marks: when drafting began, when verifying began and ended, and when all was there.
+        prefills: the beginning and end of each chunk of prefill since the round before.
     """
 
-    rows: list[Row]
+    rows: Sequence[Row | None]
     report: Tensor
     rejected_ratio: Tensor
     logprobs: Logprobs | None
     marks: tuple[Any, Any, Any, Any]
+    prefills: Sequence[tuple[Any, Any]]
 
 
 def to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
@@ -60,9 +61,9 @@ class Logprobs(NamedTuple):
         )
 
 
-def logprobs_of(rows: Sequence[Row], logits: Tensor, committed: Tensor) -> Logprobs | None:
+def logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) -> Logprobs | None:
     """On the host, if a row wants them."""
-    wanted = [row.request.sampling.logprobs for row in rows]
+    wanted = [None if row is None else row.request.sampling.logprobs for row in rows]
     if all(num_top is None for num_top in wanted):
         return None
     logprobs = wide(logits).log_softmax(dim=-1)
@@ -72,25 +73,27 @@ def logprobs_of(rows: Sequence[Row], logits: Tensor, committed: Tensor) -> Logpr
 
 
 def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
-    """Take note of a round on the host, and let each row's stop act on it token by token.
-
-    Raises:
-        NumericsError: see ``decode``.
-    """
+    """Take note of a round on the host, and let each row's stop act on it token by token. Rows that have ended before
+    are passed over."""
     num_columns = started.report.shape[1] - 5
     ratios = started.rejected_ratio.tolist()
     row_rounds = []
     for b, (row, report) in enumerate(zip(started.rows, started.report.tolist(), strict=True)):
-        if row.is_done:
+        if row is None or row.is_done:
             continue
         *tokens, n, num_drafted, bad_place, bad_draft_place = report
+        is_first = row.length == row.prompt_length
+        num_cached = row.num_cached if is_first else 0
         first_bad = min(bad_place, bad_draft_place)
         if first_bad <= num_columns:
-            raise _numerics_error(target_name if bad_place == first_bad else draft_name, row, first_bad)
-        row.read(num_columns, num_drafted, n)
+            row.is_done = row.is_spoilt = True
+            name = target_name if bad_place == first_bad else draft_name
+            row_rounds.append(_failed(row, _about_numerics(name, row, first_bad), num_cached))
+            continue
+        row.read_round(num_drafted, n)
         is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[: n + 1])
-        row.length += len(token_ids)
+        row.token_ids += token_ids
         if reason is None and row.length == row.limit:
             reason = "length"
         row.is_done = reason is not None
@@ -111,15 +114,20 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
                 finish_reason=reason,
                 logprobs=logprobs,
                 rejected_ratio=ratios[b] if is_rejected else None,
+                num_cached_tokens=num_cached,
             )
         )
     return row_rounds
 
 
-def _numerics_error(name: str, row: Row, offset: int) -> NumericsError:
-    return NumericsError(
-        f"the model {name} gave NaN or infinite logits for position {row.length + offset} of prompt "
-        f"{row.index}; its weights may be damaged, or its dtype too narrow (try --dtype float32)"
+def _failed(row: Row, error: str, num_cached: int) -> RowRound:
+    return RowRound(row.index, (), (), 0, 0, False, "error", None, None, num_cached, error)
+
+
+def _about_numerics(name: str, row: Row, offset: int) -> str:
+    return (
+        f"the model {name} gave NaN or infinite logits for position {row.length + offset} of the text; "
+        "its weights may be damaged, or its dtype too narrow (try --dtype float32)"
     )
 
 

@@ -5,9 +5,9 @@ at costs that were measured before the run, never at drafts that are not verifie
 is known before they are drawn, and the output follows the target's law as it does for a constant K.
 
 The estimate: with a_i the probability that the i-th drafted token stands if those before it do, a round of K drafted
-tokens commits tau(K) tokens (speedup.py), and tokens per second are tau(K) over the seconds of such a round. Rows of a
-batch are verified together, padded to the longest draft, so that a shorter draft in one row would save nothing: the
-batch has one K, the best for the sum of its rows.
+tokens commits tau(K) tokens (speedup.py), and tokens per second are tau(K) over the seconds of such a round, which
+depend on the number of rows. Rows are verified together, padded to the longest draft, so that a shorter draft in one
+row would save nothing: all rows have one K, the best for their sum, but for those with a constant K of their own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ class Schedule(Protocol):
     @property
     def max_k(self) -> int: ...
 
-    def next_k(self, rows: Sequence[Row]) -> int:
-        """K for the next round of these rows."""
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        """K for the next round of these rows, which is computed for ``num_rows`` rows."""
         ...
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
         """See what the last round committed."""
+        ...
+
+    def forget(self, index: int) -> None:
+        """A row has ended."""
         ...
 
 
@@ -51,10 +55,13 @@ class ConstantSchedule:
 
     max_k: int
 
-    def next_k(self, rows: Sequence[Row]) -> int:
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         return self.max_k
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
+        pass
+
+    def forget(self, index: int) -> None:
         pass
 
 
@@ -75,43 +82,55 @@ class _RowEstimate:
             self.judged[i] += 1.0
             self.stood[i] += i < round_.num_accepted
 
-    def expected_tokens(self) -> list[float]:
-        """tau(K) for K = 0, 1, ..."""
+    def acceptance(self, prior: Sequence[float] | None = None) -> list[float]:
+        """a_1, a_2, ... Each starts from its prior; without priors from the estimate of the one before it."""
         acceptance, a = [], _PRIOR
-        for judged, stood in zip(self.judged, self.stood, strict=True):
-            a = (stood + _PRIOR_WEIGHT * a) / (judged + _PRIOR_WEIGHT)
+        for i, (judged, stood) in enumerate(zip(self.judged, self.stood, strict=True)):
+            start = a if prior is None else prior[i]
+            a = (stood + _PRIOR_WEIGHT * start) / (judged + _PRIOR_WEIGHT)
             acceptance.append(a)
-        return expected_tokens(acceptance)
+        return acceptance
 
 
 @dataclass(slots=True)
 class AdaptiveSchedule:
-    """The K with the most expected tokens per second, 0 included.
+    """The K with the most expected tokens per second at this load, 0 included.
 
-    Where 0 is best it says so for a while, then tries the least K above it, since a draft that does not draft cannot
-    show that it has become useful. Each try that fails doubles the while.
+    A new row starts from the acceptance of the rows before it. Where 0 is best, 0 is chosen for a while, then the least
+    K above it is tried, since a draft that does not draft cannot show that it has become useful. Each try that fails
+    doubles the while.
 
     Args:
-        costs: K -> seconds of a round with K drafted tokens, measured; 0 is among them.
+        costs: number of rows -> K -> seconds of a round of so many rows with K drafted tokens, measured; 0 is among
+            the K, and the K are the same for all numbers of rows.
     """
 
-    costs: Mapping[int, float]
+    costs: Mapping[int, Mapping[int, float]]
+    _all_rows: _RowEstimate = field(init=False)
     _estimates: dict[int, _RowEstimate] = field(default_factory=dict, init=False)
     _pause: int = field(default=_FIRST_PAUSE, init=False)
     _num_idle: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        self._all_rows = self._new_estimate()
+
     @property
     def max_k(self) -> int:
-        return max(self.costs)
+        return max(max(costs) for costs in self.costs.values())
 
-    def next_k(self, rows: Sequence[Row]) -> int:
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        own = [row.request.num_draft_tokens for row in rows]
+        least = max((k for k in own if k is not None), default=0)  # columns that are verified in any case
         totals = [0.0] * (self.max_k + 1)
-        for row in rows:
+        prior = self._all_rows.acceptance()
+        for row, constant_k in zip(rows, own, strict=True):
             if not row.is_done:
-                for k, tokens in enumerate(self._of(row.index).expected_tokens()):
-                    # What goes beyond the row's end is not worth anything.
-                    totals[k] += min(tokens, row.limit - row.length)
-        best = max(sorted(self.costs), key=lambda k: totals[k] / self.costs[k])
+                tokens = expected_tokens(self._of(row.index).acceptance(prior))
+                for k in range(len(totals)):
+                    # Tokens beyond the row's end are worth nothing.
+                    totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
+        choices = sorted(next(iter(self.costs.values())))
+        best = max(choices, key=lambda k: totals[k] / self._seconds(num_rows, max(k, least)))
         if best > 0:
             self._num_idle, self._pause = 0, _FIRST_PAUSE
             return best
@@ -119,13 +138,33 @@ class AdaptiveSchedule:
         if self._num_idle <= self._pause or self.max_k == 0:
             return 0
         self._num_idle, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
-        return min(k for k in self.costs if k > 0)
+        return min(k for k in choices if k > 0)
+
+    def _seconds(self, num_rows: int, k: int) -> float:
+        """Of a round; between the numbers of rows that were measured, by a straight line."""
+        sizes = sorted(self.costs)
+        above = next((size for size in sizes if size >= num_rows), sizes[-1])
+        below = next((size for size in reversed(sizes) if size <= num_rows), sizes[0])
+        at = (num_rows - below) / (above - below) if above > below else 0.0
+        return (1 - at) * _cost_of(self.costs[below], k) + at * _cost_of(self.costs[above], k)
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
         for round_ in rounds:
+            self._all_rows.learn(round_)
             self._of(round_.row).learn(round_)
+
+    def forget(self, index: int) -> None:
+        self._estimates.pop(index, None)
 
     def _of(self, row: int) -> _RowEstimate:
         if row not in self._estimates:
-            self._estimates[row] = _RowEstimate([0.0] * self.max_k, [0.0] * self.max_k)
+            self._estimates[row] = self._new_estimate()
         return self._estimates[row]
+
+    def _new_estimate(self) -> _RowEstimate:
+        return _RowEstimate([0.0] * self.max_k, [0.0] * self.max_k)
+
+
+def _cost_of(costs: Mapping[int, float], k: int) -> float:
+    """Seconds of a round with k drafted tokens, those of the next k that was measured."""
+    return costs[min((one for one in costs if one >= k), default=max(costs))]

@@ -100,7 +100,7 @@ def measure_shapes(
 def _random_draft(target: LM, shape: Shape) -> LM:
     model = new_draft(target.model.config, shape, seed=0).to(target.device, target.dtype)
     lm = build_lm(Checkpoint(f"{shape.num_layers} x {shape.hidden_size}", model, None), target.vocab_size)
-    return lm if target.execution.name == "eager" else lm.compiled()
+    return lm.compiled() if target.execution.is_prepared else lm
 
 
 def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) -> float | None:

@@ -1,36 +1,138 @@
 """The interface of drafters, and the drafter that proposes nothing.
 
-A drafter is configuration and may be shared; ``open`` starts a session over one batch, which holds what it needs to
-remember between rounds. A session learns what was committed by looking at the batch.
+A drafter is configuration and may be shared. ``open`` starts a session over the slots of one engine, which holds what
+must be remembered between rounds. The state of a session is a function of the committed text and of the target's
+features alone, never of drafts that were rejected: so a text may be cut and resumed, and does not depend on its
+neighbours.
+
+A drafter states what the loop and the tools need to know about it. Nobody asks for its class.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Batch
 from outrider.records import Draft
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 
-class Session(Protocol):
-    """A drafter at work on one batch."""
+@dataclass(frozen=True, slots=True)
+class RowBounds:
+    """What the host knows of a row that takes part in a round.
 
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        """Draft at most ``batch.num_drafted(k)`` tokens for each row, drawn with ``rule.draw`` from the q that is
-        reported.
+    Attributes:
+        shortest, longest: bounds of its length on the device, which the host may not have read yet.
+        most_drafted: at most so many tokens are drafted for it.
+        may_lack_one: its last draft may have been accepted whole. (The last drafted token was never fed to a draft
+            model, so that its cache then lacks one token more.)
+    """
+
+    shortest: int
+    longest: int
+    most_drafted: int
+    may_lack_one: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a round, as a drafter sees them: the slots 0 to B-1 of its session.
+
+    Attributes:
+        ids: column j holds the token at position j; columns from a row's length on are undefined. [B, N]
+        lengths: tokens so far, prompt included. [B]
+        last_ids: the last token of each row. [B]
+        num_wanted: most tokens to draft for each row; 0 in slots that take no part. [B]
+        settings: sampling options.
+        seen: tokens that occur so far, None where no row has a repetition penalty. [B, V]
+        bounds: of each row; None for slots that take no part.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    last_ids: Tensor
+    num_wanted: Tensor
+    settings: Settings
+    seen: Tensor | None
+    bounds: Sequence[RowBounds | None]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    @property
+    def longest(self) -> int:
+        """The most that the length of a row may be."""
+        return max((row.longest for row in self.bounds if row is not None), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A chunk of prompts, just fed to the target: columns ``starts`` to ``ends`` of slots next to one another.
+
+    Attributes:
+        ids: the slots' tokens; column j holds the token at position j. [R, N]
+        first_slot: the first of the R slots.
+        starts, ends: the target's cache held ``starts`` tokens of each prompt, and holds ``ends`` now. R numbers each
+        lengths: of the prompts. R numbers
+        features: of the tokens fed, from the column ``starts`` on; columns beyond ``ends`` are padding. None where
+            none are asked for. [R, T, F]
+    """
+
+    ids: Tensor
+    first_slot: int
+    starts: Sequence[int]
+    ends: Sequence[int]
+    lengths: Sequence[int]
+    features: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The outcome of a round, in tensors of fixed shape. They are valid until the session drafts again.
+
+    Attributes:
+        ids: the committed tokens; columns beyond them repeat the last one. [B, K+1]
+        places: of the columns in the text. [B, K+1]
+        old_lengths, lengths: of the texts before and after the round. [B]
+        features: of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is valid where
+            old_length + c < length; None where none are asked for. [B, K+1, F]
+    """
+
+    ids: Tensor
+    places: Tensor
+    old_lengths: Tensor
+    lengths: Tensor
+    features: Tensor | None
+
+
+class Session(ABC):
+    """A drafter at work on the slots of one engine."""
+
+    @abstractmethod
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported.
 
         Args:
-            k: the width of ``noise``; the draft has at most so many columns.
+            k: at least every number wanted; the draft has at most so many columns.
+            noise: of this round, for at least k tokens.
         """
-        ...
 
-    def keep(self, rows: Tensor) -> None:
-        """The batch has kept only these rows, in this order."""
-        ...
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:  # noqa: B027
+        """The text of a slot now begins with the first ``num_tokens`` tokens of the text of slot ``source``, and holds
+        no others. A source of None erases what the slot held, down to the last number."""
+
+    def prefill(self, chunk: Prefill) -> None:  # noqa: B027
+        """A chunk of prompts was fed to the target."""
+
+    def observe(self, committed: Committed) -> None:  # noqa: B027
+        """A round was committed. Called after every round, also those without drafts."""
 
 
 class Drafter(Protocol):
@@ -40,14 +142,55 @@ class Drafter(Protocol):
         name: for tables and messages.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
-    def open(self, batch: Batch) -> Session:
-        """Start on a batch whose prompts are in its buffer."""
+    @property
+    def lm(self) -> LM | None:
+        """The language model whose next-token distribution q is, given the text alone; None for other drafters."""
         ...
 
-    def compiled(self) -> Drafter:
-        """The same drafter, with its models compiled."""
+    @property
+    def models(self) -> tuple[LM, ...]:
+        """The models that it owns: for memory, compiling and checksums."""
+        ...
+
+    @property
+    def context_len(self) -> int | None:
+        """Most tokens in a text that it drafts for; None where there is no limit."""
+        ...
+
+    @property
+    def most_drafted(self) -> int | None:
+        """Most tokens that it can draft in a round: 0 for plain decoding, None where there is no limit."""
+        ...
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether its drafts are certain (``Draft.probs`` is None)."""
+        ...
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether it must read committed tokens on the host before it drafts. Then no round is started ahead."""
+        ...
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The hidden states of the target that its session is given: index i is the input of decoder layer i."""
+        ...
+
+    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+        """Start a session over empty slots.
+
+        Args:
+            capacity: most tokens in a text.
+            device: of the loop's tensors.
+        """
+        ...
+
+    def with_models(self, change: Callable[[LM], LM]) -> Drafter:
+        """The same drafter, with its models changed (``LM.compiled``, ``LM.eager``)."""
         ...
 
 
@@ -55,32 +198,94 @@ class NoDrafter:
     """Proposes nothing: plain decoding."""
 
     name = "none"
+    lm: LM | None = None
+    models: tuple[LM, ...] = ()
+    context_len: int | None = None
+    most_drafted: int | None = 0
+    is_one_hot = True
+    reads_on_host = False
+    features: tuple[int, ...] = ()
 
-    def open(self, batch: Batch) -> NoDrafter:
+    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+        return _Silent()
+
+    def with_models(self, change: Callable[[LM], LM]) -> NoDrafter:
         return self
 
-    def compiled(self) -> NoDrafter:
-        return self
 
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        return empty_draft(batch)
-
-    def keep(self, rows: Tensor) -> None:
-        pass
+class _Silent(Session):
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        return empty_draft(rows)
 
 
-def empty_draft(batch: Batch) -> Draft:
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """A drafter whose drafts are altered before anyone sees them.
+
+    Args:
+        alter: (rows, k, draft) -> draft.
+    """
+
+    inner: Drafter
+    name: str
+    alter: Callable[[Rows, int, Draft], Draft]
+
+    @property
+    def lm(self) -> LM | None:
+        return self.inner.lm
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return self.inner.models
+
+    @property
+    def context_len(self) -> int | None:
+        return self.inner.context_len
+
+    @property
+    def most_drafted(self) -> int | None:
+        return self.inner.most_drafted
+
+    @property
+    def is_one_hot(self) -> bool:
+        return self.inner.is_one_hot
+
+    @property
+    def reads_on_host(self) -> bool:
+        return self.inner.reads_on_host
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.inner.features
+
+    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+        return _AlteredSession(self.inner.open(num_slots, capacity, device), self.alter)
+
+    def with_models(self, change: Callable[[LM], LM]) -> Altered:
+        return replace(self, inner=self.inner.with_models(change))
+
+
+class _AlteredSession(Session):
+    def __init__(self, inner: Session, alter: Callable[[Rows, int, Draft], Draft]) -> None:
+        self._inner, self._alter = inner, alter
+        self.assign, self.prefill, self.observe = inner.assign, inner.prefill, inner.observe  # type: ignore[method-assign]
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        return self._alter(rows, k, self._inner.propose(rows, k, rule, noise))
+
+
+def empty_draft(rows: Rows) -> Draft:
     """No tokens for any row."""
-    device = batch.ids.device
+    device = rows.ids.device
     return Draft(
-        ids=torch.zeros(len(batch), 0, dtype=torch.long, device=device),
+        ids=torch.zeros(len(rows), 0, dtype=torch.long, device=device),
         probs=None,
-        num_drafted=torch.zeros(len(batch), dtype=torch.long, device=device),
+        num_drafted=torch.zeros(len(rows), dtype=torch.long, device=device),
     )
 
 
 def padded(draft: Draft, k: int) -> Draft:
-    """The same with k columns, of which the new ones are not meant. There must be one already."""
+    """The same with k columns; the new ones are padding. There must be one already."""
     num_new = k - draft.ids.shape[1]
     if num_new == 0:
         return draft

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Batch
-from outrider.drafters.base import empty_draft
+from outrider.drafters.base import Prefill, Rows, Session, empty_draft
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -16,18 +17,34 @@ from outrider.sampling.probs import Settings, is_finite, mark_seen, to_probs
 from outrider.sampling.rules import Rule
 
 
+@dataclass(frozen=True, slots=True)
 class ModelDrafter:
     """Drafts with a language model, under the same sampling options as the target."""
 
-    def __init__(self, lm: LM) -> None:
-        self.lm = lm
-        self.name = lm.name
+    lm: LM
 
-    def open(self, batch: Batch) -> ModelSession:
-        return ModelSession(self.lm, batch)
+    most_drafted: ClassVar[int | None] = None
+    is_one_hot: ClassVar[bool] = False
+    reads_on_host: ClassVar[bool] = False
+    features: ClassVar[tuple[int, ...]] = ()
 
-    def compiled(self) -> ModelDrafter:
-        return ModelDrafter(self.lm.compiled())
+    @property
+    def name(self) -> str:
+        return self.lm.name
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return (self.lm,)
+
+    @property
+    def context_len(self) -> int:
+        return self.lm.context_len
+
+    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+        return ModelSession(self.lm, num_slots, capacity, device)
+
+    def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
+        return ModelDrafter(change(self.lm))
 
 
 def _draft_steps(
@@ -47,8 +64,8 @@ def _draft_steps(
     """Draft K tokens, one after the other.
 
     Args:
-        fed: tokens that come first, of which the last is the last committed one. Not in rows where the cache has them
-            already (it has ``cached``), nor in those that nothing is drafted for. [B, T]
+        fed: tokens that come first; the last one is the last committed token. They are not fed in rows whose cache has
+            them already (it has ``cached``), nor in rows without drafts. [B, T]
         cached, lengths: [B]
         num_drafted: at most; none where the context is full. [B]
 
@@ -79,59 +96,104 @@ def _draft_steps(
     return torch.stack(ids, dim=1), torch.stack(probs, dim=1), torch.stack(finite, dim=1), num_drafted, cached
 
 
-class ModelSession:
-    """The draft model's cache over one batch.
+class ModelSession(Session):
+    """The draft model's cache over the slots of an engine.
 
-    ``cached`` counts the tokens of each row that were fed. After a verdict those that stand are the first
+    ``cached`` counts the tokens of each row that were fed. After a verdict the valid ones are the first
     ``min(cached, length - 1)``: if fewer tokens were accepted than fed, the committed text goes on with another token
-    at position length - 1, which is the first that is wrong in the cache. The minimum must be taken after *every*
-    round, also in rows and rounds without drafts: a round later the length has grown, and would hide what was rejected.
+    at position length - 1, which is the first wrong one in the cache. The minimum must be taken after *every* round,
+    also in rows and rounds without drafts: a round later the length has grown, and would hide the rejected token.
 
-    So the cache of a row that is drafted for lacks one token if all that were drafted last stand, since the last was
-    never fed, and one more for each round without drafts since then.
+    So the cache of a row that is drafted for lacks one token if its last draft was accepted whole, since the last
+    token was never fed, and one more for each round without drafts since then.
     """
 
-    def __init__(self, lm: LM, batch: Batch) -> None:
+    def __init__(self, lm: LM, num_slots: int, capacity: int, device: torch.device) -> None:
         self._lm = lm
-        self._cache = lm.new_cache(len(batch), min(batch.capacity, lm.context_len))
-        self._cached = torch.where(batch.lengths <= lm.context_len, batch.lengths - 1, 0)  # [B]
-        self._num_idle = 0  # rounds since the last with drafts
-        starts, lengths = torch.zeros_like(batch.lengths), [row.length for row in batch.rows]
-        num_columns = max(length - 1 if length <= lm.context_len else 0 for length in lengths)
-        lm.prefill(batch.ids, starts, self._cached, self._cache, latest=0, num_columns=num_columns)
+        self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
+        self._heads = {num_slots: self._cache}
+        self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
+        self._num_idle = [0] * num_slots  # rounds since the last in which the row was drafted for
 
-    def keep(self, rows: Tensor) -> None:
-        self._cached = self._cached[rows]
-        self._cache = self._lm.kept(self._cache, rows)
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        num_idle = 0
+        if source is None:
+            self._cache.erase(slot)
+        elif num_tokens > 0:
+            # The one place where the host waits for the device: a prompt joins, or a row moves.
+            num_tokens = min(num_tokens, int(self._cached[source]))
+            if source != slot:
+                self._cache.copy(source, slot, num_tokens)
+            num_idle = self._num_idle[source]
+        self._cached[slot] = self._filled[slot] = num_tokens
+        self._num_idle[slot] = num_idle
 
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        lm = self._lm
-        rows = [row for row in batch.rows if not row.is_done and row.shortest <= lm.context_len]
-        if k == 0 or not rows:
-            self._cached = torch.minimum(self._cached, batch.lengths - 1)
-            self._num_idle += 1
-            return empty_draft(batch)
-        fed = self._fed(batch, self._num_idle + any(row.is_full for row in rows))
-        view_len = lm.view_len(min(batch.longest + k - 1, lm.context_len), self._cache)
-        lengths, num_drafted = batch.lengths, batch.num_drafted(k)
-        arguments = (self._cache, fed, self._cached, lengths, num_drafted, batch.settings, batch.seen, noise)
-        ids, probs, is_good, num_drafted, cached = lm.run(_draft_steps, (rule, view_len, k), *arguments)
-        self._cached, self._num_idle = cached.clone(), 0  # a prepared step writes over its results
+    def prefill(self, chunk: Prefill) -> None:
+        """A prompt that is longer than the draft's context is left out: nothing is drafted for it."""
+        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
+        is_fed = [length <= self._lm.context_len for length in chunk.lengths]
+        starts = self._filled[begin:end]
+        ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
+        self._filled[begin:end] = ends
+        self._num_idle[begin:end] = [0] * len(ends)
+        device = chunk.ids.device
+        self._lm.prefill(
+            chunk.ids,
+            torch.tensor(starts, device=device),
+            torch.tensor(ends, device=device),
+            self._cache.rows(begin, end),
+            latest=max(starts),
+            num_columns=max(to - start for start, to in zip(starts, ends, strict=True)),
+        )
+        self._cached[begin:end] = torch.tensor(ends, device=device)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        lm, num_rows = self._lm, len(rows)
+        wanted = [row is not None and row.most_drafted > 0 and row.shortest <= lm.context_len for row in rows.bounds]
+        cached = self._cached[:num_rows]
+        if not any(wanted):
+            cached.copy_(torch.minimum(cached, rows.lengths - 1))
+            self._count_idle(wanted)
+            return empty_draft(rows)
+        most_lacking = max(
+            self._num_idle[slot] + row.may_lack_one
+            for slot, (row, is_wanted) in enumerate(zip(rows.bounds, wanted, strict=True))
+            if row is not None and is_wanted
+        )
+        cache = self._head(num_rows)
+        fed = self._fed(rows, cached, cache, most_lacking)
+        view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
+        arguments = (cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.seen, noise)
+        ids, probs, is_good, num_drafted, now_cached = lm.run(_draft_steps, (rule, view_len, k), *arguments)
+        cached.copy_(now_cached)
+        self._count_idle(wanted)
         return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
 
-    def _fed(self, batch: Batch, most_lacking: int) -> Tensor:
+    def _count_idle(self, wanted: Sequence[bool]) -> None:
+        for slot, is_wanted in enumerate(wanted):
+            self._num_idle[slot] = 0 if is_wanted else self._num_idle[slot] + 1
+
+    def _head(self, num_rows: int) -> SlotCache:
+        """The cache of the first slots, a view."""
+        if num_rows not in self._heads:
+            self._heads[num_rows] = self._cache.rows(0, num_rows)
+        return self._heads[num_rows]
+
+    def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int) -> Tensor:
         """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
-        lack that. What a cache may lack beyond these is fed here.
+        lack that. Tokens that a cache may lack beyond these are fed here.
 
         Returns:
             [B, 1 or 2]
         """
         if most_lacking == 1:
-            columns = torch.stack((batch.lengths - 2, batch.lengths - 1), dim=1)
-            return batch.ids.gather(1, columns.clamp_min(0))
+            columns = torch.stack((rows.lengths - 2, rows.lengths - 1), dim=1)
+            return rows.ids.gather(1, columns.clamp_min(0))
         if most_lacking > 1:
-            starts = torch.minimum(self._cached, batch.lengths - 1)
-            ends = torch.where(batch.lengths <= self._lm.context_len, batch.lengths - 1, starts)
-            latest = min(batch.longest, self._lm.context_len)
-            self._lm.prefill(batch.ids, starts, ends, self._cache, latest=latest, num_columns=most_lacking)
-        return batch.last_ids[:, None]
+            starts = torch.minimum(cached, rows.lengths - 1)
+            is_wanted = (rows.num_wanted > 0) & (rows.lengths <= self._lm.context_len)
+            ends = torch.where(is_wanted, rows.lengths - 1, starts)
+            latest = min(rows.longest, self._lm.context_len)
+            self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=most_lacking)
+        return rows.last_ids[:, None]

@@ -7,50 +7,64 @@ with references as the source, Yang et al. 2304.04487.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Batch
-from outrider.drafters.base import empty_draft
+from outrider.drafters.base import Rows, Session, empty_draft
 from outrider.records import Draft
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
 
 class NgramDrafter:
-    """Drafts by looking up the last tokens earlier in the text. It has no state, so it is its own session."""
+    """Drafts by looking up the last tokens earlier in the text."""
 
     name = "ngram"
+    lm: LM | None = None
+    models: tuple[LM, ...] = ()
+    context_len: int | None = None
+    most_drafted: int | None = None
+    is_one_hot = True
+    reads_on_host = False
+    features: tuple[int, ...] = ()
 
     def __init__(self, max_ngram: int = 3) -> None:
         assert max_ngram >= 1
         self.max_ngram = max_ngram
 
-    def open(self, batch: Batch) -> NgramDrafter:
+    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+        return NgramSession(self.max_ngram)
+
+    def with_models(self, change: Callable[[LM], LM]) -> NgramDrafter:
         return self
 
-    def compiled(self) -> NgramDrafter:
-        return self
 
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
-        begins, num_found = self._look_up(batch.ids[:, : batch.longest], batch.lengths, batch.num_drafted(k))
-        # Elsewhere the host would have to wait for this number, which costs more than columns that are not meant.
-        width = int(num_found.amax()) if num_found.device.type == "cpu" else k
-        if width == 0:
-            return empty_draft(batch)
-        columns = begins[:, None] + torch.arange(width, device=begins.device)
-        ids = batch.ids.gather(1, columns.clamp_max(batch.ids.shape[1] - 1))
+class NgramSession(Session):
+    """It keeps nothing: everything is in the text."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self._max_ngram = max_ngram
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        width = rows.longest
+        lengths = rows.lengths.clamp_max(width)  # slots that take no part may be longer
+        begins, num_found = self._look_up(rows.ids[:, :width], lengths, rows.num_wanted)
+        # Elsewhere the host would have to wait for this number, which costs more than columns of padding.
+        num_columns = int(num_found.amax()) if num_found.device.type == "cpu" else k
+        if num_columns == 0:
+            return empty_draft(rows)
+        columns = begins[:, None] + torch.arange(num_columns, device=begins.device)
+        ids = rows.ids.gather(1, columns.clamp_max(rows.ids.shape[1] - 1))
         return Draft(ids=ids, probs=None, num_drafted=num_found)
-
-    def keep(self, rows: Tensor) -> None:
-        pass
 
     def _look_up(self, ids: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Where each row's continuation begins, and how many tokens of it there are (0: not found). [B], [B]"""
         num_rows, width = ids.shape
         begins, num_found = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        for n in range(1, min(self.max_ngram, width - 1) + 1):  # a longer match overrides a shorter one
+        for n in range(1, min(self._max_ngram, width - 1) + 1):  # a longer match overrides a shorter one
             suffix_columns = (lengths[:, None] - n + torch.arange(n, device=ids.device)).clamp_min(0)
             suffix = ids.gather(1, suffix_columns)  # [B, n]
             is_hit = (ids.unfold(1, n, 1) == suffix[:, None]).all(dim=-1)  # [B, width-n+1]

@@ -16,7 +16,6 @@ import numpy as np
 
 from outrider.decoding.costs import CostArm, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.records import Timing
 from outrider.runtime.lm import LM
@@ -119,7 +118,7 @@ def measure_costs(
         on_pass=on_pass,
     )
     by_key = {key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)}
-    lookups = [name for name, drafter in drafters.items() if isinstance(drafter, NgramDrafter)]
+    lookups = [name for name, drafter in drafters.items() if not drafter.models]
     return Costs(
         setting=setting,
         prefill_s=statistics.median(one.prefill_s for one in plain if one.prefill_s > 0),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.api import load
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
@@ -146,9 +146,11 @@ def replay(
     """
     if rule not in RULES:
         raise OptionError("acceptance", rule, f"choose one of {', '.join(RULES)}")
-    if isinstance(drafter, NoDrafter):
+    if drafter.most_drafted == 0:
         raise OptionError("draft", drafter.name, "plain decoding is what the log holds; name a draft to replay")
-    if isinstance(drafter, ModelDrafter) and header.sampling.temperature > 0 and header.num_probs is None:
+    if drafter.models and drafter.lm is None:
+        raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
+    if not drafter.is_one_hot and header.sampling.temperature > 0 and header.num_probs is None:
         raise OptionError(
             "draft",
             drafter.name,
@@ -157,7 +159,7 @@ def replay(
         )
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
-        if isinstance(drafter, ModelDrafter):
+        if drafter.lm is not None:
             yield from _replay_model(group, header, drafter.lm, rule)
         else:
             for record in group:

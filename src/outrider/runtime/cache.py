@@ -123,6 +123,20 @@ class SlotCache(Cache):
                 storage.append(torch.zeros(size, dtype=shape.dtype, device=shape.device))
         return cls(storage, capacity)
 
+    def rows(self, begin: int, end: int) -> SlotCache:
+        """The slots begin <= slot < end: a view of the same memory."""
+        return SlotCache([store[begin:end] for store in self.storage], self.capacity)
+
+    def copy(self, source: int, slot: int, num_tokens: int) -> None:
+        """Copy the first tokens of one slot to another."""
+        for store in self.storage:
+            store[slot, :num_tokens] = store[source, :num_tokens]
+
+    def erase(self, slot: int) -> None:
+        """Write zeros over a slot. (Numbers that are not finite would spoil the next text even where it is masked.)"""
+        for store in self.storage:
+            store[slot].zero_()
+
     def at(self, positions: Tensor, view_len: int) -> None:
         """Announce the next forward.
 

@@ -14,8 +14,10 @@ Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from outrider.runtime.cache import LayerShape, SlotCache
 from outrider.runtime.execution import Call, Prepared, Program, put_together
 
+_TURN = threading.RLock()  # one for all models: drafts and verdicts of a round take the same turn
 _NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
 
 
@@ -44,14 +47,18 @@ class Captured(Prepared):
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         """On storage that no other cache is using: graphs know it by its address."""
         free = self._free.setdefault((tuple(shapes), num_rows, capacity), [])
-        if not free:
-            free.append(SlotCache.empty(shapes, num_rows, capacity).storage)
-        storage = free.pop()
+        try:
+            storage = free.pop()
+        except IndexError:
+            storage = SlotCache.empty(shapes, num_rows, capacity).storage
         for store in storage:
             store.zero_()  # a masked place still takes part in 0 * value, which must not be NaN
         cache = SlotCache(storage, capacity)
         weakref.finalize(cache, free.append, storage).atexit = False
         return cache
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return _TURN
 
     def _key_of(self, stores: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(store.data_ptr() for store in stores[:1])  # the others are always found beside the first

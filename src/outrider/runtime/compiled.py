@@ -13,7 +13,7 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ class Compiled(Prepared):
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         return SlotCache.empty(shapes, num_rows, capacity)
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # each run makes results of its own
 
     def _key_of(self, stores: Sequence[Tensor]) -> None:
         return None  # they are inputs of the program

@@ -11,8 +11,11 @@ This module does not know what the steps do.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -25,6 +28,8 @@ from outrider.runtime.shape_buckets import eager_length, power_of_two, prepared_
 
 Step = Callable[..., tuple[Tensor, ...]]
 
+MOST_PROGRAMS = 128  # of one model; a server of 8 slots with one set of options uses about 30 for each length of view
+
 
 class Execution(Protocol):
     """A way to run steps.
@@ -33,11 +38,13 @@ class Execution(Protocol):
         name: for tables and messages.
         favoured_k: the K that an adaptive schedule chooses among.
         lookahead: rounds that the loop starts beyond the one that it reads next.
+        is_prepared: whether each shape is prepared when it first occurs, which takes time.
     """
 
     name: str
     favoured_k: tuple[int, ...]
     lookahead: int
+    is_prepared: bool
 
     def round_length(self, length: int) -> int:
         """The length of view or cache to use for so many tokens."""
@@ -55,8 +62,12 @@ class Execution(Protocol):
         """An empty cache."""
         ...
 
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held from running a step until its results have been used, so that threads do not write over them."""
+        ...
+
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """``step(lm, *static, *arguments)``. The results stand until the next run.
+        """``step(lm, *static, *arguments)``. The results are valid until the next run.
 
         Raises:
             CompileError: the model or this machine does not allow it to be prepared.
@@ -70,6 +81,7 @@ class Eager:
     name = "eager"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
     lookahead = 0
+    is_prepared = False
 
     def round_length(self, length: int) -> int:
         return eager_length(length)
@@ -82,6 +94,9 @@ class Eager:
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         return SlotCache.empty(shapes, num_rows, capacity)
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return step(lm, *static, *arguments)
@@ -122,19 +137,22 @@ class Program(Protocol):
 class Prepared(ABC):
     """Runs steps as programs, which are made when they are first needed. For one model.
 
-    Lengths and rows are rounded up to powers of two.
+    Lengths and rows are rounded up to powers of two. Of more than MOST_PROGRAMS programs, those go that were not used
+    for the longest time.
     """
 
     name: str
     favoured_k: tuple[int, ...]
     lookahead: int
+    is_prepared = True
 
     def __init__(self) -> None:
-        self._programs: dict[Any, Program] = {}
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._preparing = threading.RLock()
 
     @property
     def num_programs(self) -> int:
-        """Programs in use so far."""
+        """Programs that are kept."""
         return len(self._programs)
 
     def round_length(self, length: int) -> int:
@@ -149,20 +167,31 @@ class Prepared(ABC):
     @abstractmethod
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache: ...
 
+    @abstractmethod
+    def turn(self) -> AbstractContextManager[Any]: ...
+
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         call = Call(step, lm, static, arguments)
         key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
-        program = self._programs.get(key)
-        if program is None:
-            try:
-                program = self._programs[key] = self._prepare(call)
-            except OutOfMemoryError:
-                raise
-            except Exception as error:  # what arbitrary models, compilers and drivers may raise has no common type
-                reason = " ".join(str(error).split())[:300]
-                message = f"{lm.name} cannot be {self.name} here: {type(error).__name__}: {reason}"
-                raise CompileError(message) from error
+        with self._preparing:
+            program = self._programs.get(key)
+            if program is None:
+                program = self._prepared(call)
+                if len(self._programs) >= MOST_PROGRAMS:
+                    self._programs.popitem(last=False)
+                self._programs[key] = program
+            self._programs.move_to_end(key)
         return program.run(call.tensors, call.stores)
+
+    def _prepared(self, call: Call) -> Program:
+        try:
+            return self._prepare(call)
+        except OutOfMemoryError:
+            raise
+        except Exception as error:  # what arbitrary models, compilers and drivers may raise has no common type
+            reason = " ".join(str(error).split())[:300]
+            message = f"{call.lm.name} cannot be {self.name} here: {type(error).__name__}: {reason}"
+            raise CompileError(message) from error
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:

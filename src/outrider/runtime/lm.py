@@ -3,8 +3,8 @@
     logits = lm.forward(ids, positions, cache, view_len)
 
 The model itself is Hugging Face's own modelling code. What is added here is the mask (made from positions alone, since
-place and position are one in a SlotCache) and the width of the vocabulary. How a forward and what follows it are run
-(eager or compiled) is its execution's affair. This module does not know sampling, drafts or text, nor where a model
+place and position are one in a SlotCache) and the width of the vocabulary. How steps are run (eager, compiled,
+captured) is decided by its execution. This module does not know sampling, drafts or text, nor where a model
 comes from.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +25,7 @@ from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
 
-_PREFILL_CHUNK = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
+PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
 
 class LM:
@@ -79,14 +81,6 @@ class LM:
         """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up)."""
         return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
 
-    def kept(self, cache: SlotCache, rows: Tensor) -> SlotCache:
-        """A cache with only these rows of another, in this order. [B']"""
-        kept = self.new_cache(len(rows), cache.capacity)
-        for store, old in zip(kept.storage, cache.storage, strict=True):
-            # A model may be spread over devices, and its layers with it.
-            torch.index_select(old, 0, rows.to(old.device), out=store)
-        return kept
-
     def view_len(self, length: int, cache: SlotCache) -> int:
         """How many places of a cache to view for sequences of ``length`` tokens: few different numbers."""
         return min(self.execution.round_length(length), cache.capacity)
@@ -110,40 +104,79 @@ class LM:
         Returns:
             [B, T, V]
         """
+        return self.forward_with_features(ids, positions, cache, view_len, (), num_logits=num_logits)[0]
+
+    def forward_with_features(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        view_len: int,
+        features: Sequence[int],
+        *,
+        num_logits: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, with hidden states of the model.
+
+        Args:
+            features: layers whose input is wanted: 0 is the embedding, the number of layers the last output (before
+                the final norm).
+
+        Returns:
+            logits [B, T, V], and the hidden states of ``features`` side by side [B, T, F], None where none are wanted
+        """
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
         cache.at(positions, view_len)
-        output = self.model(
-            input_ids=ids,
-            attention_mask=self._mask(positions, view_len),
-            position_ids=positions.clamp_min(0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=num_logits,
-        )
+        with _hidden_states(self.model, features) as states:
+            output = self.model(
+                input_ids=ids,
+                attention_mask=self._mask(positions, view_len),
+                position_ids=positions.clamp_min(0),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            )
         logits: Tensor = output.logits[..., : self.vocab_size]
-        return logits.to(device)
+        found = torch.cat([states[i].to(device) for i in features], dim=-1) if features else None
+        return logits.to(device), found
 
     @torch.inference_mode()
     def prefill(
-        self, ids: Tensor, starts: Tensor, ends: Tensor, cache: SlotCache, *, latest: int, num_columns: int
-    ) -> None:
+        self,
+        ids: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        cache: SlotCache,
+        *,
+        latest: int,
+        num_columns: int,
+        features: Sequence[int] = (),
+    ) -> Tensor | None:
         """Put the tokens starts <= position < ends of each row into the cache.
 
         Args:
             ids: token buffer; column j holds the token at position j. [B, N]
             starts, ends: [B]
             latest: at least ``starts``.
-            num_columns: at least ``ends - starts``. (Numbers of the host: it does not wait for the device to tell.)
+            num_columns: T, at least ``ends - starts``. (Numbers of the host: it need not wait for the device.)
+            features: see ``forward``. They are for at most PREFILL_COLUMNS columns.
+
+        Returns:
+            The hidden states of ``features``, from the column ``starts`` on. [B, T, F]
         """
-        for offset in range(0, num_columns, _PREFILL_CHUNK):
-            width = min(_PREFILL_CHUNK, num_columns - offset)
+        assert not features or num_columns <= PREFILL_COLUMNS
+        found = None
+        for offset in range(0, num_columns, PREFILL_COLUMNS):
+            width = min(PREFILL_COLUMNS, num_columns - offset)
             positions = starts[:, None] + torch.arange(offset, offset + width, device=ids.device)
             is_there = positions < ends[:, None]
             columns = positions.clamp_max(ids.shape[1] - 1)
             positions = torch.where(is_there, positions, -1)
             view_len = self.view_len(latest + offset + width, cache)
-            self.forward(ids.gather(1, columns), positions, cache, view_len, num_logits=1)
+            tokens = ids.gather(1, columns)
+            _, found = self.forward_with_features(tokens, positions, cache, view_len, features, num_logits=1)
+        return found
 
     def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:
         """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
@@ -161,6 +194,33 @@ class LM:
             mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
             masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self._layer_types[0]]
+
+
+@contextmanager
+def _hidden_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Fill a dictionary with the inputs of decoder layers while the model runs. The hooks are there for this run only,
+    and are traced and recorded with it."""
+    states: dict[int, Tensor] = {}
+    hooks = []
+
+    def keep(index: int, output: Any) -> None:
+        states[index] = output[0] if isinstance(output, tuple) else output
+
+    if features:
+        decoder = model.get_decoder()
+        for i in set(features):
+            if i == 0:
+                hook = decoder.layers[0].register_forward_pre_hook(
+                    lambda _, args, kwargs: keep(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+                )
+            else:
+                hook = decoder.layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
+            hooks.append(hook)
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _makes_windows(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import lt
 from typing import Any
 
 import torch
@@ -204,8 +205,11 @@ class NoiseAhead:
 
     def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], k: int, vocab_size: int) -> None:
         self._make, self._k, self._vocab_size = make, k, vocab_size
-        self._seeds: Tensor | None = None
         self._ends: list[int] = []  # of the beginnings that it was made for, at the least
+
+    def forget(self) -> None:
+        """Rows have changed: another seed, or another text."""
+        self._ends = []
 
     def at(self, seeds: Tensor, lengths: Tensor, shortest: Sequence[int], longest: Sequence[int], k: int) -> Any:
         """Noise for a round of each row with at most ``k`` drafted tokens.
@@ -213,13 +217,15 @@ class NoiseAhead:
         Args:
             seeds: [B]
             lengths: at which the round begins. [B]
-            shortest, longest: bounds of these numbers, for the host, which need not know them.
+            shortest, longest: bounds of these numbers, for the host, which need not know them. 0 for rows whose length
+                stays as it is.
         """
-        if seeds is not self._seeds or any(length >= end for length, end in zip(longest, self._ends, strict=True)):
-            num_rows = len(shortest)
+        num_rows = len(shortest)
+        is_covered = len(self._ends) == num_rows and all(map(lt, longest, self._ends))
+        if not is_covered:
             num_starts = max(1, min(_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD // (num_rows * (self._k + 1))))
             round_starts = (lengths[:, None] + torch.arange(num_starts, device=seeds.device)).flatten()
             self._noise = self._make(seeds.repeat_interleave(num_starts), round_starts, self._k, self._vocab_size)
-            self._seeds, self._ends = seeds, [length + num_starts for length in shortest]
+            self._ends = [length + num_starts for length in shortest]
             self._shift = num_starts * torch.arange(num_rows, device=seeds.device) - lengths
         return self._noise.select(self._shift + lengths, k)

@@ -12,7 +12,7 @@ This module does not know models, drafts or acceptance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from torch import Tensor
 from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
 
+_TINY = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sampling options of B rows as tensors. A field is None where no row uses it."""
+    """The sampling options of B rows as tensors. A field is None where no row uses it, or has used it."""
 
     temperature: Tensor  # [B]
     top_k: Tensor | None  # [B], V where off
@@ -37,34 +39,76 @@ class Settings:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
-        def column(values: list[float], neutral: float) -> Tensor | None:
-            if all(value == neutral for value in values):
-                return None
-            # float32 everywhere: the numbers are the same whatever the dtype of the logits.
-            return torch.tensor(values, dtype=torch.float32, device=device)
+        """The options of these rows."""
+        settings = cls.neutral(len(rows), device)
+        for index, row in enumerate(rows):
+            settings = settings.with_row(index, row, vocab_size)
+        return settings
 
+    @classmethod
+    def neutral(cls, num_rows: int, device: torch.device) -> Settings:
+        """Of rows that nobody samples yet."""
+        return cls(torch.ones(num_rows, device=device), None, 1, None, None, None, None, False, False)
+
+    def with_row(self, index: int, row: Sampling, vocab_size: int) -> Settings:
+        """These settings with the options of one row, written in place where there is a place. Options that no row
+        has used before are added; those in use stay, also if this row does not use them."""
+        top_k = min(row.top_k or vocab_size, vocab_size)
+        largest = self.largest_top_k if top_k == vocab_size else max(self.largest_top_k, power_of_two(top_k))
         # A temperature that float32 would round to 0 must not become greedy by accident.
-        tiny = torch.finfo(torch.float32).tiny
-        temperatures = [max(row.temperature, tiny) if row.temperature > 0 else 0.0 for row in rows]
-        top_k = [min(row.top_k or vocab_size, vocab_size) for row in rows]
-        bias = None
-        if any(row.logit_bias for row in rows):
-            bias = torch.zeros(len(rows), vocab_size)
-            for index, row in enumerate(rows):
-                for token_id, value in (row.logit_bias or {}).items():
-                    bias[index, token_id] = value
-            bias = bias.to(device)  # at once, not number by number
-        return cls(
-            temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
-            top_k=None if min(top_k) == vocab_size else torch.tensor(top_k, device=device),
-            largest_top_k=min(vocab_size, power_of_two(max((k for k in top_k if k < vocab_size), default=1))),
-            top_p=column([row.top_p for row in rows], 1.0),
-            min_p=column([row.min_p for row in rows], 0.0),
-            repetition_penalty=column([row.repetition_penalty for row in rows], 1.0),
+        self.temperature[index] = max(row.temperature, _TINY) if row.temperature > 0 else 0.0
+        bias = self.logit_bias
+        if row.logit_bias or bias is not None:
+            given = torch.zeros(vocab_size)
+            for token_id, value in (row.logit_bias or {}).items():
+                given[token_id] = value
+            if bias is None:
+                bias = torch.zeros(len(self.temperature), vocab_size, device=self.temperature.device)
+            bias[index] = given.to(bias.device)  # at once, not number by number
+        return replace(
+            self,
+            top_k=_with_value(self.top_k, self.temperature, index, top_k, vocab_size, torch.long),
+            largest_top_k=min(vocab_size, largest),
+            top_p=_with_value(self.top_p, self.temperature, index, row.top_p, 1.0),
+            min_p=_with_value(self.min_p, self.temperature, index, row.min_p, 0.0),
+            repetition_penalty=_with_value(
+                self.repetition_penalty, self.temperature, index, row.repetition_penalty, 1.0
+            ),
             logit_bias=bias,
-            has_greedy=any(row.temperature == 0 for row in rows),
-            has_sampled=any(row.temperature > 0 for row in rows),
+            has_greedy=self.has_greedy or row.temperature == 0,
+            has_sampled=self.has_sampled or row.temperature > 0,
         )
+
+    def head(self, num_rows: int) -> Settings:
+        """Of the first rows, a view."""
+        if num_rows == len(self.temperature):
+            return self
+
+        def first(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[:num_rows]
+
+        return replace(
+            self,
+            temperature=self.temperature[:num_rows],
+            top_k=first(self.top_k),
+            top_p=first(self.top_p),
+            min_p=first(self.min_p),
+            repetition_penalty=first(self.repetition_penalty),
+            logit_bias=first(self.logit_bias),
+        )
+
+
+def _with_value(
+    values: Tensor | None, like: Tensor, index: int, value: float, neutral: float, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """One option of all rows [B], None where no row has used it so far."""
+    if values is None:
+        if value == neutral:
+            return None
+        # float32 everywhere: the numbers are the same whatever the dtype of the logits.
+        values = torch.full_like(like, neutral, dtype=dtype)
+    values[index] = value
+    return values
 
 
 def wide(x: Tensor) -> Tensor:

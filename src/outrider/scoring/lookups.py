@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outrider.decoding.batch import Batch
-from outrider.drafters.base import Drafter
-from outrider.options import Sampling
-from outrider.records import Request
+from outrider.drafters.base import Drafter, RowBounds, Rows
+from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 _AT_ONCE = 256  # prefixes in one batch; bounds the memory
@@ -26,16 +24,21 @@ def proposals(
     for begin in range(0, len(prefixes), _AT_ONCE):
         part, num_wanted = prefixes[begin : begin + _AT_ONCE], wanted[begin : begin + _AT_ONCE]
         k = max(num_wanted)
-        batch = Batch(
-            # A round adds one token to those that it drafts.
-            [Request(ids, Sampling(max_new_tokens=n + 1, seed=0)) for ids, n in zip(part, num_wanted, strict=True)],
-            vocab_size=vocab_size,
-            context_len=max(map(len, part)) + k + 1,
-            device=torch.device("cpu"),
-            k=k,
+        lengths = torch.tensor([len(ids) for ids in part])
+        ids = torch.zeros(len(part), max(map(len, part)) + k, dtype=torch.long)
+        for row, prefix in zip(ids, part, strict=True):
+            row[: len(prefix)] = torch.tensor(prefix)
+        rows = Rows(
+            ids=ids,
+            lengths=lengths,
+            last_ids=ids.gather(1, lengths[:, None] - 1)[:, 0],
+            num_wanted=torch.tensor(num_wanted),
+            settings=Settings.neutral(len(part), ids.device),
+            seen=None,
+            bounds=[RowBounds(len(prefix), len(prefix), n, False) for prefix, n in zip(part, num_wanted, strict=True)],
         )
-        noise = rule.make_noise(batch.seeds, batch.lengths, k, vocab_size)
-        draft = drafter.open(batch).propose(batch, k, rule, noise)
+        noise = rule.make_noise(torch.zeros_like(lengths), lengths, k, vocab_size)
+        draft = drafter.open(len(part), ids.shape[1], ids.device).propose(rows, k, rule, noise)
         assert draft.probs is None, "a draft that is looked up has a one-hot q"
         for ids, num_drafted in zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True):
             yield ids[:num_drafted]

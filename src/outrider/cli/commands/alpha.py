@@ -36,7 +36,6 @@ def alpha(
 
     from outrider.bench.plots import check_plot_file, plot_alpha
     from outrider.bench.report import interval_text, new_table
-    from outrider.drafters.model import ModelDrafter
     from outrider.evals.prompts import PROMPTS
     from outrider.scoring.alpha import measure_alpha, sampling_grid
     from outrider.scoring.teacher_forcing import Text
@@ -51,7 +50,7 @@ def alpha(
     results: dict[str, list[Alpha]] = {}
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
-        if not isinstance(drafter, ModelDrafter):
+        if drafter.lm is None:
             raise OptionError("--draft", name, "alpha is of two models (outrider replay judges look-ups)")
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(

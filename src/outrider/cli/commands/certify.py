@@ -198,14 +198,10 @@ def job_of(
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:
     """A checksum of each model's weights."""
-    from outrider.drafters.model import ModelDrafter
     from outrider.models.loading import weights_checksum
 
-    drafter = decoder.drafter
-    return {
-        "target": weights_checksum(decoder.target.model),
-        "draft": weights_checksum(drafter.lm.model) if isinstance(drafter, ModelDrafter) else None,
-    }
+    drafts = [weights_checksum(lm.model) for lm in decoder.drafter.models]
+    return {"target": weights_checksum(decoder.target.model), "draft": " ".join(drafts) or None}
 
 
 def _checksum(prompts: Sequence[Sequence[int]]) -> str:

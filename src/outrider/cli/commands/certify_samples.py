@@ -168,7 +168,6 @@ def _judge(
 
 def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport, is_text: bool, level: float) -> None:
     from outrider.bench.report import new_table
-    from outrider.drafters.base import NoDrafter
 
     table = new_table(f"{file} against {decoder.target.name}", "layer", "found", "verdict")
     if report.statistical is not None:
@@ -179,7 +178,7 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
     console.print(table)
     false_alarm = ""
     if report.statistical is not None:
-        is_draft = not isinstance(decoder.drafter, NoDrafter)
+        is_draft = decoder.drafter.most_drafted != 0
         tell_deviation(console, report.statistical, "the draft" if is_draft else "a sharper law")
         false_alarm = f" (a right system fails the tests with probability {level:g})"
     for one in report.greedy:

@@ -44,7 +44,6 @@ def perplexity(
     check_json_target(json_target)
 
     from outrider.bench.report import interval_text, new_table
-    from outrider.drafters.model import ModelDrafter
     from outrider.evals.perplexity import judge, windows
     from outrider.system.files import read_text
     from outrider.text.tokenizer import encode
@@ -55,7 +54,7 @@ def perplexity(
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, name))
     target, drafter, most = decoder.target, decoder.drafter, decoder.context_len
-    draft = drafter.lm if isinstance(drafter, ModelDrafter) else None
+    draft = drafter.lm
     if context is not None and context > most:
         raise OptionError("--context", context, f"{target.name} with {name} can take {most} tokens")
     context = most if context is None else context

@@ -89,13 +89,12 @@ def _memory_text(peak_bytes: int | None) -> str:
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """The target alone (the baseline), each draft model alone, and each pair at each K."""
     from outrider.bench.run import Arm, arms_by_k
-    from outrider.drafters.model import ModelDrafter
 
     alone = [Arm(f"{decoder.target.name} alone", decoder)]
     pairs = []
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
-        if isinstance(drafter, ModelDrafter):
+        if drafter.lm is not None:
             alone.append(Arm(f"{name} alone", replace(decoder, target=drafter.lm), draft=name))
         if name != "none":
             with_draft = replace(decoder, drafter=drafter)

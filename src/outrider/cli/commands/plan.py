@@ -96,15 +96,14 @@ def plan(
         raise OptionError("--log", str(log), "it goes without --prompts, since it holds what was said")
 
     from outrider.decoding.costs import tokens_needed
-    from outrider.drafters.model import ModelDrafter
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
     from outrider.sampling.rules import RULES
 
     decoder = pair.load()
-    if num_draft_tokens is None and decoder.target.execution.name != "eager":
+    if num_draft_tokens is None and decoder.target.execution.is_prepared:
         ks = [k for k in decoder.target.execution.favoured_k if k > 0]
     drafters = {name: pair.load_draft(decoder, name) for name in names}
-    lms = [decoder.target, *(drafter.lm for drafter in drafters.values() if isinstance(drafter, ModelDrafter))]
+    lms = [decoder.target, *(lm for drafter in drafters.values() for lm in drafter.models)]
     for lm in lms:
         if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
             raise OptionError("--context", max(contexts), f"{lm.name} can take {lm.context_len} tokens")

@@ -255,9 +255,7 @@ class _Rounds:
 
 def _a_model(drafters: Sequence[Drafter]) -> Any:
     """A model that ran, if one did."""
-    from outrider.drafters.model import ModelDrafter
-
-    return next((drafter.lm for drafter in drafters if isinstance(drafter, ModelDrafter)), None)
+    return next((lm for drafter in drafters for lm in drafter.models), None)
 
 
 def _expected_json(one: Expected) -> dict[str, Any]:

@@ -154,9 +154,10 @@ class PairOptions:
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
         """A draft for the target, compiled if that is."""
         from outrider.api import load_drafter
+        from outrider.runtime.lm import LM
 
         drafter = load_drafter(decoder, name, device=self.device, dtype=self.dtype, models_file=self.models)
-        return drafter if decoder.target.execution.name == "eager" else drafter.compiled()
+        return drafter.with_models(LM.compiled) if decoder.target.execution.is_prepared else drafter
 
 
 def _of_pair(name: str) -> Any:

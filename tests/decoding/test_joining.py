@@ -1,0 +1,276 @@
+"""Rows join and leave between rounds: each is written as if it were alone."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from outrider.decoding.engine import Engine, Load
+from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.options import Sampling
+from outrider.records import Request, RowRound
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import REJECTION, RULES, Rule
+from toys import StopAt, llama_pair, request, table_pair, tokens
+
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+K = 3
+
+
+@dataclass
+class Played:
+    """The output of an engine, by request.
+
+    Attributes:
+        num_cached: tokens of the prompt that were found in a cache.
+        loads: after each step.
+    """
+
+    outputs: dict[int, list[RowRound]] = field(default_factory=dict)
+    loads: list[Load] = field(default_factory=list)
+
+    def token_ids(self, index: int) -> tuple[int, ...]:
+        return tuple(i for row in self.outputs.get(index, []) for i in row.token_ids)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(row.num_cached_tokens for rows in self.outputs.values() for row in rows)
+
+
+def play(
+    engine: Engine, requests: Sequence[Request], arrivals: Sequence[int], cancels: dict[int, int] | None = None
+) -> Played:
+    """Step until all is done.
+
+    Args:
+        arrivals: before which step each request comes, ascending.
+        cancels: request -> before which step it is cancelled.
+    """
+    played, submitted, step = Played(), 0, 0
+    while True:
+        while submitted < len(requests) and arrivals[submitted] <= step:
+            assert engine.submit(requests[submitted]) == submitted
+            submitted += 1
+        for index, at in (cancels or {}).items():
+            if at == step:
+                engine.cancel(index)
+        round_ = engine.step()
+        played.loads.append(engine.load)
+        if round_ is None and submitted == len(requests):
+            return played
+        for row in () if round_ is None else round_.rows:
+            played.outputs.setdefault(row.row, []).append(row)
+        step += 1
+
+
+def _requests(rng: random.Random, num_requests: int) -> list[Request]:
+    """Prompts that begin alike now and then, with options of all kinds."""
+    beginnings = [[rng.randrange(60) for _ in range(30)] for _ in range(2)]
+    options: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 9},
+        {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"logit_bias": {4: 2.0}, "min_p": 0.02},
+        {},
+    ]
+    requests = []
+    for seed in range(num_requests):
+        ids = [rng.randrange(60) for _ in range(rng.randint(1, 25))]
+        if rng.random() < 0.6:
+            ids = rng.choice(beginnings)[: rng.randint(10, 30)] + ids[: rng.randint(1, 4)]
+        stop = StopAt(rng.randrange(60)) if rng.random() < 0.3 else None
+        requests.append(request(ids, stop, seed=seed % 5, max_new_tokens=rng.randint(1, 24), **rng.choice(options)))
+    return requests
+
+
+def _alone(target: LM, drafter: Drafter, one: Request, rule: Rule, k: int = K) -> tuple[int, ...]:
+    stop = None if one.stop is None else StopAt(one.stop.token_id)  # type: ignore[attr-defined]
+    (ids,) = tokens(target, drafter, [Request(one.prompt_ids, one.sampling, stop)], rule, k)
+    return ids
+
+
+def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule | None = None, num_slots: int = 4) -> Engine:
+    return Engine(
+        target,
+        drafter,
+        rule,
+        num_slots=num_slots,
+        capacity=64,
+        schedule=schedule or ConstantSchedule(K),
+        prefill_chunk=8,
+    )
+
+
+@pytest.mark.each_execution
+@ALL_RULES
+@pytest.mark.parametrize("drafter_name", ["model", "ngram", "none"])
+def test_each_request_is_written_as_if_it_were_alone(rule: Rule, drafter_name: str) -> None:
+    """Random arrivals and cancellations, three seeds of 14 requests. Texts that were cancelled are the beginning of
+    the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down."""
+    target, by_model = llama_pair()
+    drafter: Drafter = {"model": by_model, "ngram": NgramDrafter(), "none": NoDrafter()}[drafter_name]
+    num_cached = num_cut = 0
+    for seed in range(3):
+        rng = random.Random(seed)
+        requests = _requests(rng, 14)
+        arrivals = sorted(rng.randint(0, 30) for _ in requests)
+        cancels = {rng.randrange(14): rng.randint(1, 40) for _ in range(3)}
+        played = play(_engine(target, drafter, rule), requests, arrivals, cancels)
+        for index, one in enumerate(requests):
+            got, want = played.token_ids(index), _alone(target, drafter, one, rule)
+            assert got == (want[: len(got)] if index in cancels else want), (seed, index)
+            num_cut += len(got) < len(want)
+        num_cached += played.num_cached
+        assert max(load.num_waiting for load in played.loads) > 0
+        assert max(load.num_filling for load in played.loads) > 0
+        assert played.loads[-1] == Load(0, 0, 0, 4)
+    assert num_cached >= 16 and num_cut > 0
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_also_when_rounds_are_started_ahead(lookahead: int) -> None:
+    """A slot may change hands before its last round is read."""
+    target, drafter = llama_pair()
+    target.execution.lookahead = lookahead
+    rng = random.Random(7)
+    requests = _requests(rng, 20)
+    played = play(_engine(target, drafter, REJECTION), requests, sorted(rng.randint(0, 30) for _ in requests), {3: 9})
+    for index, one in enumerate(requests):
+        got, want = played.token_ids(index), _alone(target, drafter, one, REJECTION)
+        assert got == (want[: len(got)] if index == 3 else want), index
+
+
+@ALL_RULES
+def test_rows_with_a_constant_k_do_not_depend_on_the_load(rule: Rule) -> None:
+    """Beside rows for which a schedule chooses: 0 with several rows, 2 or more alone."""
+    target, drafter = llama_pair()
+    costs = {1: {0: 1.0, 2: 1.1, 4: 1.2}, 2: {0: 1.0, 2: 9.0, 4: 9.0}, 4: {0: 1.0, 2: 9.0, 4: 9.0}}
+    rng = random.Random(3)
+    requests = [
+        Request(one.prompt_ids, one.sampling, one.stop, None if i % 2 else 3)
+        for i, one in enumerate(_requests(rng, 16))
+    ]
+    schedule = AdaptiveSchedule(costs)
+    played = play(_engine(target, drafter, rule, schedule), requests, sorted(rng.randint(0, 20) for _ in requests))
+    chosen = set()
+    for index, one in enumerate(requests):
+        if one.num_draft_tokens is not None or rule.name == "gumbel" or one.sampling.temperature == 0:
+            assert played.token_ids(index) == _alone(target, drafter, one, rule), index
+        if one.num_draft_tokens is None:
+            chosen |= {row.num_drafted for row in played.outputs[index]}
+    assert 0 in chosen and max(chosen) >= 2
+    assert schedule._estimates == {}  # what was known of rows went with them
+
+
+def test_the_best_k_follows_the_load() -> None:
+    """The same acceptance at one row and at four."""
+    target, drafter = table_pair(4)
+    costs = {1: {0: 1.0, 4: 1.05}, 4: {0: 1.0, 4: 8.0}}
+    for num_rows, expected in ((1, 4), (4, 0)):
+        requests = [request((1,), seed=i, max_new_tokens=60, temperature=0.0) for i in range(num_rows)]
+        played = play(_engine(target, drafter, REJECTION, AdaptiveSchedule(costs)), requests, [0] * num_rows)
+        drafted = [row.num_drafted for rows in played.outputs.values() for row in rows[:-5]]
+        assert sorted(drafted)[len(drafted) // 2] == expected
+
+
+def test_a_row_that_is_left_high_up_is_moved_down_once() -> None:
+    """Rounds get narrower, and the text stays."""
+    target, drafter = llama_pair()
+    requests = [request((5, 6, 7 + i), seed=i, max_new_tokens=n) for i, n in enumerate((4, 4, 4, 60))]
+    engine = _engine(target, drafter, REJECTION)
+    widths: list[int] = []
+    inner = target.run
+    target.run = lambda step, static, cache, ids, *rest: (  # type: ignore[method-assign]
+        widths.append(len(ids)) or inner(step, static, cache, ids, *rest)
+    )
+    played = play(engine, requests, [0] * 4)
+    assert widths[0] == 4 and widths[-1] == 1
+    assert widths == sorted(widths, reverse=True)
+    del target.run
+    assert played.token_ids(3) == _alone(target, drafter, requests[3], REJECTION)
+
+
+def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
+    """A conversation goes on: only its new part is fed. Another text in between does not take its place, since the
+    slot that was used least recently is given up first."""
+    target, drafter = llama_pair()
+    engine = _engine(target, drafter, REJECTION, num_slots=3)
+
+    def answer(ids: Sequence[int]) -> tuple[list[int], int]:
+        index = engine.submit(request(ids, max_new_tokens=8))
+        rows = []
+        while (round_ := engine.step()) is not None:
+            rows += round_.rows
+        assert {row.row for row in rows} == {index}
+        text = [i for row in rows for i in row.token_ids]
+        assert tuple(text) == _alone(target, drafter, request(ids, max_new_tokens=8), REJECTION)
+        return text, sum(row.num_cached_tokens for row in rows)
+
+    first = list(range(20))
+    said, num_cached = answer(first)
+    assert num_cached == 0
+    assert answer(list(range(30, 50)))[1] == 0
+    assert answer(list(range(20, 44)))[1] == 0
+    _, num_cached = answer([*first, *said, 9, 9])
+    assert num_cached == len(first) + len(said) - 1
+    assert answer(first)[1] == len(first) - 1  # the last token is always fed
+    assert answer([*first[:15], 59])[1] == 0  # fewer than 16
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_numbers_that_are_not_finite_end_one_row_only(rule: Rule) -> None:
+    """Its neighbours go on, and so does the next text in its slot, where NaN was left in both caches."""
+    target, drafter = llama_pair()
+    for lm in (target, drafter.lm):
+        lm.model.get_input_embeddings().weight[59] = torch.nan
+    requests = [
+        request(ids, seed=i, max_new_tokens=12, logit_bias={59: -1e9})
+        for i, ids in enumerate([(1, 2, 3), (4, 59, 5), (6, 7), (8,), (9, 9, 9), (10, 59)])
+    ]
+    played = play(_engine(target, drafter, rule, num_slots=2), requests, [0] * 6)
+    for index, one in enumerate(requests):
+        if 59 in one.prompt_ids:
+            (row,) = played.outputs[index]
+            assert row.finish_reason == "error" and row.token_ids == ()
+            assert row.error is not None and "the model target gave NaN" in row.error
+        else:
+            assert played.token_ids(index) == _alone(target, drafter, one, rule)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_the_law_of_one_request_among_neighbours(rule: Rule) -> None:
+    """6,000 texts of three tokens over three, in four slots that are filled again and again, K chosen by the load and
+    by what the rows before have shown, against the exact law (chi-square over 27 texts; false alarm 3e-7)."""
+    target, drafter = table_pair(3)
+    num_texts = 6_000
+    costs = {1: {0: 1.0, 1: 1.05, 2: 1.1}, 4: {0: 1.0, 1: 1.2, 2: 1.3}}
+    requests = [Request([0], Sampling(seed=seed, max_new_tokens=3)) for seed in range(num_texts)]
+    engine = _engine(target, drafter, rule, AdaptiveSchedule(costs))
+    played = play(engine, requests, [0] * num_texts)
+    counts = torch.zeros(27)
+    for index in range(num_texts):
+        a, b, c = played.token_ids(index)
+        counts[9 * a + 3 * b + c] += 1
+    p = target.model.table.softmax(-1)
+    law = torch.einsum("a,ab,bc->abc", p[0], p, p).flatten()
+    assert float(((counts - num_texts * law).square() / (num_texts * law)).sum()) < 79.0  # 26 degrees of freedom
+    assert len({row.num_drafted for rows in played.outputs.values() for row in rows}) > 1
+
+
+def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
+    """At most a chunk between two rounds: while a long prompt is fed, the first row goes on."""
+    target, _ = llama_pair()
+    engine = _engine(target, NoDrafter(), REJECTION, ConstantSchedule(0))
+    engine.submit(request((1, 2), max_new_tokens=30))
+    engine.step()
+    engine.submit(request(tuple(range(41)), max_new_tokens=5))
+    alone = 0
+    while engine.load.num_filling or engine.load.num_waiting:
+        round_ = engine.step()
+        assert round_ is not None
+        alone += [row.row for row in round_.rows] == [0]
+    assert alone == 4  # 40 tokens in chunks of 8; with the fifth the row takes part
