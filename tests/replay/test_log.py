@@ -313,7 +313,7 @@ def test_a_log_of_nothing_yet_is_written_over(made: tuple[Header, list[Record]],
     header, records = made
     path = tmp_path / "log"
     LogWriter(path, Header("other", *_of(header)[1:]), [])
-    (path / "shard-00000.safetensors.123.part").write_bytes(b"half")
+    (path / "shard-00000.safetensors.0f3a9c.part").write_bytes(b"half")
     write(path, made)
     assert Log.open(path).header == header and len(Log.open(path)) == len(records)
     other = tmp_path / "other"

@@ -35,7 +35,7 @@ from outrider.system.files import read_bytes, read_text, to_disk, write_whole
 SCHEMA = "outrider/log/1"
 _HEADER, _INDEX = "log.json", "index.jsonl"
 _LINE_BEGINS = b'{"index": '
-_PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\d+\.part")  # what a write that was cut short leaves
+_PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # what a write that was cut short leaves
 _REMEDY = "take the log from a copy, or remove the folder and record again"
 _MIN_SHARD = 32  # records
 _MOST_SHARD_BYTES = 2**28  # after which a shard with fewer records is full; bounds the memory

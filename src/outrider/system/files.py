@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
 
 from outrider.errors import FileError
@@ -49,10 +50,21 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: another process never finds half of it. Raises OSError."""
-    part = Path(f"{path}.{os.getpid()}.part")
-    part.write_bytes(data)
-    part.replace(path)
+    """Write a file whole or not at all: nobody ever finds half of it. Raises OSError.
+
+    Of several who write the same file at once the last one wins. They may be threads, or processes that share the
+    folder and nothing else, so the part has a name drawn at random. (Not by ``tempfile``, whose files are their owner's
+    alone; here the umask decides.)
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    stream = part.open("xb")
+    try:
+        with stream:
+            stream.write(data)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,0 +1,47 @@
+"""Files are written whole or not at all, whoever else writes them."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider.system.files import write_whole
+
+
+def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread, or a process of the same number elsewhere, writes the file while this one is about to."""
+    path, rename = tmp_path / "file", Path.replace
+    others = [b"another's"]
+
+    def after_another(part: Path, target: Path) -> Path:
+        if others:
+            write_whole(path, others.pop())
+        return rename(part, target)
+
+    monkeypatch.setattr(Path, "replace", after_another)
+    write_whole(path, b"mine, which is longer")
+    assert path.read_bytes() == b"mine, which is longer" and not others
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(OSError):
+        write_whole(folder, b"no file can have this name")
+    assert list(tmp_path.iterdir()) == [folder]
+
+    def interrupted(*_: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", b"data")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+    """A report is for others too."""
+    plain, whole = tmp_path / "plain", tmp_path / "whole"
+    plain.write_bytes(b"")
+    write_whole(whole, b"")
+    assert whole.stat().st_mode == plain.stat().st_mode
