@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import cpp_builder
 from torch.nn import functional
 
 from outrider.decoding.engine import decode
@@ -82,6 +83,16 @@ def test_plain_decoding_and_the_disk(programs: Path, monkeypatch: pytest.MonkeyP
         patch.setattr(compiled_module, "_compile", fail)
         second = target.compiled()
         assert tokens(second, NoDrafter(), asked, rule, 0) == want
+        # But by this compiler, and by nobody else.
+        with monkeypatch.context() as other, pytest.raises(CompileError, match="compiled again"):
+            other.setattr(cpp_builder, "get_compiler_version_info", lambda command: f"another {command}")
+            tokens(target.compiled(), NoDrafter(), asked, rule, 0)
+        for path in (programs, files[0]):
+            mode = path.stat().st_mode
+            path.chmod(0o777)
+            with pytest.raises(CompileError, match="compiled again"):
+                tokens(target.compiled(), NoDrafter(), asked, rule, 0)
+            path.chmod(mode)
     files[0].write_bytes(b"damaged")
     assert tokens(target.compiled(), NoDrafter(), asked, rule, 0) == want
     assert files[0].stat().st_size > 1000

@@ -22,10 +22,12 @@ from torch import Tensor, fx, nn
 
 from outrider.runtime.cache import LayerShape, SlotCache
 from outrider.runtime.execution import Call, Prepared, Program
-from outrider.system.files import cache_folder, keep_in_cache
+from outrider.system.files import cache_folder
+from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MAX_INLINED = 64  # numbers; far more than the largest tensor that Inductor writes into its code
+_MOST_BYTES = 4 * 2**30  # of programs on disk
 _BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
 
 
@@ -80,8 +82,8 @@ class _Program:
             **dict(traced.named_buffers(remove_duplicate=False)),
             **exported.constants,
         }
-        path = cache_folder("programs") / f"{_digest(exported, constants, options)}.pt2"
-        self._module = _load(exported, options, path, f"{call.step.__name__.strip('_')} of {lm.name}")
+        name = f"{_digest(exported, constants, options)}.pt2"
+        self._module = _load(exported, options, name, f"{call.step.__name__.strip('_')} of {lm.name}")
         # The program points to these tensors; they must live as long as it does.
         self._constants = {name: constants[name].detach() for name in self._module.get_constant_fqns()}
         self._module.load_constants(self._constants, check_full_update=True, user_managed=True)
@@ -117,7 +119,7 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
     """A hash of all that the compiled code follows from."""
     digest = hashlib.sha256()
     settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
-    digest.update(repr((torch.__version__, _processor(), settings)).encode())
+    digest.update(repr((torch.__version__, _processor(), _compiler(), settings)).encode())
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -145,6 +147,14 @@ def _processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
 
 
+def _compiler() -> tuple[str, str]:
+    """The C++ compiler that Inductor calls: its command and what it says of itself, which another release changes."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    command = get_cpp_compiler()
+    return command, get_compiler_version_info(command)
+
+
 def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
     with _as_torch_compiles():
         # Their values do not matter.
@@ -152,18 +162,21 @@ def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.Exporte
         return torch.export.export(module, examples, strict=False)
 
 
-def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path, what: str) -> Any:
-    """The compiled graph, from disk if it is there and in order."""
-    if path.exists():
-        try:
-            return torch._inductor.aoti_load_package(str(path))
-        except Exception as error:  # a damaged archive fails in as many ways as there are bytes
-            _LOG.warning("%s is damaged (%s): compiling it again", path, type(error).__name__)
+def _load(exported: torch.export.ExportedProgram, options: dict[str, Any], name: str, what: str) -> Any:
+    """The compiled graph, from disk if it is there, in order and nobody else's."""
+    programs = PrivateFolder(cache_folder("programs"), _MOST_BYTES)
+    kept = programs.open(name)
+    if kept is not None:
+        with kept:
+            try:
+                return torch._inductor.aoti_load_package(kept)
+            except Exception as error:  # a damaged archive fails in as many ways as there are bytes
+                _LOG.warning("%s is damaged (%s): compiling it again", programs.path / name, type(error).__name__)
     _LOG.info("compiling %s", what)
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "program.pt2"
         _compile(exported, options, package)
-        keep_in_cache(path, package.read_bytes())
+        programs.keep(name, package.read_bytes())
         return torch._inductor.aoti_load_package(str(package))
 
 

@@ -49,15 +49,17 @@ def check_writable(path: Path) -> None:
         path.unlink()
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file whole or not at all: nobody ever finds half of it. Raises OSError.
 
+    Args:
+        mode: who may do what with it, less what the umask takes.
+
     Of several who write the same file at once the last one wins. They may be threads, or processes that share the
-    folder and nothing else, so the part has a name drawn at random. (Not by ``tempfile``, whose files are their owner's
-    alone; here the umask decides.)
+    folder and nothing else, so the part has a name drawn at random.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    stream = part.open("xb")
+    stream = open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode))
     try:
         with stream:
             stream.write(data)

@@ -1,0 +1,103 @@
+"""Files that are run: only the user's own, and only so many of them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.system.private import PrivateFolder, doubt_about
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[PrivateFolder]:
+    """For a user whose files are for everyone, unless it is said otherwise."""
+    before = os.umask(0)
+    yield PrivateFolder(tmp_path / "a" / "programs", most_bytes=100)
+    os.umask(before)
+
+
+def read(folder: PrivateFolder, name: str) -> bytes | None:
+    stream = folder.open(name)
+    if stream is None:
+        return None
+    with stream:
+        return stream.read()
+
+
+def test_what_is_kept_is_found(folder: PrivateFolder) -> None:
+    """And is for the user alone."""
+    assert read(folder, "one") is None
+    folder.keep("one", b"program")
+    assert read(folder, "one") == b"program" and read(folder, "two") is None
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert (folder.path / "one").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o702, 0o720])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    folder: PrivateFolder, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    """Neither read nor written, and told once."""
+    folder.keep("one", b"program")
+    folder.path.chmod(mode)
+    folder.keep("two", b"program")
+    assert read(folder, "one") is None
+    (warning,) = caplog.messages
+    assert str(folder.path) in warning and "others may write to it" in warning and "remove it" in warning
+    folder.path.chmod(0o700)
+    assert read(folder, "one") == b"program" and read(folder, "two") is None
+
+
+def test_a_file_that_others_may_write_to_is_not_run(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it is made anew."""
+    folder.keep("one", b"program")
+    (folder.path / "one").chmod(0o666)
+    assert read(folder, "one") is None and read(folder, "one") is None
+    assert len(caplog.messages) == 1 and str(folder.path / "one") in caplog.messages[0]
+    folder.keep("one", b"anew")
+    assert read(folder, "one") == b"anew"
+
+
+def test_a_link_is_not_followed(folder: PrivateFolder, tmp_path: Path) -> None:
+    folder.keep("one", b"program")
+    (folder.path / "link").symlink_to(folder.path / "one")
+    assert read(folder, "link") is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "doubt"),
+    [
+        (7, 0o755, None),
+        (0, 0o755, None),
+        (8, 0o700, "it belongs to another user (number 8)"),
+        (7, 0o775, "others may write to it"),
+        (0, 0o1777, "others may write to it"),
+    ],
+)
+def test_who_is_trusted(owner: int, mode: int, doubt: str | None) -> None:
+    """User number 7, and root."""
+    assert doubt_about(os.stat_result((mode, 0, 0, 1, owner, 7, 0, 0, 0, 0)), user=7) == doubt
+
+
+def test_what_was_not_used_for_long_makes_room(folder: PrivateFolder) -> None:
+    """What a write that was cut short has left, too."""
+    for age, name in enumerate(["three", "two", "one", "two.0f3a.part"]):
+        folder.keep(name, b"x" * 25)
+        os.utime(folder.path / name, (1000 - age, 1000 - age))
+    read(folder, "one")
+    folder.keep("four", b"x" * 25)
+    assert {path.name for path in folder.path.iterdir()} == {"one", "two", "three", "four"}
+    folder.keep("large", b"x" * 60)
+    assert {path.name for path in folder.path.iterdir()} == {"four", "large"}
+    folder.keep("too large", b"x" * 101)  # it has been made, and may serve the next run
+    assert {path.name for path in folder.path.iterdir()} == {"too large"}
+
+
+def test_where_nothing_can_be_kept_it_goes_on(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
+    folder.path.parent.mkdir()
+    folder.path.write_text("a file where the folder should be")
+    folder.path.chmod(0o600)
+    folder.keep("one", b"program")
+    assert read(folder, "one") is None
+    assert len(caplog.messages) == 1 and "cannot keep" in caplog.messages[0]
