@@ -1,7 +1,7 @@
 """What a round costs on this machine, for each number of drafted tokens.
 
-``round_costs`` measures once, and keeps what it finds on disk, so that an adaptive K rests on the same numbers in the
-next run. This module does not know what is done with them.
+``round_costs`` measures once a month, and keeps what it finds on disk, so that an adaptive K rests on the same numbers
+in the next run. This module does not know what is done with them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 from outrider.system.files import cache_folder, keep_in_cache
+from outrider.system.provenance import processor_name
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
 _METHOD = 3  # to be changed with what is timed, or how: costs that were kept are of another number then
+_KEPT_S = 30 * 24 * 3600.0  # drivers, power settings and neighbours change without a new name
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
 
@@ -46,7 +48,12 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
     path = _path(target, drafter, rule, num_rows)
     try:
         kept = {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
-        if set(kept) == set(target.execution.favoured_k) and all(0 < seconds < math.inf for seconds in kept.values()):
+        is_fresh = time.time() - path.stat().st_mtime < _KEPT_S
+        if (
+            is_fresh
+            and set(kept) == set(target.execution.favoured_k)
+            and all(0 < seconds < math.inf for seconds in kept.values())
+        ):
             return kept
     except (OSError, ValueError, AttributeError, TypeError):
         pass  # not there, or not what was written
@@ -158,6 +165,7 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
 
     lms = [target, *drafter.models]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
-    machine = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), device
+    processor = processor_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    machine = torch.__version__, processor, device
     what = [facts(lm) for lm in lms], drafter.name, rule.name, num_rows, machine, target.execution.favoured_k, _METHOD
     return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

@@ -27,7 +27,7 @@ def provenance(device: str) -> dict[str, Any]:
         "torch": version("torch"),
         "transformers": version("transformers"),
         "platform": f"{platform.system()} {platform.machine()}",
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device,
         "num_threads": torch.get_num_threads(),
         "argv": sys.argv[1:],
@@ -49,7 +49,8 @@ def _git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The model of the processor; where the system does not tell, its kind."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
