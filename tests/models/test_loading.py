@@ -304,19 +304,6 @@ def test_an_encoder_is_no_causal_language_model(tmp_path: Path) -> None:
     assert "is not a causal language model: its config.json says BertForMaskedLM" in message
 
 
-def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that works in a single forward, and not block by block: by its logits, not by its name."""
-    model: Any = random_llama()
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda past_key_values=None, **rest: forward(**_without_mask(rest)))
-    with pytest.raises(UnsupportedModel, match="gives other logits block by block than in one forward"):
-        outrider.load(model)
-
-
-def _without_mask(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in ("attention_mask", "position_ids")}
-
-
 @pytest.mark.parametrize("thing", [None, 5, word_tokenizer()])
 def test_things_that_are_no_model(thing: Any) -> None:
     with pytest.raises(outrider.UsageError, match="model") as error:

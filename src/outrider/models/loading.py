@@ -1,8 +1,6 @@
 """From a name, or from objects in memory, to an LM that is known to work.
 
-Every model is probed before it is used: it must give the same logits block by block through a SlotCache, with a
-rollback in between, as in one forward without a cache. An architecture that cannot do that is refused here, with its
-name, and not found out by a wrong text later.
+Whatever is known not to work is refused here by its name; all else is probed (probe.py) before it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.errors import (
     DeviceError,
@@ -25,6 +23,7 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
+from outrider.models.probe import probe
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
 from outrider.text.tokenizer import vocab_size
@@ -37,7 +36,6 @@ DTYPES = {
 }
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_PROBE_VIEW = 2048
 _UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
 
 
@@ -215,7 +213,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
         raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
     model.eval()
     lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len(config))
-    _probe(lm, kind)
+    probe(lm, kind)
     return lm
 
 
@@ -245,44 +243,3 @@ def num_tokens_of(checkpoint: Checkpoint) -> int:
     """V: the tokens that the tokenizer knows and the model has logits for. What lies beyond is padding."""
     width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
     return width if checkpoint.tokenizer is None else min(width, vocab_size(checkpoint.tokenizer))
-
-
-@torch.inference_mode()
-def _probe(lm: LM, kind: str) -> None:
-    """Compare block-wise forwards, with a rollback between them, to one forward without a cache."""
-    length = min(8, lm.context_len)
-    # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
-    view_len = min(lm.context_len, _PROBE_VIEW)
-    generator = torch.Generator().manual_seed(0)
-    ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
-    positions = torch.arange(length, device=lm.device)[None]
-    half = length // 2
-
-    def feed(tokens: Tensor, begin: int, end: int) -> Tensor:
-        return lm.forward(tokens[:, begin:end], positions[:, begin:end], cache, view_len)
-
-    try:
-        cache = lm.new_cache(1, view_len)
-        want = lm.model(input_ids=ids, use_cache=False).logits[..., : lm.vocab_size].float()
-        feed(ids, 0, half)
-        feed(wrong, half, length)  # rejected: the next block is written over it
-        got = torch.cat((feed(ids, half, half + 1), feed(ids, half + 1, length)), dim=1).float()
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}") from error
-    want = want[:, half:]
-    if not bool(want.isfinite().all()):
-        return  # broken weights are reported by the loop, with the position
-    spread = (want - want.mean(dim=-1, keepdim=True)).norm()
-    if float((got - want).norm()) > _probe_tolerance(lm.dtype) * float(spread):
-        raise UnsupportedModel(
-            f"{lm.name} ({kind}) gives other logits block by block than in one forward: its cache cannot be rolled "
-            "back, or it looks at later tokens"
-        )
-
-
-def _probe_tolerance(dtype: torch.dtype) -> float:
-    """Relative error that rounding may explain; an architecture that cannot be rolled back is off by far more."""
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

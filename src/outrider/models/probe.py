@@ -1,0 +1,99 @@
+"""A model is probed before it is used: through a SlotCache it must give the logits of one forward without a cache.
+
+An architecture that cannot do that is refused here, with its name, and not found out by a wrong text later. A list of
+architectures would be out of date with the next release of Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import UnsupportedModel
+from outrider.runtime.lm import LM
+
+_VIEW = 2048  # places
+_NUM_COMPARED = 4  # tokens
+_WINDOWS = ("sliding_window", "window_size")  # as configurations call them
+_LONGEST_WINDOW = 4096
+# Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32; the other is
+# reckoned, not measured: 80 TFLOP, a fraction of a second for a GPU of some hundred TFLOP/s.
+_MOST_WORK_OF_THREAD, _MOST_WORK_OF_CUDA = 2e10, 2e13
+
+
+def probe(lm: LM, kind: str) -> None:
+    """With a few tokens; and, if the model has a sliding window, with a text that goes beyond it, where that takes
+    about a second at most.
+
+    Args:
+        kind: of the model, for the message.
+
+    Raises:
+        UnsupportedModel
+    """
+    # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
+    _compare(lm, kind, 8, _VIEW, "its cache cannot be rolled back, or it looks at later tokens")
+    window = window_of(lm)
+    length = min(lm.context_len, num_tokens_across(window))
+    if window < length and window <= _LONGEST_WINDOW and _is_affordable(lm, length):
+        _compare(lm, kind, length, length, f"beyond the {window} tokens of its window it looks elsewhere")
+
+
+def window_of(lm: LM) -> int:
+    """The sliding window that the configuration states; 0 for none."""
+    config: Any = lm.model.config
+    windows = [getattr(config.get_text_config(decoder=True), name, None) for name in _WINDOWS]
+    return next((window for window in windows if isinstance(window, int)), 0)
+
+
+def num_tokens_across(window: int) -> int:
+    """How long a text must be to show a wrong window: a few tokens beyond it, there is hardly more to see than
+    rounding."""
+    return window + window // 4 + 8
+
+
+def _is_affordable(lm: LM, num_tokens: int) -> bool:
+    is_cuda = lm.device.type == "cuda"
+    most_work = _MOST_WORK_OF_CUDA if is_cuda else torch.get_num_threads() * _MOST_WORK_OF_THREAD
+    return num_tokens * sum(parameter.numel() for parameter in lm.model.parameters()) <= most_work
+
+
+@torch.inference_mode()
+def _compare(lm: LM, kind: str, length: int, view_len: int, what: str) -> None:
+    """Compare the last tokens of a text, block by block and with a rollback before them, to one forward without a
+    cache."""
+    length, view_len = min(length, lm.context_len), min(view_len, lm.context_len)
+    begin = max(length // 2, length - _NUM_COMPARED)
+    generator = torch.Generator().manual_seed(0)
+    ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
+    positions = torch.arange(length, device=lm.device)[None]
+
+    def feed(tokens: Tensor, begin: int, end: int) -> Tensor:
+        places = slice(begin, end)
+        num_logits = min(end - begin, _NUM_COMPARED)
+        return lm.forward(tokens[:, places], positions[:, places], cache, view_len, num_logits=num_logits)
+
+    try:
+        cache = lm.new_cache(1, view_len)
+        output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=length - begin)
+        want = output.logits[:, begin - length :, : lm.vocab_size].float()
+        feed(ids, 0, begin)
+        feed(wrong, begin, length)  # rejected: the next block is written over it
+        got = torch.cat((feed(ids, begin, begin + 1), feed(ids, begin + 1, length)), dim=1).float()
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}") from error
+    if not bool(want.isfinite().all()):
+        return  # broken weights are reported by the loop, with the position
+    spread = (want - want.mean(dim=-1, keepdim=True)).norm()
+    if float((got - want).norm()) > _tolerance(lm.dtype) * float(spread):
+        raise UnsupportedModel(f"{lm.name} ({kind}) gives other logits block by block than in one forward: {what}")
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative error that rounding may explain; an architecture that cannot be rolled back is off by far more."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

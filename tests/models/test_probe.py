@@ -1,0 +1,96 @@
+"""The probe of a model: what goes wrong through a slot cache is seen, beyond a sliding window too."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import outrider
+from outrider.errors import UnsupportedModel
+from outrider.models import probe as module
+from outrider.models.loading import Checkpoint, build_lm
+from outrider.models.probe import num_tokens_across
+from pairs import random_llama
+from toys import random_model
+
+WINDOW = 20
+SHAPE = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "sliding_window": WINDOW,
+}
+
+
+def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that works in a single forward, and not block by block: by its logits, not by its name."""
+    model: Any = random_llama()
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda past_key_values=None, **rest: forward(**_without_mask(rest)))
+    with pytest.raises(UnsupportedModel, match="gives other logits block by block than in one forward"):
+        outrider.load(model)
+
+
+def _without_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in ("attention_mask", "position_ids")}
+
+
+class OwnWindow(tf.LlamaForCausalLM):
+    """A Llama whose own code puts a window into the mask, unless it is given one. LM gives it masks without a window:
+    there is no telling from the outside."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        if attention_mask is None:
+            places = torch.arange(input_ids.shape[1])
+            distance = places[:, None] - places
+            is_hidden = (distance < 0) | (distance >= WINDOW)
+            least = torch.finfo(self.dtype).min
+            attention_mask = torch.zeros(1, 1, *distance.shape, dtype=self.dtype).masked_fill(is_hidden, least)
+        return super().forward(input_ids, attention_mask=attention_mask, **options)
+
+
+def load(model_class: type, config_class: type, dtype: torch.dtype, **options: Any) -> None:
+    model = random_model(model_class, config_class(**SHAPE | options), 0).to(dtype)
+    build_lm(Checkpoint("odd", model, tokenizer=None), SHAPE["vocab_size"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_that_is_wrong_only_beyond_its_window_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedModel, match=r"odd \(llama\) gives other .*: beyond the 20 tokens of its window"):
+        load(OwnWindow, tf.LlamaConfig, dtype)
+
+
+def test_where_it_takes_too_long_nobody_looks_beyond_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same model passes the probe with a few tokens."""
+    monkeypatch.setattr(module, "_MOST_WORK_OF_THREAD", 0)
+    load(OwnWindow, tf.LlamaConfig, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "options"),
+    [
+        (tf.MistralForCausalLM, tf.MistralConfig, {}),
+        (tf.Gemma2ForCausalLM, tf.Gemma2Config, {"head_dim": 8}),
+        (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, {"head_dim": 8, "initializer_range": 0.1}),
+        (tf.LlamaForCausalLM, tf.LlamaConfig, {}),  # states a window, and does without
+        (tf.LlamaForCausalLM, tf.LlamaConfig, {"sliding_window": 300}),  # beyond the context
+    ],
+    ids=["Mistral", "Gemma 2", "Gemma 3", "Llama", "Llama with less context"],
+)
+def test_a_window_that_is_right_is_right_beyond_it(
+    model_class: type, config_class: type, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    load(model_class, config_class, dtype, **options)
+
+
+@pytest.mark.parametrize("context_len", [3, 5, WINDOW, num_tokens_across(WINDOW) - 1])
+def test_a_context_that_is_short(context_len: int) -> None:
+    load(tf.MistralForCausalLM, tf.MistralConfig, torch.float32, max_position_embeddings=context_len)
