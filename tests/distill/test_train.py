@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.distill import train
+from outrider.distill import train, watch
 from outrider.distill.data import Mixture
+from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.student import Shape, new_draft
-from outrider.distill.train import Budget, Check, Recipe, check_same_run, distil
+from outrider.distill.train import check_same_run, distil
+from outrider.distill.watch import Check
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import Sampling
@@ -110,13 +112,13 @@ def test_a_finished_run_is_finished(tmp_path: Path, ending: str, monkeypatch: py
 def test_the_draft_that_is_judged_is_the_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, in float32: its weights are rounded to those of the file, and nothing else is."""
     judged: list[LM] = []
-    kept_model = train._Watch._kept_model
+    kept_model = watch.Watch._kept_model
 
     def spy(self: Any) -> LM:
         judged.append(kept_model(self))
         return judged[-1]
 
-    monkeypatch.setattr(train._Watch, "_kept_model", spy)
+    monkeypatch.setattr(watch.Watch, "_kept_model", spy)
     run(tmp_path, budget=Budget(num_steps=1), save_dtype=torch.bfloat16)
     ids = torch.arange(40)[None]
     from_file = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -136,8 +138,8 @@ def test_half_a_checkpoint_is_removed_and_whole_ones_are_kept(tmp_path: Path) ->
 def test_it_ends_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that advances by a second at every look."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(train.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(train, "measure_round_costs", lambda *_: {0: 1.0, 1: 1.0})
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(watch, "measure_round_costs", lambda *_: {0: 1.0, 1: 1.0})
     spent: list[float] = []
     checks = run(tmp_path, budget=Budget(seconds=10.0), on_step=spent.append, patience=20)
     assert spent == pytest.approx([i / 10 for i in range(1, 11)])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
-from outrider.replay.log import Header, Record
+from outrider.replay.log_format import Header, Record
 from outrider.replay.record import top_probs
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION

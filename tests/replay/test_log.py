@@ -10,8 +10,10 @@ from logs import written
 
 from outrider.errors import FileError
 from outrider.options import Sampling
-from outrider.replay import log as module
-from outrider.replay.log import Header, Log, LogWriter, Record
+from outrider.replay import log_writer as module
+from outrider.replay.log import Log
+from outrider.replay.log_format import Header, Record
+from outrider.replay.log_writer import LogWriter
 from toys import llama_pair
 
 PROMPTS = [[1 + i % 4, 2, i % 50] for i in range(40)]

@@ -18,7 +18,7 @@ from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.replay import renewal
 from outrider.replay import replay as module
-from outrider.replay.log import Record
+from outrider.replay.log_format import Record
 from outrider.replay.record import top_probs
 from outrider.replay.renewal import RoundLaw, log_ratios
 from outrider.replay.replay import replay, summarise

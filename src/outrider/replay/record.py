@@ -14,7 +14,7 @@ import torch
 from outrider.api import Decoder
 from outrider.options import Sampling
 from outrider.records import Chunk
-from outrider.replay.log import Header, Record, TopProbs
+from outrider.replay.log_format import Header, Record, TopProbs
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, wide
 from outrider.scoring.teacher_forcing import Text, force

@@ -23,7 +23,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.replay.bounds import Bounds, Known, bounds
-from outrider.replay.log import Header, Record
+from outrider.replay.log_format import Header, Record
 from outrider.replay.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from outrider.api import Decoder
     from outrider.distill.data import Mixture
-    from outrider.distill.train import Check
+    from outrider.distill.watch import Check
     from outrider.scoring.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
@@ -91,7 +91,8 @@ def distill(
     from accelerate import PartialState
 
     from outrider.api import load
-    from outrider.distill.train import Budget, Recipe, check_same_run, distil
+    from outrider.distill.recipe import Budget, Recipe
+    from outrider.distill.train import check_same_run, distil
     from outrider.models.loading import stored_dtype
     from outrider.models.registry import resolve
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
     from outrider.drafters.base import Drafter
-    from outrider.replay.log import Header, Record
+    from outrider.replay.log_format import Header, Record
     from outrider.replay.plan import Choice, Costs
     from outrider.stats.counts import RoundCounts
 

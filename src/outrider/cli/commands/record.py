@@ -26,7 +26,8 @@ from outrider.system.files import check_writable
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
-    from outrider.replay.log import Header, LogWriter
+    from outrider.replay.log_format import Header
+    from outrider.replay.log_writer import LogWriter
 
 
 @flat
@@ -81,7 +82,8 @@ def record(
 
     decoder = machine.load(target, len(lines) * end.max_new_tokens)
 
-    from outrider.replay.log import Log, LogWriter
+    from outrider.replay.log import Log
+    from outrider.replay.log_writer import LogWriter
     from outrider.replay.other_formats import tensor_text
 
     inputs: list[Any] = [[{"role": "user", "content": line.text}] if chat else line.text for line in lines]

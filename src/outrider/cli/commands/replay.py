@@ -34,7 +34,8 @@ from outrider.system.files import check_writable
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.replay.log import Header, Log, Record
+    from outrider.replay.log import Log
+    from outrider.replay.log_format import Header, Record
     from outrider.replay.replay import AlphaRange, Expected, Replayed, Summary
 
 
@@ -184,7 +185,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     from outrider.models.loading import load_tokenizer
     from outrider.models.registry import resolve
     from outrider.options import Sampling
-    from outrider.replay.log import Header, Record
+    from outrider.replay.log_format import Header, Record
     from outrider.replay.other_formats import read_tensors
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
 

@@ -1,0 +1,201 @@
+"""Logs of what a target said, on disk: a folder with a header, an index and shards of tensors.
+
+    log.json                 schema, target, sampling options, vocabulary; with a checksum of its own
+    index.jsonl              one line for each prompt, in order: what is not a tensor, and a checksum of the record
+    shard-00000.safetensors  the tensors of some records, "INDEX.NAME" each
+
+The format is described in docs/record-and-replay.md. This module does not read or write files (log.py and log_writer.py
+do), and does not know models, nor where records come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.options import Sampling
+from outrider.records import FinishReason
+
+SCHEMA = "outrider/log/1"
+HEADER, INDEX = "log.json", "index.jsonl"
+REMEDY = "take the log from a copy, or remove the folder and record again"
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "max_new_tokens",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TopProbs:
+    """p, after the processors of the sampling options, at the n tokens of a text.
+
+    Attributes:
+        token_probs: of the token that stands there. [n]
+        top_ids, top_probs: the N most probable tokens, largest first. [n, N], [n, N]
+        tail: the mass of all others. [n]
+    """
+
+    token_probs: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+    tail: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.token_probs.shape == self.tail.shape == self.top_ids.shape[:1]
+        assert self.top_ids.shape == self.top_probs.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the target said to one prompt.
+
+    Attributes:
+        prompt: its text; for a chat, the user's message.
+        category: of the prompt, where it has one.
+        probs: None where they were not recorded.
+    """
+
+    index: int
+    prompt: str
+    category: str | None
+    seed: int
+    finish_reason: FinishReason
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    probs: TopProbs | None = None
+
+    def __post_init__(self) -> None:
+        assert self.prompt_ids and self.token_ids
+        assert self.probs is None or len(self.probs.token_probs) == len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What all records of a log have in common.
+
+    Attributes:
+        target: name of the model.
+        sampling: without a seed.
+        num_probs: N, None where no probabilities were recorded.
+        vocab_size: V.
+        context_len: the target's; a text ends where it is full.
+        tokenizer: a fingerprint of what the ids mean (see outrider.text.tokenizer), None where there is no tokenizer.
+        settings: other options that the text depends on.
+        provenance: where it comes from. It says nothing about what is in the log, and may differ when a log is gone on
+            with.
+    """
+
+    target: str
+    sampling: Sampling
+    num_probs: int | None
+    vocab_size: int
+    context_len: int
+    eos_ids: tuple[int, ...]
+    tokenizer: str | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        assert self.sampling.seed is None and self.sampling.logprobs is None
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Most tokens that may follow a prompt."""
+        return min(self.sampling.max_new_tokens, self.context_len - num_prompt_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        sampling = {name: getattr(self.sampling, name) for name in _SAMPLING}
+        sampling["stop"] = list(self.sampling.stop)
+        if self.sampling.logit_bias is not None:  # as text: JSON has no -inf
+            sampling["logit_bias"] = {str(i): repr(float(bias)) for i, bias in self.sampling.logit_bias.items()}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {"schema": SCHEMA, **values, "sampling": sampling, "eos_ids": list(self.eos_ids)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Header:
+        sampling = dict(document["sampling"])
+        bias = sampling["logit_bias"]
+        sampling["logit_bias"] = None if bias is None else {int(i): float(value) for i, value in bias.items()}
+        sampling["stop"] = tuple(sampling["stop"])
+        values = {one.name: document[one.name] for one in fields(cls)}
+        return cls(**values | {"sampling": Sampling(**sampling), "eos_ids": tuple(document["eos_ids"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the index. ``sha256`` is of the line's other fields and the record's tensors."""
+
+    index: int
+    prompt: str
+    category: str | None
+    seed: int
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_tokens: int
+    shard: int
+    sha256: str
+
+    @classmethod
+    def of(cls, record: Record, shard: int) -> Line:
+        line = cls(
+            record.index,
+            record.prompt,
+            record.category,
+            record.seed,
+            record.finish_reason,
+            len(record.prompt_ids),
+            len(record.token_ids),
+            shard,
+            "",
+        )
+        values = asdict(line) | {"sha256": checksum_of(line, tensors_of(record))}
+        return cls(**values)
+
+
+def tensors_of(record: Record) -> dict[str, Tensor]:
+    """By name, in the order of the checksum."""
+    tensors = {
+        "prompt_ids": torch.tensor(record.prompt_ids, dtype=torch.int32),
+        "token_ids": torch.tensor(record.token_ids, dtype=torch.int32),
+    }
+    if record.probs is not None:
+        probs = record.probs
+        tensors["token_probs"] = probs.token_probs
+        tensors["top_ids"] = probs.top_ids.to(torch.int32)
+        tensors["top_probs"] = probs.top_probs
+        tensors["tail"] = probs.tail
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def checksum_of(line: Line, tensors: Mapping[str, Tensor]) -> str:
+    about = {name: value for name, value in asdict(line).items() if name != "sha256"}
+    digest = hashlib.sha256(canonical(about))
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()
+
+
+def damage(path: Path, index: int, what: str) -> str:
+    return f"{path}, record {index} is damaged: {what}; {REMEDY}"
+
+
+def shard_path(path: Path, shard: int) -> Path:
+    return path / f"shard-{shard:05d}.safetensors"

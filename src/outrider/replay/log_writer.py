@@ -1,0 +1,178 @@
+"""A log that is written, or gone on with where it was cut short.
+
+A shard is written whole, and forced to disk, before its lines are added to the index, so that the index never promises
+what is not there, and a log whose recording was cut short at any moment can be read, and gone on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from safetensors.torch import save
+
+from outrider.errors import FileError
+from outrider.replay.log import Log, parse_line, read_header, read_index
+from outrider.replay.log_format import (
+    HEADER,
+    INDEX,
+    Header,
+    Line,
+    Record,
+    canonical,
+    damage,
+    shard_path,
+    tensors_of,
+)
+from outrider.system.files import to_disk, write_whole
+
+_LINE_BEGINS = b'{"index": '
+_PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # what a write that was cut short leaves
+_MIN_SHARD = 32  # records
+_MOST_SHARD_BYTES = 2**28  # after which a shard with fewer records is full; bounds the memory
+
+
+class LogWriter:
+    """Writes a log, or goes on with one that was cut short.
+
+    Args:
+        path: a folder, made if it is not there.
+        expected: (prompt, category, seed) of each record that will be written.
+
+    Raises:
+        FileError: there is something else at ``path``: a log of another run, or none at all, or one that is damaged
+            other than at its end. It is left as it is.
+    """
+
+    def __init__(
+        self, path: Path, header: Header, expected: Sequence[tuple[str, str | None, int]], batch_size: int = 1
+    ) -> None:
+        self._path = path
+        self._waiting: list[Record] = []
+        self._shard_size = max(batch_size, _MIN_SHARD)
+        self.num_finished = 0
+        self._next_shard = 0
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            names = {file.name for file in path.iterdir() if _PART.fullmatch(file.name) is None}
+            if names and (names - {HEADER, INDEX} or read_index(path) != [b""]):
+                self._go_on(header, expected)
+            else:
+                if names:  # a log of nothing yet, of a run whose options were refused later, say; not any other file
+                    read_header(path)
+                self._begin(header)
+        except OSError as error:
+            raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+    def _begin(self, header: Header) -> None:
+        document = header.to_json()
+        document |= {"provenance": dict(header.provenance), "settings": dict(header.settings)}
+        document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
+        write_whole(self._path / HEADER, (json.dumps(document, indent=2, default=str) + "\n").encode())
+        to_disk(self._path / HEADER)
+        to_disk(self._path)
+
+    def _go_on(self, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> None:
+        path = self._path
+        old = read_header(path)
+        differing = [
+            one.name for one in fields(Header) if one.compare and getattr(old, one.name) != getattr(header, one.name)
+        ]
+        remedy = "choose another folder, or remove this one"
+        if differing:
+            raise FileError(f"{path} comes from another run (its {', '.join(differing)} differ): {remedy}")
+        *texts, half = read_index(path)
+        lines = [parse_line(path, index, text) for index, text in enumerate(texts)]
+        for line in lines:
+            wanted = expected[line.index] if line.index < len(expected) else None
+            if (line.prompt, line.category, line.seed) != wanted:
+                raise FileError(f"{path}, record {line.index} comes from another run (its prompt differs): {remedy}")
+        if half and not half.startswith(_LINE_BEGINS) and not _LINE_BEGINS.startswith(half):
+            raise FileError(damage(path, len(lines), f"line {len(lines) + 1} of {INDEX} is not as it was written"))
+        num_good = _num_good(Log(path, old, lines))
+        if half or num_good < len(lines):
+            self._cut_index(sum(len(text) + 1 for text in texts[:num_good]))
+        self.num_finished = num_good
+        self._next_shard = max((line.shard for line in lines[:num_good]), default=-1) + 1
+
+    def _cut_index(self, size: int) -> None:
+        file = self._path / INDEX
+        with file.open("ab") as stream:
+            stream.truncate(size)
+        to_disk(file)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Take the next records, in order. They are on disk after ``flush``, or when a shard is full.
+
+        Raises:
+            FileError
+        """
+        self._waiting += records
+        num_bytes = sum(tensor.nbytes for record in self._waiting for tensor in tensors_of(record).values())
+        if len(self._waiting) >= self._shard_size or num_bytes >= _MOST_SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting as a shard. If it is interrupted nothing has happened, and it can be done again.
+
+        Raises:
+            FileError
+        """
+        if not self._waiting:
+            return
+        tensors = {f"{r.index}.{name}": tensor for r in self._waiting for name, tensor in tensors_of(r).items()}
+        lines = [Line.of(record, self._next_shard) for record in self._waiting]
+        text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines).encode()
+        shard, index = shard_path(self._path, self._next_shard), self._path / INDEX
+        before = self._waiting, self.num_finished, self._next_shard
+        size: int | None = None
+        try:
+            write_whole(shard, save(tensors))
+            to_disk(shard)
+            to_disk(self._path)
+            size = index.stat().st_size if index.exists() else 0
+            with index.open("ab") as stream:
+                stream.write(text)
+            to_disk(index)
+            to_disk(self._path)
+            self._waiting, self.num_finished, self._next_shard = (
+                [],
+                self.num_finished + len(lines),
+                self._next_shard + 1,
+            )
+        except BaseException as error:  # Ctrl-C, too
+            self._waiting, self.num_finished, self._next_shard = before
+            try:
+                if size is not None:
+                    self._cut_index(size)
+            except OSError:
+                pass  # what made the writing fail is what is told
+            if isinstance(error, OSError):
+                raise FileError(f"cannot write {self._path}: {error.strerror}") from None
+            raise
+
+
+def _num_good(log: Log) -> int:
+    """How many records a log has that can be gone on with: without those at its end that cannot be read.
+
+    Raises:
+        FileError: a shard before the last is not there. What comes after it may be whole, and is not thrown away.
+    """
+    num_good = len(log)
+    while num_good:
+        shard = log.lines[num_good - 1].shard
+        begin = next(i for i, line in enumerate(log.lines) if line.shard == shard)
+        for index in range(begin, num_good):
+            try:
+                log.read(index)
+            except FileError:
+                num_good = index
+                break
+        if num_good > begin:
+            break
+    log.check_shards(num_good)
+    return num_good
