@@ -98,6 +98,42 @@ def test_models_of_the_hub_have_stated_sizes() -> None:
     assert sizes_of(ModelSpec(name="a", hub="x/y", num_params=7)) is None
 
 
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("qwen3-32b", "qwen3-0.6b"),
+        ("qwen2.5-72b", "qwen2.5-0.5b"),
+        ("llama-3.3-70b-instruct", "llama-3.2-1b"),
+        ("gemma-3-27b", "gemma-3-4b"),
+        ("smollm2-1.7b", "smollm2-135m"),
+        ("olmo-2-13b", "olmo-2-1b"),
+        ("granite-3.3-8b", "granite-3.3-2b"),
+    ],
+)
+def test_families_of_today_have_drafts(target: str, draft: str) -> None:
+    large, small = sizes_of(resolve(target)), sizes_of(resolve(draft))
+    assert large is not None and small is not None
+    assert 3 * small.num_params < large.num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params", "cache_bytes_per_token"),
+    [
+        ("llama-3.1-8b", 8_030_261_248, 131_072),
+        ("gemma-3-270m", 268_098_176, 18_432),
+        ("gemma-3-1b", 999_885_952, 26_624),
+        ("smollm2-360m", 361_821_120, 40_960),
+        ("granite-3.3-2b", 2_533_539_840, 81_920),
+        ("granite-3.3-8b", 8_170_864_640, 163_840),
+    ],
+)
+def test_sizes_as_others_state_them(name: str, num_params: int, cache_bytes_per_token: int) -> None:
+    """In two bytes a number."""
+    sizes = sizes_of(resolve(name))
+    assert sizes is not None and sizes.num_params == num_params
+    assert sizes.cache_bytes("bfloat16", 64, 1) == 65 * cache_bytes_per_token
+
+
 @pytest.mark.parametrize("damage", ["no config", "not JSON", "a size is missing", "no folder", "weights cut off"])
 def test_sizes_that_cannot_be_told_are_none(tmp_path: Path, damage: str) -> None:
     folder = save(tmp_path / "model", random_llama())
