@@ -18,14 +18,15 @@ _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
 _WINDOWS = ("sliding_window", "window_size")  # as configurations call them
 _LONGEST_WINDOW = 4096
-# Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32; the other is
-# reckoned, not measured: 80 TFLOP, a fraction of a second for a GPU of some hundred TFLOP/s.
+# Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32, or two if a
+# window is thousands of tokens long; the other is reckoned, not measured: 80 TFLOP, a fraction of a second for a GPU
+# of some hundred TFLOP/s.
 _MOST_WORK_OF_THREAD, _MOST_WORK_OF_CUDA = 2e10, 2e13
 
 
 def probe(lm: LM, kind: str) -> None:
     """With a few tokens; and, if the model has a sliding window, with a text that goes beyond it, where that takes
-    about a second at most.
+    a second or two at most.
 
     Args:
         kind: of the model, for the message.
