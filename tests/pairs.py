@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -85,6 +87,15 @@ def random_llama(vocab_size: int = NUM_WORDS, seed: int = 0, *, context_len: int
         **{"eos_token_id": NUM_WORDS - 1, "tie_word_embeddings": True} | more,
     )
     return random_model(LlamaForCausalLM, config, seed)
+
+
+def broken_model(folder: Path) -> Path:
+    """Its weights hold a NaN, at a token that only some prompts have: ``w7``."""
+    save(folder, random_llama(tie_word_embeddings=False))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: Any | None = None) -> Path:

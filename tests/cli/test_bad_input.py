@@ -1,17 +1,14 @@
 """Bad input: one line with the remedy, exit code 2, and nothing half-written."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM
 
 from commands import Outrider
-from pairs import random_llama, save, word_tokenizer
+from pairs import broken_model, random_llama, save, word_tokenizer
 from toys import random_model
 
 COMMANDS: list[tuple[str, ...]] = [("generate", "Once"), ("compare",), ("latency",), ("eval", "multiplication")]
@@ -192,6 +189,36 @@ def test_files_of_prompts(refused: Refused, tmp_path: Path, content: bytes, mess
     assert str(prompts) in text and message in text
 
 
+FIELDS: list[tuple[str, str]] = [
+    ('"temprature": 0', "a prompt has no field 'temprature': did you mean 'temperature'?"),
+    ('"max_tokens": 5', "a prompt has no field 'max_tokens': did you mean 'max_new_tokens'?"),
+    ('"colour": 5', "a prompt has no field 'colour': put notes of your own under 'metadata'"),
+    ('"temperature": -1', "temperature = -1 is not possible: a number >= 0"),
+    ('"temperature": "hot"', "temperature = 'hot' is not possible"),
+    ('"temperature": NaN', "temperature = nan is not possible"),
+    ('"seed": 1.5', "seed = 1.5 is not possible"),
+    ('"top_p": 1' + "0" * 400, "top_p is a number of too many digits"),
+    ('"top_k": 1' + "0" * 5000, "a number of too many digits"),
+    ('"ignore_eos": "no"', "ignore_eos is true or false, not 'no'"),
+    ('"logprobs": true', "logprobs = True is not possible"),
+    ('"stop": [1]', "stop = 1 is not possible"),
+    ('"stop": {"a": 1}', "stop = {'a': 1} is not possible"),
+    ('"logit_bias": ["5=1"]', "logit_bias is an object of token ids and numbers"),
+    ('"logit_bias": {"the": 1}', "logit_bias is an object of token ids and numbers"),
+    ('"logit_bias": {"5": Infinity}', "logit_bias = inf is not possible"),
+    ('"logit_bias": {"99999999": 1}', "logit_bias = 99999999 is not possible: token ids are below"),
+]
+
+
+@pytest.mark.parametrize(("field", "message"), FIELDS, ids=[field[:24] for field, _ in FIELDS])
+def test_fields_of_prompts(refused: Refused, tmp_path: Path, field: str, message: str) -> None:
+    """With file, line and field, before any prompt is continued; and no output file is left."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", {field}}}\n')
+    text = refused("generate", "--prompts", prompts, "--output", tmp_path / "out.jsonl")
+    assert f"{prompts}, line 2: {message}" in text
+
+
 def test_files_of_prompts_that_are_not_there(refused: Refused, tmp_path: Path) -> None:
     assert "cannot read" in refused("generate", "--prompts", tmp_path / "nowhere.txt")
     assert "Is a directory" in refused("generate", "--prompts", tmp_path)
@@ -252,18 +279,9 @@ def test_seeds_that_run_out_are_found_out_before_the_work(refused: Refused, tmp_
     assert "seed" in refused("eval", "multiplication", "--num-prompts", 2, "--seed", 2**63 - 1)
 
 
-def broken_model(folder: Path) -> Path:
-    """Its weights hold a NaN, at a token that only one prompt has."""
-    save(folder, random_llama(tie_word_embeddings=False))
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][7] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize("role", ["--target", "--draft"])
 def test_logits_that_are_not_numbers(outrider: Outrider, tmp_path: Path, role: str) -> None:
-    """An error that names model and position; prompts that were done before it are kept."""
+    """An error that names model and position. (A file of prompts goes on: see test_completions_file.)"""
     broken, good = broken_model(tmp_path / "broken"), save(tmp_path / "good", random_llama())
     models = {"--target": good, "--draft": good} | {role: broken}
     pair = [word for pair in models.items() for word in pair]
@@ -271,16 +289,6 @@ def test_logits_that_are_not_numbers(outrider: Outrider, tmp_path: Path, role: s
     assert ended.code == 2
     message = f"the model {broken} gave NaN or infinite logits for position 3 of the text; its weights may be damaged"
     assert message in ended.err and ended.err.count("\n") == 1
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    prompts.write_text("w1 w2\nw1 w2 w7\n")
-    options = ("-n", 1, "--logit-bias", "7=-inf", "--seed", 1)  # not to be said by itself
-    ended = outrider("generate", "--prompts", prompts, "--output", output, *options, *pair)
-    if role == "--target":
-        assert ended.code == 2
-        assert "error: line 2" in ended.err and "for position 3" in ended.err
-        assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["w1 w2"]
-    else:
-        assert ended.code == 0  # with one token to make nothing is drafted
 
 
 def test_tokenizers_are_not_compared_with_ngram_and_none(outrider: Outrider, tmp_path: Path) -> None:

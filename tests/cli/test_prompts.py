@@ -1,12 +1,16 @@
 """``outrider generate --prompts``: many prompts from a file, and runs that are continued."""
 
 import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
+from outrider.api import Decoder
 from pairs import embedded
 
 PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界", "The king's daughter, who lived far away,"]
@@ -36,9 +40,9 @@ def said(prompts: list[str] = PROMPTS) -> list[str]:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size: int) -> None:
-    """In order, with its own seed; in float64 the same in every batch."""
+    """With its own seed; in float64 the same in every batch."""
     ended = outrider("generate", "--prompts", prompts, "--batch-size", batch_size, *OPTIONS)
-    rows = rows_of(ended.out)
+    rows = sorted(rows_of(ended.out), key=itemgetter("index"))
     assert ended.code == 0
     assert [row["prompt"] for row in rows] == PROMPTS
     assert [row["text"] for row in rows] == said()
@@ -49,7 +53,7 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size
 
 
 def test_json_lines_and_plain_lines_say_the_same(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Other keys are left alone, and blank lines and a byte order mark are no prompts."""
+    """Notes are left alone, and blank lines and a byte order mark are no prompts."""
     other = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"id": i, "prompt": prompt}) for i, prompt in enumerate(PROMPTS)]
     other.write_text("\ufeff\n" + "\n\n".join(lines) + "\n\n", encoding="utf-8")
@@ -80,19 +84,24 @@ def test_lines_end_where_other_programs_end_them(outrider: Outrider, tmp_path: P
 
 
 def test_output_goes_to_a_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """And then standard output has nothing; the document has all rows."""
+    """And then standard output has nothing. The document has no rows: it is held in memory until the end."""
     output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
     ended = outrider("generate", "--prompts", prompts, "--output", output, "--json", document, *OPTIONS)
     assert (ended.code, ended.out) == (0, "")
     rows = rows_of(output.read_text(encoding="utf-8"))
     assert [row["text"] for row in rows] == said()
-    completions = only_document(document.read_text(encoding="utf-8"), "generate")["completions"]
-    assert completions == [{key: row[key] for key in ROW_KEYS - {"settings"}} for row in rows]
+    summary = only_document(document.read_text(encoding="utf-8"), "generate")
+    assert summary["completions"] is None
+    assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows)
+    assert summary["time_s"]["total"] > 0 and summary["num_failed"] == 0
 
 
 def test_the_document_stands_alone_on_standard_output(outrider: Outrider, prompts: Path) -> None:
+    """With the rows that go to standard error then."""
     ended = outrider("generate", "--prompts", prompts, "--json", "-", *OPTIONS)
-    assert len(only_document(ended.out, "generate")["completions"]) == 4
+    completions = only_document(ended.out, "generate")["completions"]
+    rows = [json.loads(line) for line in ended.err.splitlines()[:-1]]
+    assert completions == [{key: row[key] for key in ROW_KEYS - {"settings"}} for row in rows]
 
 
 MORE: list[tuple[Any, ...]] = [
@@ -106,25 +115,34 @@ MORE: list[tuple[Any, ...]] = [
 def test_an_interrupted_run_is_continued(
     outrider: Outrider, prompts: Path, tmp_path: Path, more: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After any line, whole or half-written: the file is in the end what an uninterrupted run writes, and what was
-    there is not generated again."""
+    """After any lines, whole or half-written, whichever they are: in the end the file has the lines that an
+    uninterrupted run writes, and what was there is not generated again."""
     output = tmp_path / "out.jsonl"
     arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS, *more)
     assert outrider(*arguments).code == 0
-    whole = output.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    asked: list[int] = []
-    stream_many = type(embedded()).stream_many
-    monkeypatch.setattr(
-        type(embedded()), "stream_many", lambda self, p, **o: asked.append(len(p)) or stream_many(self, p, **o)
-    )
-    for num_lines, half in ((2, b""), (3, lines[3][:40]), (1, lines[1][:-1]), (4, b"")):
-        output.write_bytes(b"".join(lines[:num_lines]) + half)
+    lines = output.read_bytes().splitlines(keepends=True)
+    asked: list[list[int]] = []
+    complete = Decoder.complete
+
+    def counted(self: Decoder, items: Iterable[Any], **options: Any) -> Iterator[Any]:
+        return complete(self, (asked.append(item[0]) or item for item in items), **options)
+
+    monkeypatch.setattr(Decoder, "complete", counted)
+    for kept, half in (
+        (lines[:2], b""),
+        (lines[:3], lines[3][:40]),
+        (lines[:1], lines[1][:-1]),
+        (lines, b""),
+        ([], b"{"),
+        ([lines[3], lines[1]], lines[0][:40]),
+    ):
+        output.write_bytes(b"".join(kept) + half)
         asked.clear()
         ended = outrider(*arguments)
         assert ended.code == 0, ended.err
-        assert output.read_bytes() == whole
-        assert sum(asked) == 4 - num_lines
+        assert output.read_bytes().startswith(b"".join(kept))
+        assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(lines)
+        assert len(asked) == 4 - len(kept)
 
 
 def test_a_line_cut_in_the_middle_of_a_character_is_continued(
@@ -217,52 +235,34 @@ def test_a_note_without_a_newline_is_left_alone(outrider: Outrider, prompts: Pat
 def test_ctrl_c_keeps_the_lines_that_are_done(
     outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 130; started again, the run ends as if it had not been interrupted."""
-    output = tmp_path / "out.jsonl"
-    arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS)
-    stream_many = type(embedded()).stream_many
-    num_calls = [0]
+    """Exit code 130; started again, the run ends as if it had not been interrupted. What is not kept is not counted."""
+    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
+    arguments = ("generate", "--prompts", prompts, "--output", output, "--json", document, *OPTIONS)
+    complete = Decoder.complete
 
-    def interrupted(self: Any, items: Any, **options: Any) -> Any:
-        num_calls[0] += 1
-        if num_calls[0] == 3:
-            raise KeyboardInterrupt
-        return stream_many(self, items, **options)
+    def interrupted(self: Decoder, *arguments: Any, **options: Any) -> Iterator[Any]:
+        yield from islice(complete(self, *arguments, **options), 2)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(embedded()), "stream_many", interrupted)
-    ended = outrider(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "complete", interrupted)
+        ended = outrider(*arguments)
     assert ended.code == 130 and ended.err.endswith(", interrupted\n")
-    assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said()[:2]
-    num_calls[0] = 100
+    rows = rows_of(output.read_text(encoding="utf-8"))
+    assert [row["text"] for row in rows] == said()[:2]
+    summary = only_document(document.read_text(), "generate")
+    assert summary["is_interrupted"]
+    assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows)
     assert outrider(*arguments).code == 0
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said()
 
 
-def test_ctrl_c_in_a_batch_keeps_the_rows_that_are_finished(
-    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to the first that is not, so that the file can be continued; what is not kept is not counted."""
-    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
-    stream_many = type(embedded()).stream_many
-
-    def interrupted(self: Any, items: Any, **options: Any) -> Any:
-        for chunk in stream_many(self, items, **options | {"max_new_tokens": [1, 2, 8, 1]}):
-            yield chunk
-            if chunk.finish_reason is not None and chunk.row == 1:
-                raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(embedded()), "stream_many", interrupted)
-        ended = outrider(
-            "generate", "--prompts", prompts, "--output", output, "--batch-size", 4, "--json", document, *OPTIONS
-        )
-    assert ended.code == 130
-    rows = rows_of(output.read_text(encoding="utf-8"))
-    assert [row["index"] for row in rows] == [0, 1]
-    assert only_document(document.read_text(), "generate")["stats"]["num_generated_tokens"] == 3
-
-
-def test_the_document_does_not_write_over_the_output(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    ended = outrider("generate", "--prompts", prompts, "--output", path, "--json", path, *OPTIONS)
-    assert "it would write over the --output file" in ended.error and not path.exists()
+def test_no_file_is_written_over(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Neither output by the other, nor the prompts by one of them."""
+    path, before = tmp_path / "out.json", prompts.read_bytes()
+    arguments = ("generate", "--prompts", prompts, *OPTIONS)
+    remedy = "this command reads it, or writes it for another option: choose another file"
+    assert remedy in outrider(*arguments, "--output", path, "--json", path).error and not path.exists()
+    for option in ("--output", "--json"):
+        assert remedy in outrider(*arguments, option, prompts).error
+    assert prompts.read_bytes() == before

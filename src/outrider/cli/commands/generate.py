@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.jsonl import PromptLine, read_finished, read_prompts
+from outrider.cli.shared.completions import Finished, open_output
+from outrider.cli.shared.jsonl import PromptFile, PromptLine, open_prompts
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -24,22 +29,24 @@ from outrider.cli.shared.options import (
 )
 from outrider.cli.shared.output import (
     check_json_target,
+    check_outputs,
     console_for,
     json_text,
     options_json,
     progress_bar,
     write_json,
 )
-from outrider.errors import FileError, NumericsError, OptionError, PromptError
-from outrider.system.files import check_writable
+from outrider.errors import FileError, OptionError, OutriderError, PromptError
+from outrider.options import NumDraftTokens, Sampling
+from outrider.records import Chunk, Origin, Stats, Timing, TokenLogprob
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.api import Decoder
-    from outrider.records import Chunk, Stats, Timing
 
 ORIGIN_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
+_NOTHING = Stats()
 
 
 @flat
@@ -49,7 +56,8 @@ def generate(
     end: EndOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. Without it: standard input.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines.")
+        Path | None,
+        typer.Option(help="File of prompts: plain lines; or JSON lines with a 'prompt', and perhaps its own options."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="With --prompts: write JSON lines here. An interrupted run is continued.")
@@ -68,7 +76,9 @@ def generate(
     ] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Continue a text, printing it as it comes; or continue every prompt of a file."""
+    """Continue a text, printing it as it comes; or continue every prompt of a file.
+
+    Exit code 1: some prompts of the file failed. Their lines say why; the others have their text."""
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     check_batch_size(batch_size)
     if prompts is None and (output is not None or batch_size > 1):
@@ -76,37 +86,36 @@ def generate(
     if prompts is not None and (prompt is not None or show_origin):
         raise OptionError("--prompts", str(prompts), "it goes without a PROMPT and without --show-origin")
     check_json_target(json_target)
-    if output is not None and json_target not in (None, "-") and output.resolve() == Path(str(json_target)).resolve():
-        raise OptionError("--json", json_target, "it would write over the --output file: choose another name")
-    lines = read_prompts(prompts) if prompts is not None else [PromptLine(1, _read_prompt(prompt))]
-    texts = [line.text for line in lines]
-    options = sampling.to_options(seed=seed, num_seeds=len(texts), logprobs=logprobs, **end.to_options())
-    settings = options_json(pair, options, draft=draft, num_draft_tokens=k, chat=chat)
-    num_finished = 0
-    if output is not None:
-        check_writable(output)
-        num_finished = read_finished(output, texts, settings)
-
-    decoder = pair.load((len(texts) - num_finished) * end.max_new_tokens)
-    decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
-    inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
-    for line, item in zip(lines, inputs, strict=True):
-        try:
-            decoder.encode(item)
-        except PromptError as error:
-            raise PromptError(f"{prompts}, line {line.number}: {error}" if prompts else str(error)) from None
-
-    first_seed = secrets.randbits(62) if seed is None else seed
-    run = _Run(decoder, inputs, lines, options, first_seed)
-    if prompts is None:
-        run.show(console_for(json_target, has_colours=show_origin or None), show_origin)
-    else:
-        stream = sys.stderr if json_target == "-" else sys.stdout
-        run.write(output or stream, settings, num_finished, batch_size)
-    print(run.summary(), file=sys.stderr)
-    write_json(json_target, "generate", settings, run.to_json(), decoder.target)
-    if run.is_interrupted:
+    with ExitStack() as files:
+        lines = None if prompts is None else files.enter_context(open_prompts(prompts))
+        check_outputs({"--output": output, "--json": json_target}, [prompts, pair.models])
+        text = _read_prompt(prompt) if lines is None else ""
+        num_seeds = 1 if lines is None else len(lines)
+        options = sampling.to_options(seed=seed, num_seeds=num_seeds, logprobs=logprobs, **end.to_options())
+        first_seed = secrets.randbits(62) if seed is None else seed
+        setup = _Setup(pair, draft, k, options, chat)
+        totals = _Totals(None if json_target is None or output is not None else [])
+        if lines is None:
+            decoder = setup.load(end.max_new_tokens)
+            console = console_for(json_target, has_colours=show_origin or None)
+            _show(setup, decoder, text, first_seed, console, show_origin, totals)
+        else:
+            setup = replace(setup, k=_common_k(num_draft_tokens, pair, sampling, options, lines))
+            finished = Finished(bytearray(len(lines)))
+            write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
+            if output is not None:
+                file = files.enter_context(open_output(output))
+                finished, write = file.read_finished(lines, setup.settings), file.write
+            decoder = setup.load(sum(setup.max_new_tokens(lines[index]) for index in finished.missing()))
+            _check(setup, decoder, lines, finished)
+            totals.num_failed = finished.num_failed
+            _continue_all(setup, decoder, lines, finished, first_seed, batch_size, write, totals)
+    print(totals.summary(decoder), file=sys.stderr)
+    write_json(json_target, "generate", setup.settings(), totals.to_json(), decoder.target)
+    if totals.is_interrupted:
         raise typer.Exit(130)
+    if totals.num_failed:
+        raise typer.Exit(1)
 
 
 def _read_prompt(argument: str | None) -> str:
@@ -124,138 +133,245 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-class _Run:
-    """Generation over the prompts, which may be interrupted at any time; what was made until then is kept."""
+@dataclass(frozen=True)
+class _Setup:
+    """Which models continue the prompts, and how.
 
-    def __init__(
-        self, decoder: Decoder, inputs: Sequence[Any], lines: Sequence[PromptLine], options: dict[str, Any], seed: int
-    ) -> None:
-        from outrider.records import Stats, Timing
+    Attributes:
+        options: fields of ``Sampling``, which those of a prompt's own override.
+    """
 
-        self.decoder, self.inputs, self.lines, self.options, self.seed = decoder, inputs, lines, options, seed
-        self.rows: list[dict[str, Any]] = []
-        self.stats: Stats = Stats()
-        self.timing: Timing = Timing()
-        self.is_interrupted = False
+    pair: PairOptions
+    draft: str
+    k: NumDraftTokens
+    options: dict[str, Any]
+    chat: bool
 
-    def show(self, console: Console, has_colours: bool) -> None:
-        """Print the text of the first prompt as it comes."""
-        chunks: list[Chunk] = []
-        stream = self.decoder.stream(self.inputs[0], **self.options | {"seed": self.seed})
+    def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
+        """All that the text of a prompt depends on."""
+        options = self.options if line is None else self.options | line.options
+        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, chat=self.chat)
+
+    def max_new_tokens(self, line: PromptLine) -> int:
+        number: int = (self.options | line.options)["max_new_tokens"]
+        return number
+
+    def load(self, num_tokens: int) -> Decoder:
+        decoder = self.pair.load(num_tokens)
+        return replace(decoder, drafter=self.pair.load_draft(decoder, self.draft), num_draft_tokens=self.k)
+
+    def encode(self, decoder: Decoder, text: str) -> list[int]:
+        return decoder.encode([{"role": "user", "content": text}] if self.chat else text)
+
+
+def _common_k(
+    text: str | None, pair: PairOptions, sampling: SamplingOptions, options: dict[str, Any], lines: PromptFile
+) -> NumDraftTokens:
+    """K for a file of prompts, whose options are checked by the way. It is chosen as for one prompt (see ``single_k``),
+    and not "auto" if any of them is to give the same text again.
+
+    Raises:
+        FileError: an option of a prompt is not possible.
+    """
+    ks: set[NumDraftTokens] = set()
+    for line in lines:
         try:
-            if console.file.isatty():
-                console.print(self.lines[0].text, style="dim", end="", markup=False, soft_wrap=True)
-            for chunk in stream:
-                chunks.append(chunk)
+            own = Sampling(**options | line.options)
+        except OptionError as error:
+            raise FileError(f"{lines.path}, line {line.number}: {error}") from None
+        ks.add(single_k(text, pair, replace(sampling, temperature=own.temperature), own.seed))
+    return "auto" if ks == {"auto"} else (ks - {"auto"}).pop()
+
+
+def _check(setup: _Setup, decoder: Decoder, lines: PromptFile, finished: Finished) -> None:
+    """Find out before the work what this target cannot take.
+
+    Raises:
+        FileError: with the line.
+    """
+    decoder.check_bias(setup.options["logit_bias"] or {})
+    for index in finished.missing():
+        line = lines[index]
+        try:
+            setup.encode(decoder, line.text)
+            decoder.check_bias(line.options.get("logit_bias", {}))
+        except (OptionError, PromptError) as error:
+            raise FileError(f"{lines.path}, line {line.number}: {error}") from None
+
+
+def _continue_all(
+    setup: _Setup,
+    decoder: Decoder,
+    lines: PromptFile,
+    finished: Finished,
+    first_seed: int,
+    num_slots: int,
+    write: Callable[[str], None],
+    totals: _Totals,
+) -> None:
+    """Write a line of JSON for each prompt that is not finished, as soon as it is. Nothing of it is kept but sums."""
+    waiting: dict[int, tuple[int, PromptLine, list[int], int]] = {}
+
+    def prompts() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
+        for place, index in enumerate(finished.missing()):
+            line = lines[index]
+            ids, seed = setup.encode(decoder, line.text), line.options.get("seed", first_seed + index)
+            waiting[place] = (index, line, ids, seed)
+            yield ids, {**line.options, "seed": seed}
+
+    options = {name: value for name, value in setup.options.items() if name != "seed"}
+    start = time.perf_counter()
+    try:
+        with progress_bar("prompts", len(lines), finished.num_rows) as advance:
+            for place, done in decoder.complete(prompts(), num_slots=num_slots, **options):
+                index, line, ids, seed = waiting.pop(place)
+                if isinstance(done, OutriderError):
+                    made = _made(finish_reason="error") | {"error": str(done)}
+                else:
+                    made = _made(done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs)
+                    totals.stats += done.stats
+                row = _row(index, line, ids, seed, made)
+                write(json_text(row | {"settings": setup.settings(line)}))
+                totals.keep(row)
+                advance(1)
+    except KeyboardInterrupt:
+        totals.is_interrupted = True
+    # Rows come and go in the same rounds: how the time divides among drafting and the rest is not told.
+    totals.time_s = dict.fromkeys(Timing().to_json()) | {"total": time.perf_counter() - start}
+
+
+def _show(
+    setup: _Setup, decoder: Decoder, prompt: str, seed: int, console: Console, has_colours: bool, totals: _Totals
+) -> None:
+    """Print the text of a prompt as it comes."""
+    ids = setup.encode(decoder, prompt)
+    chunks: list[Chunk] = []
+    stream = decoder.stream(ids, **setup.options | {"seed": seed})
+    try:
+        if console.file.isatty():
+            console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
+        for chunk in stream:
+            chunks.append(chunk)
+            with _writing_to(console.file):
                 for text, origin in chunk.pieces:
                     if has_colours:
                         console.print(text, style=ORIGIN_STYLES[origin], end="", markup=False, soft_wrap=True)
                     else:
                         console.file.write(text)
                 console.file.flush()
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-        finally:
+    except KeyboardInterrupt:
+        totals.is_interrupted = True
+    finally:
+        with _writing_to(console.file):
             console.file.write("\n")
-        if has_colours:
-            legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
-            console.print(legend)
-        self._keep(0, chunks)
+            console.file.flush()
+    if has_colours:
+        legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
+        console.print(legend)
+    totals.stats = sum((chunk.stats for chunk in chunks), Stats())
+    totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
+    made = _made(
+        "".join(chunk.text for chunk in chunks),
+        [i for chunk in chunks for i in chunk.token_ids],
+        [origin for chunk in chunks for origin in chunk.origins],
+        chunks[-1].finish_reason if chunks else None,
+        totals.stats,
+        None if setup.options["logprobs"] is None else [item for chunk in chunks for item in chunk.logprobs or ()],
+    )
+    totals.keep(_row(0, PromptLine(1, prompt), ids, seed, made))
 
-    def write(
-        self,
-        output: Path | TextIO,
-        settings: dict[str, Any],
-        begin: int,
-        batch_size: int,
-    ) -> None:
-        """Write a line of JSON for each prompt from ``begin`` on, in order, a batch at a time."""
-        num_prompts = len(self.inputs)
-        with progress_bar("prompts", num_prompts, begin) as advance:
-            for start in range(begin, num_prompts, batch_size):
-                end = min(start + batch_size, num_prompts)
-                try:
-                    begin_kept = len(self.rows)
-                    self._generate(start, end, advance)
-                except NumericsError as error:
-                    where = f"lines {self.lines[start].number} to {self.lines[end - 1].number}"
-                    if end == start + 1:
-                        where = f"line {self.lines[start].number}"
-                    raise NumericsError(f"{where}: {error}") from None
-                text = "".join(json_text(row | {"settings": settings}) for row in self.rows[begin_kept:])
-                if isinstance(output, Path):
-                    with output.open("a", encoding="utf-8") as stream:
-                        stream.write(text)
-                else:
-                    output.write(text)
-                    output.flush()
-                if self.is_interrupted:
-                    return
 
-    def _generate(self, start: int, end: int, advance: Callable[[int], None]) -> None:
-        """Generate for the prompts start <= index < end, as one batch. Interrupted, keep the rows that are finished, up
-        to the first that is not: what is written is in order, so that the run can be continued."""
-        chunks: list[list[Chunk]] = [[] for _ in range(start, end)]
-        seeds = [self.seed + index for index in range(start, end)]
-        try:
-            for chunk in self.decoder.stream_many(self.inputs[start:end], **self.options | {"seed": seeds}):
-                chunks[chunk.row].append(chunk)
-                if chunk.finish_reason is not None:
-                    advance(1)
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-        for i, row_chunks in enumerate(chunks):
-            if not row_chunks or row_chunks[-1].finish_reason is None:
-                break
-            self._keep(start + i, row_chunks)
+def _print(stream: IO[str], text: str) -> None:
+    with _writing_to(stream):
+        stream.write(text)
+        stream.flush()
 
-    def _keep(self, index: int, chunks: Sequence[Chunk]) -> None:
-        self.rows.append(self._row(index, chunks))
-        for chunk in chunks:
-            self.stats, self.timing = self.stats + chunk.stats, self.timing + chunk.timing
 
-    def _row(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        from outrider.records import Stats
+@contextmanager
+def _writing_to(stream: IO[str]) -> Iterator[None]:
+    """Tell in one line if it cannot be written to. (Where a reader has enough, as in ``| head``, Typer ends us.)"""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError):  # or what is in the buffer would fail once more, at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        name = "standard error" if stream is sys.stderr else "standard output"
+        raise FileError(f"cannot write to {name}: {error.strerror}") from None
 
-        row: dict[str, Any] = {
-            "index": index,
-            "prompt": self.lines[index].text,
-            "prompt_ids": self.decoder.encode(self.inputs[index]),
-            "text": "".join(chunk.text for chunk in chunks),
-            "token_ids": [i for chunk in chunks for i in chunk.token_ids],
-            "origins": [origin for chunk in chunks for origin in chunk.origins],
-            "finish_reason": chunks[-1].finish_reason if chunks else None,
-            "seed": self.seed + index,
-            "stats": sum((chunk.stats for chunk in chunks), Stats()).to_json(),
-        }
-        if self.lines[index].category is not None:
-            row["category"] = self.lines[index].category
-        if self.options["logprobs"] is not None:
-            row["logprobs"] = [asdict(item) for chunk in chunks for item in chunk.logprobs or ()]
-        return row
 
-    def summary(self) -> str:
-        num_tokens, rate = self.stats.num_generated_tokens, self._tokens_per_s()
+def _made(
+    text: str = "",
+    token_ids: Sequence[int] = (),
+    origins: Sequence[Origin] = (),
+    finish_reason: str | None = None,
+    stats: Stats = _NOTHING,
+    logprobs: Sequence[TokenLogprob] | None = None,
+) -> dict[str, Any]:
+    """The keys of a row that generation fills."""
+    made: dict[str, Any] = {
+        "text": text,
+        "token_ids": list(token_ids),
+        "origins": list(origins),
+        "finish_reason": finish_reason,
+        "stats": stats.to_json(),
+    }
+    if logprobs is not None:
+        made["logprobs"] = [asdict(item) for item in logprobs]
+    return made
+
+
+def _row(index: int, line: PromptLine, prompt_ids: list[int], seed: int, made: dict[str, Any]) -> dict[str, Any]:
+    """The index comes first: by that a half-written line is known."""
+    row = {"index": index, "prompt": line.text, "prompt_ids": prompt_ids, **made, "seed": seed}
+    return row if line.category is None else row | {"category": line.category}
+
+
+@dataclass
+class _Totals:
+    """What is told of a run as a whole, which may be interrupted at any time.
+
+    Attributes:
+        rows: None if they are not to be kept.
+        num_failed: prompts that ended in an error, those of earlier runs included.
+    """
+
+    rows: list[dict[str, Any]] | None
+    stats: Stats = _NOTHING
+    time_s: dict[str, float | None] = field(default_factory=dict)
+    num_failed: int = 0
+    is_interrupted: bool = False
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.num_failed += row["finish_reason"] == "error"
+        if self.rows is not None:
+            self.rows.append(row)
+
+    @property
+    def tokens_per_s(self) -> float:
+        total_s = self.time_s.get("total")
+        return self.stats.num_generated_tokens / total_s if total_s else 0.0
+
+    def summary(self, decoder: Decoder) -> str:
+        target, draft = decoder.target.name, decoder.drafter.name
+        how = f"{target} with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
+        if draft == "none":
+            how = f"{target}, plain"
         tau = self.stats.mean_acceptance_length
         return (
-            f"{num_tokens} tokens, {rate:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f} "
-            f"({self._how()})" + (", interrupted" if self.is_interrupted else "")
+            f"{self.stats.num_generated_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, "
+            f"mean acceptance length {1.0 if tau is None else tau:.2f} ({how})"
+            + (f", {self.num_failed} failed" if self.num_failed else "")
+            + (", interrupted" if self.is_interrupted else "")
         )
-
-    def _how(self) -> str:
-        target, draft = self.decoder.target.name, self.decoder.drafter.name
-        if draft == "none":
-            return f"{target}, plain"
-        return f"{target} with {draft}, K = {self.decoder.num_draft_tokens}, {self.decoder.acceptance}"
-
-    def _tokens_per_s(self) -> float:
-        return self.stats.num_generated_tokens / self.timing.total_s if self.timing.total_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "completions": self.rows,
-            "tokens_per_s": self._tokens_per_s(),
+            "num_failed": self.num_failed,
+            "tokens_per_s": self.tokens_per_s,
             "stats": self.stats.to_json(),
-            "time_s": self.timing.to_json(),
+            "time_s": self.time_s,
             "is_interrupted": self.is_interrupted,
         }
