@@ -21,7 +21,7 @@ FLOORS = """
     evals replay
     __init__
     api scoring
-    decoding
+    jobs decoding
     drafters
     models sampling
     runtime stats text

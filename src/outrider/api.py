@@ -9,13 +9,11 @@ The stream is the primitive; ``generate`` gathers it.
 
 from __future__ import annotations
 
-import difflib
 import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +26,23 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
+from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
 from outrider.models.registry import resolve
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_NUM_SLOTS,
-    MAX_NUM_DRAFT_TOKENS,
     NumDraftTokens,
     Sampling,
+    check_num_draft_tokens,
+    check_num_slots,
 )
-from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Stats, Timing, TokenLogprob
+from outrider.records import Chunk, Completion, Request, Round, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
 from outrider.text.row_text import RowText
 from outrider.text.tokenizer import Detokenizer, Prompt, check_same_tokens, encode
-
-_OPTIONS = [field.name for field in fields(Sampling)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         _check_acceptance(self.acceptance)
-        _check_num_draft_tokens(self.num_draft_tokens)
+        check_num_draft_tokens(self.num_draft_tokens)
 
     @property
     def context_len(self) -> int:
@@ -127,7 +125,7 @@ class Decoder:
             NumericsError: from the iterator.
         """
         jobs = self._jobs(prompts, options, resume_ids)
-        return _chunks(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
+        return chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
 
     def generate(
         self,
@@ -145,9 +143,9 @@ class Decoder:
             A completion for each prompt, in order.
         """
         jobs = self._jobs([prompts] if isinstance(prompts, str) else prompts, options, resume_ids)
-        for chunk in _chunks(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
+        for chunk in chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
             jobs[chunk.row].chunks.append(chunk)
-        return [_completion(job) for job in jobs]
+        return [completion_of(job) for job in jobs]
 
     def complete(
         self,
@@ -170,8 +168,8 @@ class Decoder:
             other prompts go on.
         """
         k, rule = self._k_and_rule(num_draft_tokens, acceptance)
-        _check_num_slots(num_slots)
-        _check_names(options)
+        check_num_slots(num_slots)
+        check_names(options)
         return self._complete(enumerate(prompts), num_slots, k, rule, options)
 
     def _complete(
@@ -182,10 +180,10 @@ class Decoder:
         rule: Rule,
         options: dict[str, Any],
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
-        waiting: deque[tuple[int, _Job]] = deque()
+        waiting: deque[tuple[int, Job]] = deque()
         engine: Engine | None = None
         capacity = 0
-        open_jobs: dict[int, tuple[int, _Job]] = {}
+        open_jobs: dict[int, tuple[int, Job]] = {}
         while True:
             while len(waiting) < num_slots and (item := next(prompts, None)) is not None:
                 number, prompt = item
@@ -223,27 +221,27 @@ class Decoder:
                     del open_jobs[row.row]
                     yield number, NumericsError(row.error)
                     continue
-                job.chunks.append(_chunk(row, job, Timing()))
+                job.chunks.append(chunk_of(row, job, Timing()))
                 if row.finish_reason is not None:
                     del open_jobs[row.row]
-                    yield number, _completion(job)
+                    yield number, completion_of(job)
 
     def _k_and_rule(
         self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None
     ) -> tuple[NumDraftTokens, Rule]:
         k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        _check_num_draft_tokens(k)
+        check_num_draft_tokens(k)
         return k, RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
 
     def _rounds(
         self,
-        jobs: Sequence[_Job],
+        jobs: Sequence[Job],
         num_slots: int,
         num_draft_tokens: NumDraftTokens | None,
         acceptance: str | None,
     ) -> Iterator[Round]:
         k, rule = self._k_and_rule(num_draft_tokens, acceptance)
-        _check_num_slots(num_slots)
+        check_num_slots(num_slots)
         if not jobs:
             return iter(())
         requests = [self._with_own_k(job, k, rule).request for job in jobs]
@@ -260,7 +258,7 @@ class Decoder:
             return ConstantSchedule(k if most is None else min(k, most))
         return AdaptiveSchedule(costs_by_load(self.target, self.drafter, rule, num_slots, num_tokens))
 
-    def _with_own_k(self, job: _Job, k: NumDraftTokens, rule: Rule) -> _Job:
+    def _with_own_k(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
         """Under "auto", a row whose seed was given gets a constant K if K decides its text, which must not depend on
         the load."""
         sampling, most = job.request.sampling, self.drafter.most_drafted
@@ -287,26 +285,26 @@ class Decoder:
 
     def _jobs(
         self, prompts: Sequence[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
-    ) -> list[_Job]:
+    ) -> list[Job]:
         if resume_ids is not None and len(resume_ids) != len(prompts):
             raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
-        _check_names(options)
+        check_names(options)
         jobs = []
         for index, prompt in enumerate(prompts):
             try:
-                own = _row_options(options, index, len(prompts))
+                own = row_options(options, index, len(prompts))
                 jobs.append(self._job(prompt, own, () if resume_ids is None else resume_ids[index]))
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return jobs
 
-    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> _Job:
+    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> Job:
         """One prompt, checked and ready for the loop.
 
         Args:
             options: the fields of ``Sampling``, a value each.
         """
-        _check_names(options)
+        check_names(options)
         ids = self.encode(prompt)
         has_seed = options.get("seed") is not None
         seed = options["seed"] if has_seed else secrets.randbits(63)
@@ -329,7 +327,7 @@ class Decoder:
                 raise OptionError("resume_ids", token_id, "the text has ended with this token")
         text.take()  # given out before the cut
         request = Request([*ids, *resume_ids], replace(sampling, max_new_tokens=left), text)
-        return _Job(request, text, len(ids), len(resume_ids), has_seed)
+        return Job(request, text, len(ids), len(resume_ids), has_seed)
 
     def check_bias(self, bias: Mapping[int, float]) -> None:
         """Whether this target can be biased so. Raises OptionError."""
@@ -344,115 +342,6 @@ def _check_acceptance(name: str) -> str:
     if name not in RULES:
         raise OptionError("acceptance", name, f"choose one of {', '.join(RULES)}")
     return name
-
-
-def _check_num_draft_tokens(k: NumDraftTokens) -> None:
-    is_number = isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= MAX_NUM_DRAFT_TOKENS
-    if not is_number and k != "auto":
-        remedy = (
-            f"a whole number from 1 to {MAX_NUM_DRAFT_TOKENS}, or 'auto' (for plain decoding choose the draft 'none')"
-        )
-        raise OptionError("num_draft_tokens", k, remedy)
-
-
-def _check_num_slots(num_slots: int) -> None:
-    if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
-        raise OptionError("num_slots", num_slots, "a whole number >= 1")
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _OPTIONS:
-            nearest = difflib.get_close_matches(name, _OPTIONS, n=1)
-            raise OptionError(name, value, f"did you mean {nearest[0]}?" if nearest else "there is no such option")
-
-
-def _row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[str, Any]:
-    """The options of one row."""
-    row: dict[str, Any] = {}
-    for name, value in options.items():
-        is_per_row = isinstance(value, (list, tuple))
-        if name == "stop" and is_per_row:
-            is_per_row = any(not isinstance(item, str) for item in value)
-        if is_per_row and len(value) != num_rows:
-            raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
-        row[name] = value[index] if is_per_row else value
-    return row
-
-
-@dataclass(slots=True)
-class _Job:
-    """One prompt on its way through the loop.
-
-    Attributes:
-        request: with the tokens of ``resume_ids`` as part of the prompt.
-        num_resumed: how many these are.
-        has_seed: the seed was given, not drawn.
-        origins: of all tokens that ``text`` has seen.
-        chunks: so far, where they are gathered.
-    """
-
-    request: Request
-    text: RowText
-    num_prompt_tokens: int
-    num_resumed: int
-    has_seed: bool
-    origins: list[Origin] = field(init=False)
-    chunks: list[Chunk] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.origins = ["accepted"] * self.num_resumed  # their text was given out, but for a few characters held back
-
-
-def _chunks(rounds: Iterator[Round], jobs: Sequence[_Job]) -> Iterator[Chunk]:
-    for round_ in rounds:
-        # The first chunk of a round carries its timing, so that the timings of all chunks add up.
-        timing = round_.timing
-        for row in round_.rows:
-            yield _chunk(row, jobs[row.row], timing)
-            timing = Timing()
-
-
-def _chunk(row: RowRound, job: _Job, timing: Timing) -> Chunk:
-    job.origins.extend(row.origins)
-    if row.finish_reason is not None:
-        job.text.finish()
-    return Chunk(
-        row=row.row,
-        pieces=_pieces(job.text.take(), job.origins),
-        token_ids=row.token_ids,
-        origins=row.origins,
-        logprobs=row.logprobs,
-        finish_reason=row.finish_reason,
-        stats=Stats.of(row),
-        timing=timing,
-        rejected_ratio=row.rejected_ratio,
-    )
-
-
-def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
-    """Text by token to text by origin; neighbours of the same origin are joined."""
-    groups = groupby(text, key=lambda item: origins[item[0]])
-    return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
-
-
-def _completion(job: _Job) -> Completion:
-    chunks = job.chunks
-    reason, seed = chunks[-1].finish_reason, job.request.sampling.seed
-    assert reason is not None and seed is not None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    if chunks[0].logprobs is not None:
-        logprobs = tuple(item for chunk in chunks for item in chunk.logprobs or ())
-    return Completion(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
-        origins=tuple(origin for chunk in chunks for origin in chunk.origins),
-        logprobs=logprobs,
-        finish_reason=reason,
-        stats=sum((chunk.stats for chunk in chunks), Stats()),
-        num_prompt_tokens=job.num_prompt_tokens,
-        seed=seed,
-    )
 
 
 def load(

@@ -100,3 +100,19 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 def _check_integer(name: str, value: object, low: int, remedy: str) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
         raise OptionError(name, value, remedy)
+
+
+def check_num_draft_tokens(k: NumDraftTokens) -> None:
+    """Raises OptionError."""
+    is_number = isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= MAX_NUM_DRAFT_TOKENS
+    if not is_number and k != "auto":
+        remedy = (
+            f"a whole number from 1 to {MAX_NUM_DRAFT_TOKENS}, or 'auto' (for plain decoding choose the draft 'none')"
+        )
+        raise OptionError("num_draft_tokens", k, remedy)
+
+
+def check_num_slots(num_slots: int) -> None:
+    """Raises OptionError."""
+    if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
+        raise OptionError("num_slots", num_slots, "a whole number >= 1")

@@ -98,7 +98,7 @@ class Job:
 
 
 def write(job: Job, texts: Sequence[int], control: Control | None = None) -> list[Written]:
-    """Texts of the real loop, in one batch.
+    """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next.
 
     Args:
         control: a mistake to make.
@@ -108,13 +108,15 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
     rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
     if control is None:
         names = [one.name for one in fields(Sampling)]
+        prompts = [list(request.prompt_ids) for request in requests]
         columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
-        for chunk in decoder.stream_many([list(request.prompt_ids) for request in requests], **columns):
+        for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, **columns):
             rounds[chunk.row].append(chunk.token_ids)
     else:
         decoder = _eager(decoder)
         target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
-        for round_ in decode(target, drafter, requests, control.rule, num_draft_tokens=job.num_draft_tokens):
+        slots = {"num_draft_tokens": job.num_draft_tokens, "num_slots": job.batch_size}
+        for round_ in decode(target, drafter, requests, control.rule, **slots):
             for row in round_.rows:
                 rounds[row.row].append(row.token_ids)
     return [
@@ -147,8 +149,8 @@ class Sample:
         job = self._job
         num_there = sum(map(len, self._parts))
         while num_there < num_tokens:
-            texts = range(self._next_text, self._next_text + job.batch_size)
-            self._next_text += job.batch_size
+            texts = range(self._next_text, self._next_text + self._num_texts(num_tokens - num_there))
+            self._next_text = texts.stop
             batch = write(job, texts, self._control)
             decoder = job.decoder
             part = observe(
@@ -159,6 +161,14 @@ class Sample:
             on_tokens(min(len(part), num_tokens - num_there))
             num_there += len(part)
         return joined(self._parts).first(num_tokens)
+
+    def _num_texts(self, num_left: int) -> int:
+        """How many texts to write next for so many tokens: at first as many as are written at a time, then four times
+        as many at the most, so that slots are refilled. (Which texts are tested does not depend on it.)"""
+        batch_size = self._job.batch_size
+        num_tokens = sum(len(one.token_ids) for one in self.written)
+        num_wanted = -(-num_left * len(self.written) // num_tokens) if num_tokens else 0
+        return min(max(num_wanted, batch_size), 4 * batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +305,7 @@ def check_greedily(
         plain: its texts (``plain_texts``).
     """
     indices = range(len(job.prompts))
-    texts = []
-    for begin in range(0, len(indices), job.batch_size):
-        texts += [one.token_ids for one in write(job, indices[begin : begin + job.batch_size], control)]
+    texts = [one.token_ids for one in write(job, indices, control)]
     num_tokens, differences = against_plain(
         job.decoder.target,
         [job.request(index) for index in indices],

@@ -78,6 +78,7 @@ def write_sequences(
                 max_new_tokens=[length - len(prompt) for prompt in prompts],
                 seed=[seed + index for index in indices],
                 ignore_eos=True,
+                num_slots=len(prompts),
             )
             rows = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
             tensors = {"ids": torch.tensor(rows), "num_given": torch.tensor([len(prompt) for prompt in prompts])}

@@ -268,23 +268,21 @@ class OutriderLM(TemplateLM):
         """What the decoder writes after each prompt, up to a stop string of its task."""
         rows = [self._row(*request.args, seed=self._seed + i) for i, request in enumerate(requests)]
         order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
-        texts = [""] * len(rows)
+        texts, names = [""] * len(rows), [field.name for field in fields(Sampling)]
         with self._progress("texts generated", len(rows)) as advance:
             for eos_ids, alike in groupby(order, key=lambda i: rows[i].eos_ids):
                 decoder = replace(self.decoder, eos_ids=self.decoder.eos_ids | set(eos_ids))
-                for batch in _batches(list(alike), self.batch_size):
-                    samplings = [rows[i].sampling for i in batch]
-                    options: dict[str, Any] = {
-                        field.name: [getattr(sampling, field.name) for sampling in samplings]
-                        for field in fields(Sampling)
-                    }
-                    completions = decoder.generate([rows[i].ids for i in batch], **options)
-                    for i, completion in zip(batch, completions, strict=True):
-                        # As the harness's own models decode: by themselves, and not after the prompt.
-                        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                        texts[i] = postprocess_generated_text(text, list(rows[i].sampling.stop), None)
-                        self._on_generated(requests[i].task_name, completion.stats)
-                    advance(len(batch))
+                numbers = list(alike)
+                prompts = [(rows[i].ids, {name: getattr(rows[i].sampling, name) for name in names}) for i in numbers]
+                for number, completion in decoder.complete(prompts, num_slots=self.batch_size):
+                    if isinstance(completion, OutriderError):
+                        raise completion
+                    i = numbers[number]
+                    # As the harness's own models decode: by themselves, and not after the prompt.
+                    text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                    texts[i] = postprocess_generated_text(text, list(rows[i].sampling.stop), None)
+                    self._on_generated(requests[i].task_name, completion.stats)
+                    advance(1)
         return texts
 
     def _row(self, prompt: str, gen_kwargs: Mapping[str, Any], *, seed: int) -> _Row:

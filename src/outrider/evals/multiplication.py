@@ -78,20 +78,15 @@ def score(
         on_solved: told the number of problems just done, for a progress bar.
         options: sampling options; the budget and the stop string are set here.
     """
-    answers: list[str] = []
+    answers = [""] * len(sheet)
     stats, timing = Stats(), Timing()
-    for begin in range(0, len(sheet), batch_size):
-        batch = sheet[begin : begin + batch_size]
-        texts = [""] * len(batch)
-        seeds = [seed + begin + i for i in range(len(batch))]
-        prompts = [problem.prompt for problem in batch]
-        options |= {"seed": seeds, "stop": "\n", "max_new_tokens": MAX_ANSWER_TOKENS}
-        for chunk in decoder.stream_many(prompts, **options):
-            texts[chunk.row] += chunk.text
-            stats, timing = stats + chunk.stats, timing + chunk.timing
-        answers += texts
-        if on_solved is not None:
-            on_solved(len(batch))
+    prompts = [problem.prompt for problem in sheet]
+    options |= {"seed": [seed + i for i in range(len(sheet))], "stop": "\n", "max_new_tokens": MAX_ANSWER_TOKENS}
+    for chunk in decoder.stream_many(prompts, num_slots=batch_size, **options):
+        answers[chunk.row] += chunk.text
+        stats, timing = stats + chunk.stats, timing + chunk.timing
+        if on_solved is not None and chunk.finish_reason is not None:
+            on_solved(1)
     is_solved = tuple(problem.is_solved_by(text) for problem, text in zip(sheet, answers, strict=True))
     return Score(is_solved, tuple(answers), stats, timing)
 

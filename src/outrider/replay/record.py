@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.api import Decoder
-from outrider.options import Sampling
+from outrider.options import DEFAULT_NUM_SLOTS, Sampling
 from outrider.records import Chunk
 from outrider.replay.log_format import Header, Record, TopProbs
 from outrider.runtime.lm import LM
@@ -47,15 +47,17 @@ def record_batch(
     options: dict[str, Any],
     *,
     num_probs: int | None,
+    num_slots: int = DEFAULT_NUM_SLOTS,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Record], bool]:
-    """Records of some prompts, generated as one batch.
+    """Records of some prompts.
 
     Args:
         decoder: without a draft.
         labels: index, text, category and seed of each prompt.
         options: for ``Decoder.stream_many``, without a seed.
         num_probs: N, None for no probabilities.
+        num_slots: prompts at a time.
         on_done: told the number of rows just finished.
 
     Returns:
@@ -68,7 +70,8 @@ def record_batch(
     chunks: list[list[Chunk]] = [[] for _ in prompts]
     is_interrupted = False
     try:
-        for chunk in decoder.stream_many(prompts, **options, seed=[seed for *_, seed in labels]):
+        seeds = [seed for *_, seed in labels]
+        for chunk in decoder.stream_many(prompts, num_slots=num_slots, **options, seed=seeds):
             chunks[chunk.row].append(chunk)
             if chunk.finish_reason is not None:
                 on_done(1)
@@ -83,7 +86,12 @@ def record_batch(
         records.append(Record(index, text, category, seed, reason, tuple(decoder.encode(prompt)), token_ids))
     if num_probs is not None and records:
         sampling = Sampling(**options)
-        found = top_probs(decoder.target, [(r.prompt_ids, r.token_ids) for r in records], sampling, num_probs)
+        texts = [(record.prompt_ids, record.token_ids) for record in records]
+        found = [
+            probs
+            for begin in range(0, len(texts), num_slots)
+            for probs in top_probs(decoder.target, texts[begin : begin + num_slots], sampling, num_probs)
+        ]
         records = [
             Record(r.index, r.prompt, r.category, r.seed, r.finish_reason, r.prompt_ids, r.token_ids, probs)
             for r, probs in zip(records, found, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -186,18 +185,13 @@ def _said(
     num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if pair.acceptance == "gumbel" else 1
     seed = options["seed"]
     without_seed = {name: value for name, value in options.items() if name != "seed"}
-    records: list[Record] = []
-    with progress_bar("what the target says", len(texts)) as advance:
-        numbered = enumerate(texts)
-        while batch := list(islice(numbered, 8)):
-            labels = [(index, text, None, seed + index) for index, text in batch]
-            prompts = [text for _, text in batch]
-            made, is_interrupted = record_batch(
-                decoder, prompts, labels, without_seed, num_probs=num_probs, on_done=advance
-            )
-            if is_interrupted:
-                raise typer.Exit(130)
-            records += made
+    labels = [(index, text, None, seed + index) for index, text in enumerate(texts)]
+    with progress_bar("the target's own text", len(texts)) as advance:
+        records, is_interrupted = record_batch(
+            decoder, texts, labels, without_seed, num_probs=num_probs, on_done=advance
+        )
+    if is_interrupted:
+        raise typer.Exit(130)
     return records, header_of(decoder, without_seed, num_probs)
 
 

@@ -128,17 +128,27 @@ def _write(
     num_probs: int | None,
     batch_size: int,
 ) -> bool:
-    """Record what is not recorded yet, a batch at a time. Says whether it was interrupted; what is complete is kept
-    whatever happens."""
+    """Record the prompts that are not recorded yet, a few batches at a time. Complete records are kept in any case.
+
+    Returns:
+        Whether it was interrupted.
+    """
     from outrider.replay.record import record_batch
 
     try:
         with progress_bar("prompts", len(lines), writer.num_finished) as advance:
-            for start in range(writer.num_finished, len(lines), batch_size):
-                part = slice(start, min(start + batch_size, len(lines)))
+            at_once = 4 * batch_size  # more than there are slots, so that they are refilled
+            for start in range(writer.num_finished, len(lines), at_once):
+                part = slice(start, min(start + at_once, len(lines)))
                 try:
                     records, is_interrupted = record_batch(
-                        decoder, inputs[part], labels[part], options, num_probs=num_probs, on_done=advance
+                        decoder,
+                        inputs[part],
+                        labels[part],
+                        options,
+                        num_probs=num_probs,
+                        num_slots=batch_size,
+                        on_done=advance,
                     )
                 except NumericsError as error:
                     where = f"lines {lines[part.start].number} to {lines[part.stop - 1].number}"

@@ -1,0 +1,111 @@
+"""One prompt on its way through the loop: options in, chunks of text out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from typing import Any
+
+from outrider.errors import OptionError
+from outrider.options import Sampling
+from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Stats, Timing, TokenLogprob
+from outrider.text.row_text import RowText
+
+_OPTIONS = [field.name for field in fields(Sampling)]
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            nearest = difflib.get_close_matches(name, _OPTIONS, n=1)
+            raise OptionError(name, value, f"did you mean {nearest[0]}?" if nearest else "there is no such option")
+
+
+def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[str, Any]:
+    """The options of one row."""
+    row: dict[str, Any] = {}
+    for name, value in options.items():
+        is_per_row = isinstance(value, (list, tuple))
+        if name == "stop" and is_per_row:
+            is_per_row = any(not isinstance(item, str) for item in value)
+        if is_per_row and len(value) != num_rows:
+            raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
+        row[name] = value[index] if is_per_row else value
+    return row
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt on its way through the loop.
+
+    Attributes:
+        request: with the tokens of ``resume_ids`` as part of the prompt.
+        num_resumed: how many these are.
+        has_seed: the seed was given, not drawn.
+        origins: of all tokens that ``text`` has seen.
+        chunks: so far, where they are gathered.
+    """
+
+    request: Request
+    text: RowText
+    num_prompt_tokens: int
+    num_resumed: int
+    has_seed: bool
+    origins: list[Origin] = field(init=False)
+    chunks: list[Chunk] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.origins = ["accepted"] * self.num_resumed  # their text was given out, but for a few characters held back
+
+
+def chunks_of(rounds: Iterator[Round], jobs: Sequence[Job]) -> Iterator[Chunk]:
+    for round_ in rounds:
+        # The first chunk of a round carries its timing, so that the timings of all chunks add up.
+        timing = round_.timing
+        for row in round_.rows:
+            yield chunk_of(row, jobs[row.row], timing)
+            timing = Timing()
+
+
+def chunk_of(row: RowRound, job: Job, timing: Timing) -> Chunk:
+    job.origins.extend(row.origins)
+    if row.finish_reason is not None:
+        job.text.finish()
+    return Chunk(
+        row=row.row,
+        pieces=_pieces(job.text.take(), job.origins),
+        token_ids=row.token_ids,
+        origins=row.origins,
+        logprobs=row.logprobs,
+        finish_reason=row.finish_reason,
+        stats=Stats.of(row),
+        timing=timing,
+        rejected_ratio=row.rejected_ratio,
+    )
+
+
+def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
+    """Text by token to text by origin; neighbours of the same origin are joined."""
+    groups = groupby(text, key=lambda item: origins[item[0]])
+    return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
+
+
+def completion_of(job: Job) -> Completion:
+    chunks = job.chunks
+    reason, seed = chunks[-1].finish_reason, job.request.sampling.seed
+    assert reason is not None and seed is not None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    if chunks[0].logprobs is not None:
+        logprobs = tuple(item for chunk in chunks for item in chunk.logprobs or ())
+    return Completion(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
+        origins=tuple(origin for chunk in chunks for origin in chunk.origins),
+        logprobs=logprobs,
+        finish_reason=reason,
+        stats=sum((chunk.stats for chunk in chunks), Stats()),
+        num_prompt_tokens=job.num_prompt_tokens,
+        seed=seed,
+    )
