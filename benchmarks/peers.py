@@ -1,51 +1,69 @@
 """Outrider beside other programs, same weights and same prompts: tokens per second on the CPU, all in float32.
 
-    pip install gguf xllamacpp openvino-genai     # each may be missing; what is, is left out and named
+    pip install gguf openvino-genai
     python benchmarks/grow.py fable grown-110m --hidden-size 768 --num-layers 14 --intermediate-size 2304
-    python benchmarks/peers.py --target grown-110m --openvino-target ov-target --openvino-draft ov-draft > peers.txt
+    python benchmarks/peers.py --llama-server llama-build/bin/llama-server \\
+        --openvino-target ov-fable --openvino-draft ov-draft > peers_fable.txt
+    python benchmarks/peers.py --target grown-110m --k 2,3,4,6,8 --own-k 4,7 --max-new-tokens 64 --prompts 5 \\
+        --llama-server llama-build/bin/llama-server --openvino-target ov-110m --openvino-draft ov-draft > peers_110m.txt
+
+Programs that are missing are left out and named. llama.cpp is to be built for the machine, since a build for all
+machines is far slower; its source comes with several Python packages, and is the newer in this one:
+
+    pip download --no-deps --no-binary :all: xllamacpp && tar xzf xllamacpp-*.tar.gz
+    cmake -S xllamacpp-*/thirdparty/llama.cpp -B llama-build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
+        -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    cmake --build llama-build --target llama-server
 
 OpenVINO wants its own format. ``optimum-cli`` makes it, best from another virtual environment (``pip install
-optimum-intel``), where each MODEL is a folder:
+optimum-intel nncf``), where each MODEL is a folder:
 
     optimum-cli export openvino --model MODEL --task text-generation-with-past --weight-format fp32 ov-target
 
-Every arm takes and gives token ids, the same number whatever the tokens are, on the same number of threads. A time is
-the wall clock of one whole call, prefill included. Each prompt is one measurement of each arm, in turn. Each program
-has a process of its own: in one process their pools of threads get in each other's way (Outrider took four times as
-long beside idle llama.cpp servers and OpenVINO pipelines), which says nothing of any of them.
-Temperature 1 is pure sampling: no top-k, top-p, min-p or penalties. (llama.cpp forbids end tokens where the others take
-them as tokens like all; "f16" is the type of its cache.) Peers draft with the same K as Outrider.
+The arms are described in peer_arms.py. Every arm that drafts does so at its own best K: a pilot runs it at each of
+``--k`` (Outrider: of ``--own-k``, fewer, since each takes minutes to compile the first time; then they are kept) on two
+prompts which are not measured, and the K that took least time at this temperature takes part in the measurement. There,
+each prompt is one measurement of each arm, all arms in turn. A time is the wall clock of one whole call, prefill
+included; all have the same number of threads.
 
 "plain / it" is the speed of Outrider's compiled plain arm over the arm's, with its 95% interval: above 1, Outrider is
-faster. "best" is the compiled speculative arm of Outrider that was fastest in this measurement, which flatters it a
-little. "as HF" counts the prompts whose greedy tokens are those of HF generate. "law" says whether the rule of the arm
-samples from the model's own distribution: "other" is not the published rule. The last line of standard output is one
-JSON document.
+faster; "best / it" is the same for Outrider's compiled speculative arm. "as HF" counts the prompts whose greedy tokens
+are those of HF generate. "law" says whether the rule of the arm samples from the model's own distribution: "other" is
+not the published rule. Who is faster than Outrider's best is said once more below. The last line of standard output is
+one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from peer_arms import (
+    EXACT,
+    TEMPERATURES,
+    Arm,
+    Output,
+    Worker,
+    hf_arms,
+    llama_cpp_arms,
+    llama_cpp_build,
+    openvino_arms,
+    outrider_arms,
+)
 from rich.console import Console
-from transformers import AutoModelForCausalLM, GenerationConfig
 
-from outrider.api import Decoder, load, load_drafter
+from outrider.api import load
 from outrider.bench.report import interval_text, new_table
 from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
@@ -55,36 +73,24 @@ from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next
-_EXACT = "exact"
-_OTHER = "not the published rule"
-_TEMPERATURES = (0.0, 1.0)
+_NUM_PILOTS = 2  # prompts
+_NUM_WARM_UP_TOKENS = 8
+_BEST = "Outrider compiled, draft"
+
+Prompt = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What one call gave, in how many forwards of the target."""
+class Entry:
+    """An arm, and where it runs."""
 
-    token_ids: list[int]
-    num_forwards: float
+    arm: Arm
+    worker: Worker
+    index: int
 
-
-Run = Callable[[Sequence[int], float, int], Output]
-"""(token ids of the prompt, temperature, seed) -> output"""
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to generate.
-
-    Attributes:
-        law: at temperature 1, what the output's distribution is to that of the model.
-        temperatures: those at which it differs from the other arms.
-    """
-
-    name: str
-    package: str
-    law: str = _EXACT
-    temperatures: Sequence[float] = _TEMPERATURES
+    def run(self, ids: Prompt, temperature: float, seed: int, num_tokens: int) -> tuple[Output, float]:
+        time.sleep(_PAUSE_S)
+        return self.worker.run(self.index, ids, temperature, seed, num_tokens)
 
 
 @dataclass(slots=True)
@@ -105,231 +111,90 @@ class Record:
         return sum(len(o.token_ids) for o in self.outputs) / sum(o.num_forwards for o in self.outputs)
 
 
-Runs = list[tuple[Arm, Run]]
-
-
-def outrider_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int, acceptance: str) -> Runs:
-    plain = replace(load(target, dtype="float32", acceptance=acceptance), tokenizer=None)
-    eager = replace(plain, drafter=load_drafter(plain, draft, dtype="float32"))
-    compiled = eager.compiled()
-
-    def arm(name: str, decoder: Decoder, k: int | None = None) -> tuple[Arm, Run]:
-        def run(ids: Sequence[int], temperature: float, seed: int) -> Output:
-            options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
-            [completion] = decoder.generate([list(ids)], num_draft_tokens=k, seed=seed, **options)
-            return Output(list(completion.token_ids), num_tokens / (completion.stats.mean_acceptance_length or 1))
-
-        return Arm(name, "outrider"), run
-
-    arms = []
-    for name, decoder in (("compiled", compiled), ("eager", eager)):
-        arms.append(arm(f"Outrider {name}, plain", decoder.plain()))
-        arms += [arm(f"Outrider {name}, draft, K = {k}", decoder, k) for k in ks]
-    return arms
-
-
-def hf_arms(target: Path, draft: Path, ks: Sequence[int], num_tokens: int) -> Runs:
-    model, assistant = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (target, draft))
-    # Without an end token none ends the text; what the files say of sampling is set aside.
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    num_forwards = 0
-
-    def count(*_: Any) -> None:
-        nonlocal num_forwards
-        num_forwards += 1
-
-    model.register_forward_pre_hook(count)
-
-    def arm(name: str, drafting: dict[str, Any] | None = None, **options: Any) -> tuple[Arm, Run]:
-        def run(ids: Sequence[int], temperature: float, seed: int) -> Output:
-            nonlocal num_forwards
-            num_forwards = 0
-            torch.manual_seed(seed)
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-            if drafting is not None:
-                # Read from the assistant's own configuration, not from the arguments of ``generate``.
-                assistant.generation_config = GenerationConfig(pad_token_id=0, **drafting)
-            prompt = torch.tensor([ids])
-            given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": num_tokens, **sampling, **options}
-            output = model.generate(prompt, **given)
-            return Output(output[0, len(ids) :].tolist(), num_forwards)
-
-        return Arm(f"HF, {name}", "transformers"), run
-
-    arms = [arm("plain")]
-    for k in ks:
-        # With the default threshold it stops early, and K is only the most that it drafts.
-        drafting = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
-        drafting["assistant_confidence_threshold"] = 0.0
-        arms.append(arm(f"assistant, K = {k}", drafting, assistant_model=assistant))
-    arms.append(arm("assistant, defaults", {}, assistant_model=assistant))
-    arms.append(arm("prompt lookup, K = 4", prompt_lookup_num_tokens=4))
-    return arms
-
-
-def llama_cpp_arms(
-    target: Path, draft: Path, ks: Sequence[int], num_tokens: int, num_threads: int, context_len: int, folder: Path
-) -> Runs:
-    import xllamacpp
-    from gguf_of import write_gguf
-
-    files = folder / "target.gguf", folder / "draft.gguf"
-    for path, file in zip((target, draft), files, strict=True):
-        write_gguf(path, file)
-
-    def arm(name: str, cache: str, k: int = 0, *, is_sampled: bool = False) -> tuple[Arm, Run]:
-        params = xllamacpp.CommonParams()
-        params.verbosity = 0
-        params.n_ctx = context_len
-        params.n_parallel = 1
-        params.model.path = str(files[0])
-        drafting = params.speculative.draft
-        for part in (params, drafting):
-            part.cpuparams.n_threads = part.cpuparams_batch.n_threads = num_threads
-            part.cache_type_k = part.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
-        if cache == "f32":
-            # On the CPU its flash attention is the slower one with a float32 cache, and the faster one with float16.
-            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        if k:
-            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-            drafting.mparams.path = str(files[1])
-            drafting.n_max = k
-            drafting.probabilistic = is_sampled
-        server = xllamacpp.Server(params)
-
-        def run(ids: Sequence[int], temperature: float, seed: int) -> Output:
-            options = {"temperature": temperature, "samplers": ["temperature"], "seed": seed, "ignore_eos": True}
-            body = {"prompt": list(ids), "n_predict": num_tokens, "cache_prompt": False, "return_tokens": True}
-            # By its address: only this form of the answer has token ids. It costs about a millisecond.
-            request = urllib.request.Request(
-                f"{server.listening_address}/completion",
-                data=json.dumps(body | options).encode(),
-                headers={"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request) as response:
-                answer = json.load(response)
-            return Output(answer["tokens"], len(answer["tokens"]) - answer["timings"].get("draft_n_accepted", 0))
-
-        temperatures = (1.0,) if is_sampled else _TEMPERATURES  # greedy drafts are the same either way
-        return Arm(f"llama.cpp {cache}, {name}", "xllamacpp", temperatures=temperatures), run
-
-    arms = [arm("plain", "f32"), arm("plain", "f16")]
-    arms += [arm(f"argmax draft, K = {k}", "f32", k) for k in ks]
-    arms += [arm(f"sampled draft, K = {k}", "f32", k, is_sampled=True) for k in ks]
-    return arms
-
-
-def openvino_arms(target: Path, draft: Path | None, ks: Sequence[int], num_tokens: int, num_threads: int) -> Runs:
-    import openvino
-    import openvino_genai
-
-    device: dict[str, Any] = dict.fromkeys(("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"), "f32")
-    device["INFERENCE_NUM_THREADS"] = num_threads
-
-    def arm(name: str, draft: Path | None = None, k: int = 0) -> tuple[Arm, Run]:
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # else the prefill of a prompt is done once for all temperatures
-        options: dict[str, Any] = {"scheduler_config": scheduler, **device}
-        if draft is not None:
-            options["draft_model"] = openvino_genai.draft_model(draft, "CPU", **device)
-        pipeline = openvino_genai.LLMPipeline(target, "CPU", **options)
-
-        def run(ids: Sequence[int], temperature: float, seed: int) -> Output:
-            config = openvino_genai.GenerationConfig()
-            config.max_new_tokens, config.ignore_eos, config.rng_seed = num_tokens, True, seed
-            if temperature:
-                config.do_sample, config.temperature = True, temperature
-            if k:
-                config.num_assistant_tokens = k
-            result = pipeline.generate(openvino.Tensor(torch.tensor([ids]).numpy()), config)
-            token_ids = list(result.tokens[0])
-            num_accepted = result.extended_perf_metrics.get_num_accepted_tokens() if k else 0
-            return Output(token_ids, len(token_ids) - num_accepted)
-
-        return Arm(f"OpenVINO GenAI, {name}", "openvino-genai", _OTHER if k else _EXACT), run
-
-    drafted = [] if draft is None else [arm(f"draft, K = {k}", draft, k) for k in ks]
-    return [arm("plain"), *drafted]
-
-
-class Worker:
-    """A process that holds the arms of one program, and runs one of them when it is told to."""
-
-    def __init__(self, make: Callable[..., Runs], arguments: tuple[Any, ...], num_threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, make, arguments, num_threads), daemon=True)
-        self._process.start()
-        other.close()
-        self.arms: list[Arm] = self._connection.recv()
-
-    def run(self, index: int, ids: Sequence[int], temperature: float, seed: int) -> tuple[Output, float]:
-        """What the arm of this index gave, and in how many seconds."""
-        self._connection.send((index, ids, temperature, seed))
-        output, seconds = self._connection.recv()
-        return output, seconds
-
-    def stop(self) -> None:
-        self._connection.close()
-        self._process.terminate()
-        self._process.join()
-
-
-def _serve(connection: Connection, make: Callable[..., Runs], arguments: tuple[Any, ...], num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    runs = make(*arguments)
-    connection.send([arm for arm, _ in runs])
-    while True:
-        try:
-            index, *given = connection.recv()
-        except EOFError:
-            return
-        start = time.perf_counter()
-        output = runs[index][1](*given)
-        connection.send((output, time.perf_counter() - start))
-
-
-def measure(workers: Sequence[Worker], prompts: Sequence[Sequence[int]], temperature: float) -> list[Record]:
+def measure(entries: Sequence[Entry], prompts: Sequence[Prompt], temperature: float, num_tokens: int) -> list[Record]:
     """Every arm on every prompt, all in turn."""
-    places = [(worker, index) for worker in workers for index in range(len(worker.arms))]
-    places = [(worker, index) for worker, index in places if temperature in worker.arms[index].temperatures]
-    records = [Record(worker.arms[index]) for worker, index in places]
+    records = [Record(entry.arm) for entry in entries]
     for place, ids in enumerate(prompts):
-        for turn in range(len(places)):
-            at = (place + turn) % len(places)
-            worker, index = places[at]
-            time.sleep(_PAUSE_S)
-            output, seconds = worker.run(index, ids, temperature, place)
+        for turn in range(len(entries)):
+            at = (place + turn) % len(entries)
+            output, seconds = entries[at].run(ids, temperature, place, num_tokens)
             records[at].seconds.append(seconds)
             records[at].outputs.append(output)
     return records
 
 
+def warm_up(entries: Sequence[Entry], prompts: Sequence[Prompt], temperature: float, num_tokens: int) -> None:
+    """Nothing is to be loaded, compiled or started later: the longest and the shortest prompt meet all sizes."""
+    by_length = sorted(prompts, key=len)
+    for entry in entries:
+        if entry.arm.is_compiled:
+            for ids in (by_length[-1], by_length[0]):
+                entry.run(ids, temperature, 0, num_tokens)
+        else:
+            entry.run(by_length[-1], temperature, 0, _NUM_WARM_UP_TOKENS)
+
+
+def choose_k(
+    entries: Sequence[Entry], prompts: Sequence[Prompt], temperature: float, num_tokens: int, console: Console
+) -> tuple[list[Entry], dict[str, dict[int, float]]]:
+    """Of each family of arms the one whose K took least time, and those without a K.
+
+    Returns:
+        They, and what was found: tokens per second by family and K.
+    """
+    drafting = [entry for entry in entries if entry.arm.k is not None]
+    records = measure(drafting, prompts, temperature, num_tokens)
+    speeds: dict[str, dict[int, float]] = {}
+    for record in records:
+        assert record.arm.k is not None
+        num_all = sum(len(output.token_ids) for output in record.outputs)
+        speeds.setdefault(record.arm.family, {})[record.arm.k] = num_all / sum(record.seconds)
+    best = {family: max(by_k, key=lambda k: by_k[k]) for family, by_k in speeds.items()}
+    ks = sorted({k for by_k in speeds.values() for k in by_k})
+    title = f"temperature {temperature:g}, pilot on {len(prompts)} other prompts: tokens/s at each K, the best marked"
+    table = new_table(title, "arm", *(f"K = {k}" for k in ks))
+    for family, by_k in speeds.items():
+        table.add_row(family, *(_marked(by_k.get(k), k == best[family]) for k in ks))
+    console.print(table)
+    return [entry for entry in entries if entry.arm.k == best.get(entry.arm.family)], speeds
+
+
+def _marked(speed: float | None, is_best: bool) -> str:
+    return "- " if speed is None else f"{speed:.1f}{'*' if is_best else ' '}"
+
+
 def report(records: Sequence[Record], temperature: float, console: Console, num_tokens: int) -> dict[str, Any]:
     """Print a table; the same as a document."""
     plain = records[0]
-    best = max((r for r in records if r.arm.name.startswith("Outrider compiled, draft")), key=lambda r: r.tokens_per_s)
+    best = next(record for record in records if record.arm.family == _BEST)
     reference = next(record for record in records if record.arm.package == "transformers")
-    title = f"temperature {temperature:g}; best is {best.arm.name}"
+    title = f"temperature {temperature:g}, each arm at its own best K; best is {best.arm.name}"
     last = "law" if temperature else "as HF"
     table = new_table(title, "arm", "tokens/s", "tau", "plain / it, 95%", "best / it, 95%", last)
     rows = []
+    ahead: list[str] = []
     for record in records:
         over_plain, over_best = (paired_ratio(record.seconds, ours.seconds) for ours in (plain, best))
         pairs = list(zip(record.outputs, reference.outputs, strict=True))
         num_same = sum(ours.token_ids == its.token_ids for ours, its in pairs)
+        is_exact = record.arm.law == EXACT
         table.add_row(
             record.arm.name,
             f"{record.tokens_per_s:.1f}",
             f"{record.tau:.2f}",
             interval_text(None if record is plain else over_plain),
             interval_text(None if record is best else over_best),
-            (_EXACT if record.arm.law == _EXACT else "other") if temperature else f"{num_same}/{len(pairs)}",
+            ("exact" if is_exact else "other") if temperature else f"{num_same}/{len(pairs)}",
         )
+        if record.arm.package != "outrider" and (over_best.high or over_best.value) < 1:
+            over_ours = interval_text(paired_ratio(best.seconds, record.seconds))
+            law = "" if is_exact or not temperature else ", by a rule that changes the distribution"
+            ahead.append(f"{record.arm.name} is {over_ours} times as fast as Outrider's best{law}.")
         rows.append(
             {
                 "name": record.arm.name,
                 "package": record.arm.package,
+                "k": record.arm.k,
                 "law": record.arm.law,
                 "tokens_per_s_median": record.tokens_per_s,
                 "mean_acceptance_length": record.tau,
@@ -341,70 +206,86 @@ def report(records: Sequence[Record], temperature: float, console: Console, num_
             }
         )
     console.print(table)
+    for line in ahead or ["No arm of another program is faster than Outrider's best, beyond doubt."]:
+        console.print(line)
     return {"best": best.arm.name, "arms": rows}
 
 
 def main() -> None:
+    most = len(PROMPTS) - _NUM_PILOTS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="fable", help="a known name, or a folder")
     parser.add_argument("--draft", default="fable-draft", help="a known name, or a folder")
-    parser.add_argument("--k", default="2,4", help="drafted tokens per round, separated by commas")
+    parser.add_argument("--k", default="1,2,3,4,6", help="drafted tokens per round to choose among, by commas")
+    parser.add_argument("--own-k", default="2,4", help="the same for Outrider")
     parser.add_argument("--acceptance", default=DEFAULT_ACCEPTANCE, choices=RULES, help="Outrider's rule")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--num-prompts", type=int, default=len(PROMPTS))
+    parser.add_argument(
+        "--prompts", type=int, default=8, help=f"to measure, up to {most}; {_NUM_PILOTS} more are for K"
+    )
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, built for this machine")
     parser.add_argument("--openvino-target", type=Path, help="folder of the target as OpenVINO wants it")
     parser.add_argument("--openvino-draft", type=Path, help="the same for the draft")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    if not 2 <= arguments.prompts <= most:
+        parser.error(f"--prompts {arguments.prompts}: from 2 to {most}")
+    begin_s = time.perf_counter()
+    num_threads, num_tokens = arguments.threads, arguments.max_new_tokens
+    torch.set_num_threads(num_threads)
     target, draft = (Path(resolve(name).location) for name in (arguments.target, arguments.draft))
-    ks = [int(k) for k in arguments.k.split(",")]
-    common = target, draft, ks, arguments.max_new_tokens
+    ks, own_ks = ([int(k) for k in text.split(",")] for text in (arguments.k, arguments.own_k))
     encode = load(target).encode
-    prompts = [encode(prompt) for prompt in PROMPTS[: arguments.num_prompts]]
-    by_length = sorted(prompts, key=len)
-    context_len = len(by_length[-1]) + arguments.max_new_tokens + max(ks) + 1
+    prompts = [encode(prompt) for prompt in PROMPTS]
+    measured, pilots = prompts[: arguments.prompts], prompts[-_NUM_PILOTS:]
+    context_len = max(map(len, prompts)) + num_tokens + max(ks) + 1
 
     left_out: dict[str, str] = {}
-    num_threads = arguments.threads
     versions = {"transformers": version("transformers")}
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    results = {}
     with TemporaryDirectory() as folder:
         workers = [
-            Worker(outrider_arms, (*common, arguments.acceptance), num_threads),
-            Worker(hf_arms, common, num_threads),
+            Worker(outrider_arms, (target, draft, own_ks, arguments.acceptance), num_threads),
+            Worker(hf_arms, (target, draft, ks), num_threads),
         ]
-        if find_spec("xllamacpp") is None or find_spec("gguf") is None:
-            left_out["llama.cpp"] = "not installed (it needs xllamacpp and gguf)"
+        if find_spec("gguf") is None or arguments.llama_server is None:
+            left_out["llama.cpp"] = "gguf is not installed, or no --llama-server was given"
         else:
-            more = num_threads, context_len, Path(folder)
-            workers.append(Worker(llama_cpp_arms, (*common, *more), num_threads))
-            versions |= {name: version(name) for name in ("xllamacpp", "gguf")}
-        if find_spec("openvino_genai") is None:
-            left_out["OpenVINO GenAI"] = "not installed"
-        elif arguments.openvino_target is None:
-            left_out["OpenVINO GenAI"] = "no --openvino-target was given"
+            more = arguments.llama_server.resolve(), num_threads, context_len, Path(folder)
+            workers.append(Worker(llama_cpp_arms, (target, draft, ks, *more), num_threads))
+            versions |= {"gguf": version("gguf"), "llama.cpp": llama_cpp_build(arguments.llama_server.resolve())}
+        if find_spec("openvino_genai") is None or arguments.openvino_target is None:
+            left_out["OpenVINO GenAI"] = "it is not installed, or no --openvino-target was given"
         else:
             folders = arguments.openvino_target, arguments.openvino_draft
-            more_arguments = *folders, ks, arguments.max_new_tokens, num_threads
-            workers.append(Worker(openvino_arms, more_arguments, num_threads))
+            workers.append(Worker(openvino_arms, (*folders, ks, num_threads), num_threads))
             versions |= {name: version(name) for name in ("openvino", "openvino-genai")}
-        console = Console(width=None if sys.stdout.isatty() else 100)
-        results = {}
-        for temperature in _TEMPERATURES:
-            # The shortest and the longest prompt meet all shapes that are compiled for.
-            measure(workers, [by_length[0], by_length[-1]], temperature)
-            records = measure(workers, prompts, temperature)
-            results[f"temperature {temperature:g}"] = report(records, temperature, console, arguments.max_new_tokens)
-        for worker in workers:
-            worker.stop()
-    for name, reason in left_out.items():
-        console.print(f"left out: {name}: {reason}")
+        origin = provenance("cpu")
+        console.print(f"{origin['processor']}, {num_threads} threads; torch {origin['torch']}; {arguments.acceptance}")
+        for name, text in versions.items():
+            console.print(f"{name}: {text}")
+        for name, reason in left_out.items():
+            console.print(f"left out: {name}: {reason}")
+        try:
+            entries = [Entry(arm, worker, index) for worker in workers for index, arm in enumerate(worker.arms)]
+            for temperature in TEMPERATURES:
+                all_here = [entry for entry in entries if temperature in entry.arm.temperatures]
+                warm_up(all_here, prompts, temperature, num_tokens)
+                chosen, speeds = choose_k(all_here, pilots, temperature, num_tokens, console)
+                records = measure(chosen, measured, temperature, num_tokens)
+                result = report(records, temperature, console, num_tokens)
+                results[f"temperature {temperature:g}"] = {**result, "pilot_tokens_per_s": speeds}
+        finally:
+            for worker in workers:
+                worker.stop()
     document = {
         "results": results,
         "acceptance": arguments.acceptance,
         "left_out": left_out,
         "versions": versions,
-        "provenance": provenance("cpu"),
+        "total_s": time.perf_counter() - begin_s,
+        "provenance": origin,
     }
     print(json.dumps(document), flush=True)
 
