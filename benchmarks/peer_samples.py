@@ -56,7 +56,7 @@ def write_samples(
 def judged(target: str, draft: str, file: Path) -> dict[str, Any]:
     """The document of ``outrider certify-samples``."""
     command = [sys.executable, "-m", "outrider", "certify-samples", target, str(file), "--draft", draft, "--json", "-"]
-    done = subprocess.run([*command, "--alpha-level", str(_LEVEL)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    done = subprocess.run([*command, "--significance", str(_LEVEL)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 

@@ -89,7 +89,7 @@ def _certified(kind: str) -> dict[str, Any]:
         SamplingOptions(**options).to_options(seed=7, num_seeds=1, max_new_tokens=24),
         num_draft_tokens=4,
         prompts=None,
-        alpha_level=1e-3,
+        significance=1e-3,
         budget=None,
         detect_tv=None,
         num_tokens=1000,
@@ -124,7 +124,7 @@ def _sampled(kind: str) -> dict[str, Any]:
     report = SamplesReport(statistical, found, num_repeats=0)
     return make_document(
         "certify-samples",
-        options_json(PairOptions("toy", ["small" if kind == "draft" else "none"]), {}, file="texts", alpha_level=1e-3),
+        options_json(PairOptions("toy", ["small" if kind == "draft" else "none"]), {}, file="texts", significance=1e-3),
         report.to_json() | {"is_text": False, "shared_options": shared | {"top_k": 20}},
         target,
     )

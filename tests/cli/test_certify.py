@@ -108,7 +108,7 @@ def test_a_page_is_refused_before_the_work(
 def test_bad_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     assert "like 90s or 5m" in outrider("certify", "--budget", "long").error
     assert "like 0.01" in outrider("certify", "--detect-tv", "2").error
-    assert "like 1e-3" in outrider("certify", "--alpha-level", "0").error
+    assert "like 1e-3" in outrider("certify", "--significance", "0").error
     assert "give one of" in outrider("certify", "--budget", "5m", "--num-tokens", 500).error
     assert ">= 200" in outrider("certify", "--num-tokens", 5).error
     assert "nothing to certify" in outrider("certify", "--draft", "none").error

@@ -116,7 +116,7 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "the options [] are not" in error(good | {"options": []})
     half = {"prompt": "The", "text": "\ud800"}
     assert "line 1: the prompt has half a character" in error(half)
-    assert "--alpha-level" in outrider("certify-samples", "fable", path, "--alpha-level", 2).error
+    assert "--significance" in outrider("certify-samples", "fable", path, "--significance", 2).error
     assert "--seed" in outrider("certify-samples", "fable", path, "--seed", -1).error
     assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error
     assert "choose another file" in outrider("certify-samples", "fable", path, "--json", path).error

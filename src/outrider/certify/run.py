@@ -69,7 +69,7 @@ class Job:
     def __post_init__(self) -> None:
         assert self.prompts and self.batch_size >= 1
         if not 0 < self.level < 1:
-            raise OptionError("--alpha-level", self.level, "a number between 0 and 1")
+            raise OptionError("--significance", self.level, "a number between 0 and 1")
         most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
         for index, ids in enumerate(self.prompts):
             if len(ids) >= most:

@@ -22,8 +22,7 @@ from outrider.cli.shared.findings import (
 )
 from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import (
-    DEFAULT_ALPHA_LEVEL,
-    AlphaLevelOption,
+    DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
     HtmlOption,
     JsonOption,
@@ -31,8 +30,9 @@ from outrider.cli.shared.options import (
     PromptsOption,
     SamplingOptions,
     SeedOption,
-    check_alpha_level,
+    SignificanceOption,
     check_batch_size,
+    check_significance,
     flat,
     single_k,
 )
@@ -77,7 +77,7 @@ def certify(
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
     ] = 64,
-    alpha_level: AlphaLevelOption = DEFAULT_ALPHA_LEVEL,
+    significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -109,7 +109,7 @@ def certify(
     if again is not None:
         check_alone(context)
         pair, sampling, own, stored = read_certificate(again)
-        prompts, chosen_k, max_new_tokens, alpha_level, detect_tv, num_tokens, batch_size, seed = own
+        prompts, chosen_k, max_new_tokens, significance, detect_tv, num_tokens, batch_size, seed = own
         num_draft_tokens = str(chosen_k)
     check_outputs({"--html": html, "--json": json_target}, [prompts, pair.models, again])
     check_batch_size(batch_size)
@@ -117,7 +117,7 @@ def certify(
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
     if detect_tv is not None and not 0 < detect_tv < 1:
         raise OptionError("--detect-tv", detect_tv, "a number between 0 and 1, like 0.01")
-    check_alpha_level(alpha_level)
+    check_significance(significance)
     draft = pair.single_draft
     if draft == "none":
         raise OptionError("--draft", draft, "without a draft there is nothing to certify")
@@ -134,7 +134,7 @@ def certify(
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
-    decoder, job = job_of(pair, options, k, texts, alpha_level, batch_size, seed)
+    decoder, job = job_of(pair, options, k, texts, significance, batch_size, seed)
     inputs = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
     if stored is not None and stored != inputs:
         what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != inputs[name])
@@ -150,7 +150,7 @@ def certify(
         options,
         num_draft_tokens=k,
         prompts=prompts,
-        alpha_level=alpha_level,
+        significance=significance,
         budget=budget,
         detect_tv=detect_tv,
         num_tokens=num_tokens,

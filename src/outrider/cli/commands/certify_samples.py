@@ -12,16 +12,16 @@ import typer
 from outrider.cli.shared.findings import greedy_row, statistical_rows, tell_deviation, tell_differences, write_findings
 from outrider.cli.shared.jsonl import SampleLine, read_samples
 from outrider.cli.shared.options import (
-    DEFAULT_ALPHA_LEVEL,
-    AlphaLevelOption,
+    DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
     HtmlOption,
     JsonOption,
     MachineOptions,
     PairOptions,
     SamplingOptions,
-    check_alpha_level,
+    SignificanceOption,
     check_batch_size,
+    check_significance,
     flat,
 )
 from outrider.cli.shared.output import (
@@ -54,7 +54,7 @@ def certify_samples(
     draft: Annotated[
         str, typer.Option(help="The draft that the system used: where deviations are looked for first.")
     ] = "none",
-    alpha_level: AlphaLevelOption = DEFAULT_ALPHA_LEVEL,
+    significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Of the tests' own randomness.")] = 0,
     html: HtmlOption = None,
@@ -67,7 +67,7 @@ def certify_samples(
     check_outputs({"--html": html, "--json": json_target}, [file, machine.models])
     check_json_target(json_target)
     check_batch_size(batch_size)
-    check_alpha_level(alpha_level)
+    check_significance(significance)
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     options = sampling.to_options(seed=None, num_seeds=1)
@@ -88,9 +88,9 @@ def certify_samples(
         check_samples(samples, decoder.target.vocab_size, decoder.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
-    report = _judge(decoder, file, samples, alpha_level, seed, batch_size)
-    _show(console_for(json_target), decoder, file, report, is_text, alpha_level)
-    settings = options_json(pair, options, file=file, alpha_level=alpha_level, batch_size=batch_size, seed=seed)
+    report = _judge(decoder, file, samples, significance, seed, batch_size)
+    _show(console_for(json_target), decoder, file, report, is_text, significance)
+    settings = options_json(pair, options, file=file, significance=significance, batch_size=batch_size, seed=seed)
     body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
     document = make_document("certify-samples", settings, body, decoder.target)
     write_findings(document, json_target, html, render_samples)

@@ -11,7 +11,7 @@ from outrider.cli.commands.certify import job_of
 from outrider.cli.shared.findings import greedy_row, tell_differences
 from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import (
-    DEFAULT_ALPHA_LEVEL,
+    DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
     JsonOption,
     NumDraftTokensOption,
@@ -63,7 +63,7 @@ def divergence(
     from outrider.bench.report import new_table
     from outrider.certify.run import check_greedily, plain_texts
 
-    decoder, job = job_of(pair, options, k, texts, DEFAULT_ALPHA_LEVEL, batch_size, seed)
+    decoder, job = job_of(pair, options, k, texts, DEFAULT_SIGNIFICANCE, batch_size, seed)
     with progress_bar("texts", len(job.prompts)) as advance:
         report = check_greedily(job, plain_texts(job), on_texts=advance)
     console = console_for(json_target)

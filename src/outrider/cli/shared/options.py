@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
 
 _MODELS, _SAMPLING, _MACHINE = "Models", "Sampling", "Machine"
-DEFAULT_ALPHA_LEVEL = 1e-3
+DEFAULT_SIGNIFICANCE = 1e-3
 _LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
 
 JsonOption = Annotated[
@@ -296,7 +296,7 @@ PromptsOption = Annotated[
     Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Prompts at once.", rich_help_panel=_MACHINE)]
-AlphaLevelOption = Annotated[
+SignificanceOption = Annotated[
     float,
     typer.Option(help="Probability that a right rule fails the statistical tests.", rich_help_panel="Statistics"),
 ]
@@ -309,10 +309,10 @@ def check_batch_size(batch_size: int) -> None:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
 
 
-def check_alpha_level(level: float) -> None:
+def check_significance(level: float) -> None:
     """Raises OptionError."""
     if not 0 < level < 1:
-        raise OptionError("--alpha-level", level, "a number between 0 and 1, like 1e-3")
+        raise OptionError("--significance", level, "a number between 0 and 1, like 1e-3")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

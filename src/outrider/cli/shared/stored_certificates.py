@@ -22,7 +22,7 @@ class OwnOptions(NamedTuple):
     prompts: Path | None
     num_draft_tokens: int | str
     max_new_tokens: int
-    alpha_level: float
+    significance: float
     detect_tv: float | None
     num_tokens: int
     batch_size: int
