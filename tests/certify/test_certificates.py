@@ -203,7 +203,7 @@ def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) ->
         _, certificate = _certificate(_job(table_pair(6), top_k=top_k), 2000)
         assert certificate.is_certified
         excuses.append(certificate.controls[1].excuse)
-    assert "off by less than 0.2" in excuses[0] and excuses[1] is None
+    assert "deviates by less than 0.2" in excuses[0] and excuses[1] is None
 
 
 def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:

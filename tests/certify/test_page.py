@@ -174,7 +174,7 @@ def test_a_page_says_what_the_document_says(kind: str) -> None:
     statistical = document["statistical"]
     if kind == "greedy":
         assert statistical is None and page.figures == [] and "Limit of detection" not in text
-        assert "nothing is left to chance" in text
+        assert "without randomness" in text
         return
     assert len(page.figures) == 4 and all(page.figures)
     assert "top-k 20" in text and f"{statistical['detectable']:.2%}" in text
@@ -189,7 +189,7 @@ def test_why_it_is_not_certified() -> None:
     text = Page(render_certificate(document)).text
     verdict = text[: text.index("Tested:")]
     assert "pushed towards the draft (score, p = " in verdict and "differ from plain decoding" in verdict
-    assert "exact layer" not in verdict and "was not found out" not in verdict
+    assert "exact layer" not in verdict and "was not detected" not in verdict
     assert "BUG" in text and "leaves it" in text
     excess = document["statistical"]["pit_excess"]
     assert len(excess) == 101 and excess[0] == excess[-1] == 0
@@ -229,9 +229,9 @@ def _differ(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_forbid, "does not allow 3 of the tokens"),
-        (_want, "A deviation of 0.01% was to be found out"),
-        (_miss, "not found out (accept-all: every draft kept)"),
+        (_forbid, "does not allow 3 of the generated tokens"),
+        (_want, "A deviation of 0.01% might have gone undetected"),
+        (_miss, "not detected (accept-all: every draft kept)"),
         (_idle, "there is nothing to certify"),
         (_break_the_rule, "one round is off by 2e-03, and 1e-09 is allowed"),
         (_break_the_yardstick, "teacher forcing is off by –"),
@@ -255,12 +255,10 @@ def test_a_page_of_samples_says_what_the_document_says(kind: str) -> None:
     assert document["is_consistent"] == (kind != "wrong")
     headline = "Consistent" if document["is_consistent"] else "Not consistent"
     assert text.startswith(f"{headline}: texts and toy") and "top-k 20" in text
-    assert (
-        ("temperature 1, top-k 20:" in text) == (kind != "wrong") == ("what each line says of temperature:" not in text)
-    )
-    assert "acceptance" not in text and "tokens anew" not in text and "Repeats" not in text
+    assert ("temperature 1, top-k 20:" in text) == (kind != "wrong") == ("each line’s own temperature:" not in text)
+    assert "acceptance" not in text and "tokenized again" not in text and "Repeats" not in text
     assert len(page.figures) == (0 if kind == "greedy" else 2)
-    assert ("no text is said to be of temperature 0" in text) == (kind in ("draft", "none"))
+    assert ("no text is labelled as temperature 0" in text) == (kind in ("draft", "none"))
     if kind == "greedy":
         assert statistical is None and "4 greedy texts." in text and "4 of 4 texts are" in text
         return
@@ -278,7 +276,7 @@ def test_why_texts_are_not_consistent() -> None:
     verdict = page.text[: page.text.index("Tested:")]
     assert "pushed towards a sharper law (score, p = " in verdict and "texts at temperature 0, 4 differ" in verdict
     assert "ALARM" in page.text and "BUG" in page.text and "leaves it" in page.text
-    assert "cut into tokens anew" in page.text and "Repeats among the sampled texts: 3." in page.text
+    assert "tokenized again" in page.text and "Repeats among the sampled texts: 3." in page.text
     with pytest.raises(AssertionError):
         render_samples(document | {"is_consistent": True})  # of two minds
 
@@ -311,14 +309,14 @@ def test_a_stored_document() -> None:
     statistical |= {"estimate": None, "estimate_std": None, "detectable": None, "num_at_edge": 2}
     page = Page(render_certificate(document))
     assert len(page.figures) == 3 and "Estimated deviation" not in page.text
-    assert "2 more stood on the very edge" in page.text and "draft alone" in page.text
+    assert "2 more are at the very edge" in page.text and "draft alone" in page.text
     statistical |= {"estimate": -0.0123, "estimate_std": 0.0045, "surprise_excess": 0.0321}
     text = Page(render_certificate(document)).text
     assert "-1.23% ± 0.45%" in text and "0.0321 nats" in text
 
 
 def test_a_k_that_changes() -> None:
-    """There is room for a drafted token even if none ever stood."""
+    """There is room for a drafted token even if none was ever accepted."""
     document = copy.deepcopy(_certified("right")) | {"prompts_sha256": "3d" * 32}
     document["options"]["num_draft_tokens"] = "auto"
     document["statistical"]["places"] = [{"num_tokens": 1000, "z": 0.0}]

@@ -1,6 +1,6 @@
-"""What a certificate holds: the findings of each layer, and whether they suffice.
+"""The contents of a certificate: the findings of each layer, and whether they suffice.
 
-This module does not know how they were come by (outrider.certify.run).
+This module does not know how they were obtained (outrider.certify.run).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class StatisticalReport:
     """The statistical layer.
 
     Attributes:
-        num_forbidden: tokens that the target does not allow: one of them is an alarm.
-        num_at_edge: tokens on the edge of what the filters leave, by rounding; they were not tested.
+        num_forbidden: tokens that the target does not allow: a single one raises an alarm.
+        num_at_edge: tokens at the edge of a filter, where rounding decides; they were not tested.
         alpha: mean of sum min(p, q) over the tokens.
-        detectable: the least total variation that the score test finds out with a probability of 0.99.
-        wanted: what was to be detectable, if anything was asked for.
-        estimate, estimate_std: the deviation towards the draft as the score shows it, in total variation, and its
-            standard error; None where no token can tell the two apart.
+        detectable: the least total variation that the score test detects with a probability of 0.99.
+        wanted: the total variation that had to be detectable, if one was requested.
+        estimate, estimate_std: the deviation towards the draft, estimated from the score, in total variation, and its
+            standard error; None where no token distinguishes the two.
         surprise_excess: mean of -log p less the entropy, in nats (both clipped as in outrider.certify.observed).
         places: for each place in a round the number of tokens and the score's z; empty where rounds are not known.
         pit_histogram: tokens in twenty equal bins.
@@ -79,11 +79,11 @@ class StatisticalReport:
 
 @dataclass(frozen=True, slots=True)
 class ControlReport:
-    """What became of a mistake that was made on purpose.
+    """The result of a deliberate mistake.
 
     Attributes:
-        excuse: why it is none here: it was not made, or what it wrote is too near to what is right.
-        num_tokens: after which it was found out, or not.
+        excuse: why it is ineffective here: it was not run, or its texts are too close to the right ones.
+        num_tokens: the number tested when it was detected, or given up.
         by: the test with the smallest p, and that p.
     """
 
@@ -112,7 +112,7 @@ class ControlReport:
 
 @dataclass(frozen=True, slots=True)
 class GreedyReport:
-    """Texts held against those of plain decoding, token by token.
+    """Texts compared with those of plain decoding, token by token.
 
     Attributes:
         differences: the first of each pair of texts that differ.
@@ -154,7 +154,7 @@ class Certificate:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was there to be certified: no mistake would have shown, or no drafted token ever stood."""
+        """Whether there was nothing to certify: no control is effective, or no drafted token was ever accepted."""
         has_rounds = self.statistical is None or len(self.statistical.places) > 1
         is_blind = bool(self.controls) and not any(one.is_caught for one in self.controls)
         return is_blind or not has_rounds

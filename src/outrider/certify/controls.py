@@ -1,6 +1,6 @@
-"""Rules, drafters and caches that look right, and are not. Each is known from public code, or an easy slip.
+"""Rules, drafters and caches that look right but are wrong. Each is known from public code, or is an easy slip.
 
-The tests of the output's law must find every one of them out, and so must a certificate (``CONTROLS``), or it is none.
+The tests of the output's law must detect every one of them, and so must a valid certificate (``CONTROLS``).
 Most of them accept more drafts than a right rule can, which looks like success. Nothing else may import this file.
 """
 
@@ -34,19 +34,19 @@ def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) ->
 
 
 def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Every drafted token stands, and a bonus follows."""
+    """Every drafted token is accepted, and a bonus follows."""
     accept = torch.full_like(noise.accept, _ALWAYS)
     return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
 
 
 def _reseeded(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """The generator is seeded anew inside the acceptance loop: all coins are the same number, and the draw's too."""
+    """The generator is reseeded inside the acceptance loop: all coins, and the draw, use the same number."""
     accept = noise.next[:, None].expand_as(noise.accept)
     return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
 
 
 def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """After full acceptance the last accepted token gives way to the bonus, instead of being followed by it."""
+    """After full acceptance the bonus replaces the last accepted token instead of following it."""
     verdict = REJECTION.verify(target_probs, draft, noise)
     is_full = (verdict.num_accepted == draft.num_drafted) & (draft.num_drafted > 0)
     return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
@@ -79,7 +79,7 @@ class _PositionUniforms:
 
 
 def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _PositionUniforms:
-    """Keyed by seed and position alone, so that the next round meets the numbers of this one again."""
+    """Keyed by seed and position alone, so that the next round reuses the numbers of this one."""
     made = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(k + 1)]
     draft = torch.cat([uniforms.draft for uniforms in made], dim=1)
     accept = torch.cat([uniforms.accept for uniforms in made], dim=1)
@@ -109,7 +109,7 @@ def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
 
 class OffByOneRollback:
     """Runs a target's steps so that its cache keeps one entry too many after a rejection: that of the rejected token,
-    where the correction's own ought to be. All later tokens then see the one that was not said."""
+    in the place of the correction. All later tokens then attend to a token that is not in the text."""
 
     def __init__(self, inner: Execution) -> None:
         self.inner = inner
@@ -135,7 +135,7 @@ class OffByOneRollback:
         cache, _, lengths, *_ = arguments  # of the verify step
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
         places = [(rows.to(store.device), last.to(store.device)) for store in cache.storage]
-        stale = [store[place] for store, place in zip(cache.storage, places, strict=True)]  # not fed yet: another's
+        stale = [store[place] for store, place in zip(cache.storage, places, strict=True)]  # rejected
         results = self.inner.run(step, lm, static, arguments)
         for store, place, old in zip(cache.storage, places, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1)[:, None, None]
@@ -169,20 +169,20 @@ WRONG_RULES = {
     for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
 }
 
-_LEAST_PROB = 0.1  # of a token that ``drop-unlikely`` leaves in a certificate's control
+_LEAST_PROB = 0.1  # of a token that ``drop-unlikely`` keeps in a certificate's control
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """A known mistake, to be made on purpose in a run of the real loop.
+    """A deliberate mistake, for a run of the real loop.
 
     Attributes:
         about: in a few words, for tables.
-        wrap_target, wrap_drafter: what the mistake makes of them.
-        needs_probs: it is none if q is one-hot.
-        needs_cache: it is none in a model without keys and values.
-        is_wrong_greedily: it shows at temperature 0, too.
-        least_k: it is none if fewer tokens are drafted.
+        wrap_target, wrap_drafter: put the mistake into them.
+        needs_probs: it is ineffective if q is one-hot.
+        needs_cache: it is ineffective in a model without keys and values.
+        is_wrong_greedily: it is also effective at temperature 0.
+        least_k: it is ineffective if fewer tokens are drafted.
     """
 
     name: str
@@ -196,7 +196,7 @@ class Control:
     least_k: int = 1
 
     def excuse(self, *, k: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
-        """Why it would be no mistake here; None if it is one."""
+        """Why it is ineffective here; None if it is effective."""
         if k < self.least_k:
             return f"right for fewer than {self.least_k} drafted tokens"
         if self.needs_probs and not has_probs:

@@ -1,7 +1,7 @@
-"""Design: all that is settled before the tested tokens are seen, so that it cannot depend on them, and the tests then.
+"""Design: all choices made before the tested tokens are seen, so that they cannot depend on them; and the tests.
 
 The statistics are defined in outrider.certify.observed, the validity of their p-values in outrider.stats.evidence. This
-module joins them: it chooses stakes by tokens that are not tested, and makes the report.
+module joins them: it chooses stakes from tokens that are not tested, and makes the report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.stats.evidence import (
 
 _MAX_PROMPT_ACCOUNTS = 16
 _NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account
-_NUM_BINS, _NUM_STEPS = 20, 100  # of the histogram and of the curve that are shown
+_NUM_BINS, _NUM_STEPS = 20, 100  # of the histogram and of the curve in the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ def num_tests(*, has_rounds: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What was settled before the tested tokens were drawn.
+    """The choices made before the tested tokens were drawn.
 
     Attributes:
-        num_tokens: n, or about so many where it is not for us to choose.
-        level: of each single test, the least that Holm's procedure may hold it against.
+        num_tokens: n, or an estimate of it where the data decide.
+        level: of each single test: the strictest threshold of Holm's procedure.
     """
 
     num_tokens: int
@@ -94,7 +94,7 @@ class Design:
             else:
                 kinds, counts = np.unique(split.kinds(pilot), return_counts=True)
                 shares = dict(zip(kinds.tolist(), (counts / len(pilot)).tolist(), strict=True))
-            like, each = split.increments(pilot), single / len(shares)  # the others' money counts for little
+            like, each = split.increments(pilot), single / len(shares)  # the other accounts contribute little
             return Accounts({kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()})
 
         splits = _ALL_SPLITS if has_rounds else _SPLITS

@@ -1,11 +1,11 @@
-"""Divergence: why two texts that ought to be the same are not.
+"""Divergence: why two texts differ that should be the same.
 
-At temperature 0 speculation gives the text of plain decoding, and ``gumbel`` does at any temperature, but for rounding:
-a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values that they
-leave in the cache; a near-tie may fall the other way (docs/numerics.md). After that the texts are different texts, so
-only the first difference tells anything. There the scores of the two tokens are computed as plain decoding does, and in
-blocks of several sizes. If what the blocks change is no more than rounding may do, and the margin is within a few times
-of that, it is "numerics"; if not, it is "bug".
+At temperature 0 speculation generates the text of plain decoding, and ``gumbel`` does so at any temperature, up to
+rounding: a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values
+that they write to the cache; a near-tie may be resolved the other way (docs/numerics.md). After that the texts diverge,
+so only the first difference is informative. There the scores of the two tokens are computed as in plain decoding, and
+in blocks of several sizes. If the blocks change them by no more than rounding can, and the margin is within a few times
+that change, the verdict is "numerics"; otherwise it is "bug".
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Divergence:
         position: index in the output.
         plain_id, other_id: the tokens there; None where a text has ended.
         margin: score of the plain token less that of the other, with the text fed token by token. The score is the
-            log-probability before filters, with the noise added where there is some; None if there are no two tokens
-            to compare.
-        gap: the most that feeding the text in blocks changes the two scores, taken together; None as above.
+            log-probability before filters, plus the noise, if any; None if there are no two tokens to compare.
+        gap: the largest change of the two scores together when the text is fed in blocks; None as above.
     """
 
     prompt: int
@@ -65,7 +64,7 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def plain_batches(target: LM, rule: Rule, requests: Sequence[Request], batch_size: int) -> Iterator[list[list[int]]]:
-    """What plain decoding writes, a batch at a time.
+    """The texts of plain decoding, a batch at a time.
 
     Args:
         requests: not used before.
@@ -88,17 +87,17 @@ def against_plain(
     num_draft_tokens: int,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> tuple[int, list[Divergence]]:
-    """Hold texts against those of plain decoding.
+    """Compare texts with those of plain decoding.
 
     Args:
-        requests: what was asked for.
-        batches: what plain decoding wrote.
-        texts: what was written otherwise, for each request.
-        num_draft_tokens: K of those.
-        on_texts: told how many were just compared.
+        requests: of all texts.
+        batches: the texts of plain decoding.
+        texts: the other text for each request.
+        num_draft_tokens: K of these.
+        on_texts: called with the number of texts just compared.
 
     Returns:
-        How many tokens plain decoding wrote, and the first difference of each two texts that differ.
+        The number of tokens of plain decoding, and the first difference of each pair of texts that differ.
     """
     index = num_tokens = 0
     differences = []
@@ -125,7 +124,7 @@ def explain(
     sampling: Sampling,
     num_draft_tokens: int,
 ) -> Divergence | None:
-    """The first difference of what plain decoding and another wrote; None if there is none.
+    """The first difference between the text of plain decoding and another; None if they are equal.
 
     Args:
         sampling: of both. Above temperature 0 it has a seed, and the texts are those of ``gumbel``.
@@ -141,7 +140,7 @@ def explain(
     begin = len(prompt_ids) - 1  # where plain decoding begins to feed token by token
     seen = mark_seen(torch.zeros(1, target.vocab_size, dtype=torch.bool), torch.tensor([prefix]))[0, -1]
     logits = _logits(target, prefix, begin, 1, 0)
-    # The token fed last may stand anywhere in a verify forward, and has stood elsewhere in other rounds.
+    # The token fed last may be anywhere in a verify forward.
     num_after = min(num_draft_tokens, target.context_len - len(prefix))
     blocks = [(1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
     others = [_logits(target, prefix, begin, *block) for block in blocks]
@@ -159,14 +158,14 @@ def explain(
     most, last_bit = (2 * scale * size for size in (ROUNDING[target.dtype], _last_bit(logits)))
     is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
     if sampling.temperature > 0 and not is_near:
-        # Near or not, a filter may let one of them through in one forward, and not in another.
+        # In any case, a filter may admit one of them in one forward, and not in another.
         is_near = any(is_at_edge(logits, seen, token_id, sampling) for token_id in (a, b))
     return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
 
 
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
     """After a prefix that is fed in blocks of ``width`` tokens from ``begin`` on, the last with ``num_after`` more
-    behind it, which are not seen. [V], on the CPU"""
+    behind it, which are masked. [V], on the CPU"""
     device = target.device
     length = len(prefix)
     ids = torch.tensor([[*prefix, *[prefix[0]] * num_after]], device=device)
@@ -195,6 +194,6 @@ def _scores(logits: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _last_bit(logits: Tensor) -> float:
-    """What the largest logit may be off by in its last bit."""
+    """The rounding error of the largest logit in its last bit."""
     finite = logits[logits.isfinite()]
     return float(finite.abs().max()) * torch.finfo(logits.dtype).eps

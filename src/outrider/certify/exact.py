@@ -1,19 +1,19 @@
 """The acceptance rule on a pair's real probabilities, to float64 accuracy: no randomness, no sample size.
 
-At contexts out of real texts p and q are computed with full vocabularies, and two things are held against p:
+At contexts from real texts p and q are computed over the full vocabulary, and two laws are compared with p:
 
 - ``identity_gap``: min(p, q) + (1 - sum min(p, q)) residual, the law of one token under ``rejection``;
 - ``round_gap``: the law of three tokens of which the first come from one round with two drafted tokens. For that p and
-  q are restricted to a few tokens that both find likely, and every draft is followed. What the rule does is read off
-  the rule itself: its draws and its verdict are piecewise constant in its uniform numbers, and the edges of the pieces
-  are found by bisection, so that the law is a sum over pieces. It is assumed that each coin has one edge, whatever the
-  other coins are, and that ids rise with the number that they are drawn with.
-- ``coupling_gap``, for ``gumbel``, which has other noise: against the tokens that the target alone takes with it.
+  q are restricted to a few tokens that both find likely, and every draft is followed. The rule itself is evaluated: its
+  draws and its verdict are piecewise constant in its uniform numbers, and bisection locates the edges of the pieces, so
+  that the law is a sum over pieces. This assumes that each coin has one edge, whatever the other coins are, and that
+  ids rise with the uniform number that they are drawn with.
+- ``coupling_gap``, for ``gumbel``, which has other noise: its tokens, against those that the target alone takes.
 
-Beside it ``forcing_gap`` holds the yardstick of all layers, teacher forcing, against the model's own forward without a
-cache or a mask of ours.
+In addition ``forcing_gap`` compares the reference of all layers, teacher forcing, with the model's own forward without
+a cache or a mask of ours.
 
-This module knows the rules' noise, and none of their formulas.
+This module knows the rules' noise, but none of their formulas.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORCING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0
 NUM_LIKELY = 4  # tokens that a round's law is restricted to, after each prefix
 _K = 2
 _LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
-_NUM_HALVINGS = 54  # leave nothing of [0, 1] that float64 can tell
+_NUM_HALVINGS = 54  # below the resolution of float64 in [0, 1]
 _NUM_NOISES = 256  # for gumbel, in each context
 _ROWS = 32  # prefixes in one forward
 
@@ -71,12 +71,12 @@ class ExactReport:
     """The largest deviations over all contexts.
 
     Attributes:
-        num_rows: pairs of rows that the identity was computed on.
+        num_rows: pairs of rows on which the identity was computed.
         identity: of a probability, over the whole vocabulary.
-        round_law: of the probability of three tokens; for ``gumbel`` the share of noises that gave another token.
-        distance: TV(p, q), the mean over the contexts: what the rule has to make up for.
+        round_law: of the probability of three tokens; for ``gumbel`` the share of noises that led to another token.
+        distance: TV(p, q), the mean over the contexts, for which the rule has to compensate.
         forcing: of the law of a token under teacher forcing, in total variation, from that of a plain forward.
-        forcing_tolerance: what rounding may explain of it.
+        forcing_tolerance: the part that rounding may explain.
     """
 
     num_contexts: int
@@ -97,10 +97,10 @@ class ExactReport:
 
 
 def comparisons(exact: Mapping[str, Any]) -> Iterator[tuple[str, float | None, float, bool]]:
-    """What was compared, how far it is off, how far it may be, and whether it is no farther.
+    """Each comparison: its name, the deviation, the tolerance, and whether the deviation is within it.
 
     Args:
-        exact: a report as JSON has it, so that None stands for what is not a number.
+        exact: a report as in JSON, where None means not a number.
     """
     for name, key, tolerance in (
         ("one token", "identity", exact["tolerance"]),
@@ -180,7 +180,8 @@ def round_law(rule: Rule, tree: Tree) -> Tensor:
     weights = joint[first, second]  # [N]
 
     def judge(index: Tensor, coins: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """How many stand, and what follows, for the drafts of this index. [N'], [N', 2], [N'] -> [N'], [N']"""
+        """Number of accepted tokens and the next token, for the drafts of this index. [N'], [N', 2], [N'] -> [N'],
+        [N']"""
         draft = Draft(ids[index], q_rows[index], torch.full((len(index),), _K))
         verdict = rule.verify(rows[index], draft, RoundUniforms(torch.full_like(coins, torch.nan), coins, uniforms))
         return verdict.num_accepted, verdict.next_ids
@@ -210,12 +211,12 @@ Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _next_ids(judge: Judge, index: Tensor, coins: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
-    """What follows, for rows of an index and its coins. [N']"""
+    """The next tokens, for rows of an index and its coins. [N']"""
     return judge(index[rows], coins[rows], uniforms)[1]
 
 
 def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
-    """Where each coin turns, found with the other coins at either end; 1 for a coin that never does. [N, K]"""
+    """The edge of each coin, with the other coins at either end; 1 for a coin without an edge. [N, K]"""
     index = torch.arange(num_paths)
     half = torch.full((num_paths,), 0.5, dtype=torch.float64)
     edges = torch.ones(num_paths, _K, dtype=torch.float64)
@@ -239,7 +240,7 @@ def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
 
 
 def _law_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:
-    """The law of ids that never fall as their uniform numbers rise.
+    """The law of ids that are non-decreasing in their uniform numbers.
 
     Args:
         ids_of: rows and their uniform numbers -> ids. [N'], [N'] -> [N']
@@ -261,7 +262,7 @@ def _law_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: in
 
 
 def coupling_gap(tree: Tree) -> float:
-    """The share of noises with which ``gumbel`` commits another token than the target alone would take."""
+    """The share of noises with which ``gumbel`` commits a token other than the target alone would take."""
     (p0, p1, p2), (q0, q1) = tree.p, tree.q
     seeds = torch.arange(_NUM_NOISES)
     noise = GUMBEL.make_noise(seeds, torch.ones_like(seeds), _K, len(p0))
@@ -282,7 +283,7 @@ def coupling_gap(tree: Tree) -> float:
 
 
 def _tree(target: LM, drafter: Drafter, sampling: Sampling, context: Sequence[int]) -> tuple[Tree, Tensor, Tensor]:
-    """The tree of a context; and all rows that it was cut from, of p and of q. [N, V] each"""
+    """The tree of a context; and the full rows of p and of q behind it. [N, V] each"""
     m = min(NUM_LIKELY, target.vocab_size)
     root = tuple(context)
     p0, q0 = _rows_after(target, drafter, sampling, [root])
@@ -304,7 +305,7 @@ def _tree(target: LM, drafter: Drafter, sampling: Sampling, context: Sequence[in
 
 
 def _likely(p: Tensor, q: Tensor, m: int) -> Tensor:
-    """M tokens for each row, among them the likeliest of p and of q, so that neither is left without. [N, M]"""
+    """M tokens for each row, including the likeliest of p and of q, so that neither loses all its mass. [N, M]"""
     merit = p + q
     for row in (p, q):
         merit = merit.scatter_add(1, row.argmax(dim=1, keepdim=True), torch.full_like(row[:, :1], 2.0))
@@ -322,7 +323,7 @@ def _rows_after(
     p_rows: list[Tensor] = []
     q_rows: list[Tensor] = []
     for begin in range(0, len(prefixes), _ROWS):
-        # A token must stand there to be judged; which one does not matter.
+        # Judging needs a token in that place; any will do.
         texts = [Text((*prefix, 0), len(prefix)) for prefix in prefixes[begin : begin + _ROWS]]
         for _, p, q in draft_rows(target, drafter, sampling, texts):
             p_rows.append(p)

@@ -1,8 +1,8 @@
-"""What ``certify`` and ``certify-samples`` found, as a page to read: one HTML file with its figures in it, without
-scripts, that fetches nothing.
+"""The findings of ``certify`` and ``certify-samples`` as a page: one HTML file with embedded figures, without scripts,
+that fetches nothing.
 
 A page is a function of the document that the command writes with ``--json`` (docs/json.md) and of nothing else. Its
-words are in the templates ``certificate.html`` and ``samples.html``, and what both say in ``page.html``; its figures
+words are in the templates ``certificate.html`` and ``samples.html``, with the common part in ``page.html``; its figures
 are drawn in outrider.bench.plots.
 """
 
@@ -19,7 +19,7 @@ from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, 
 from outrider.certify.exact import comparisons
 from outrider.stats.intervals import normal_limit, uniform_bins, uniform_distance, wilson
 
-# What each test would have found of the law, and what its statistic is.
+# For each test, the deviation of the law that it detects, and the symbol of its statistic.
 TESTS = {
     "score": ("pushed towards {towards}", "z"),
     "likelihood": ("too sharp or too flat", "z"),
@@ -32,7 +32,7 @@ TESTS = {
     "likelihood-by-place": ("too sharp or too flat at some place in the round", "log W"),
     "rank-by-place": ("pushed towards high or low token ids at some place in the round", "log W"),
 }
-# Options that the law of a token depends on, and the values with which they do nothing.
+# Options that the law of a token depends on, with their neutral values.
 _SAMPLING = {
     "temperature": None,
     "top_k": 0,
@@ -65,7 +65,7 @@ def render_certificate(document: Mapping[str, Any]) -> str:
 
 
 def render_samples(document: Mapping[str, Any]) -> str:
-    """The page of texts that another system has written.
+    """The page of texts that another system has generated.
 
     Args:
         document: of outrider/certify-samples/1, as it is read back from JSON.
@@ -74,7 +74,7 @@ def render_samples(document: Mapping[str, Any]) -> str:
     towards = "a sharper law" if document["options"]["draft"] == ["none"] else "the draft"
     reasons = [*_statistical_reasons(statistical, towards), *_greedy_reasons(document["greedy"])]
     assert document["is_consistent"] == (not reasons)
-    # The rule of another system is not known, and does not matter.
+    # The rule of another system is unknown, and does not matter.
     options = {name: value for name, value in document["options"].items() if name != "acceptance"}
     return _render(
         "samples.html",
@@ -91,8 +91,8 @@ def _render(template: str, document: Mapping[str, Any], *, towards: str, **more:
     """A page from its template.
 
     Args:
-        towards: what the tests lean to.
-        more: what else the template needs.
+        towards: the direction of the tests.
+        more: further variables of the template.
     """
     loader = PackageLoader("outrider.certify", "")
     environment = Environment(
@@ -109,17 +109,17 @@ def _render(template: str, document: Mapping[str, Any], *, towards: str, **more:
 
 
 def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
-    """Why it is not certified; none if it is."""
+    """The reasons against a certificate; none if it is certified."""
     for name, gap, tolerance, is_ok in comparisons(document["exact"]):
         if not is_ok:
             yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
     yield from _statistical_reasons(document["statistical"], "the draft")
     if document["is_idle"]:
-        yield "No drafted token stood, or no mistake would have shown: with these options there is nothing to certify."
+        yield "No drafted token was accepted, or no control is effective: here there is nothing to certify."
     for control in document["controls"]:
         if control["excuse"] is None and not control["is_caught"]:
             yield (
-                f"A mistake made on purpose was not found out ({control['name']}: {control['about']}), so the tests "
+                f"A deliberate mistake was not detected ({control['name']}: {control['about']}), so the tests "
                 "are too weak here: test more tokens."
             )
     yield from _greedy_reasons(document["greedy"])
@@ -133,10 +133,10 @@ def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) ->
             found, _ = TESTS[test["name"]]
             yield f"The law of the text is {found.format(towards=towards)} ({test['name']}, p = {_number(test['p'])})."
     if statistical["num_forbidden"]:
-        yield f"The target does not allow {_whole(statistical['num_forbidden'])} of the tokens that were written."
+        yield f"The target does not allow {_whole(statistical['num_forbidden'])} of the generated tokens."
     wanted, least = statistical["wanted"], statistical["detectable"]
     if wanted is not None and (least is None or least > wanted):
-        yield f"A deviation of {_share(wanted)} was to be found out, and might not have been: test more tokens."
+        yield f"A deviation of {_share(wanted)} might have gone undetected, contrary to the request: test more tokens."
 
 
 def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _sampling(options: Mapping[str, Any]) -> Iterator[str]:
-    """What the law of a token depends on, where it does."""
+    """The options that the law of a token depends on here."""
     for name, none in _SAMPLING.items():
         if options.get(name, none) != none:
             yield f"{_dashed(name)} {_value(options[name])}"
@@ -162,7 +162,7 @@ def _dashed(name: str) -> str:
 
 
 def _figures(statistical: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of any text, and the numbers that their captions name."""
+    """The figures for any text, and the numbers in their captions."""
     num_tokens, bins = statistical["num_tokens"], statistical["pit_histogram"]
     band = uniform_bins(num_tokens, len(bins))
     figures = {
@@ -170,7 +170,7 @@ def _figures(statistical: Mapping[str, Any]) -> dict[str, Any]:
         "band": band,
         "num_bins_outside": sum(not band[0] <= count <= band[1] for count in bins),
     }
-    if "pit_excess" in statistical:  # older documents are without
+    if "pit_excess" in statistical:  # older documents lack it
         distance = uniform_distance(num_tokens)
         excess = statistical["pit_excess"]
         figures |= {
@@ -183,12 +183,12 @@ def _figures(statistical: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _round_figures(places: Sequence[Mapping[str, Any]], num_draft_tokens: int | str) -> dict[str, Any]:
-    """The figures of text that was written in rounds."""
+    """The figures for text that was generated in rounds."""
     zs = [place["z"] for place in places]
     z_limit = normal_limit(len(zs))
     counts = [place["num_tokens"] for place in places]
     most = num_draft_tokens if isinstance(num_draft_tokens, int) else 1  # "auto"
-    counts += [0] * (most + 1 - len(counts))  # places that no round came to
+    counts += [0] * (most + 1 - len(counts))  # places that no round reached
     return {
         "acceptance": svg_of_acceptance(
             [wilson(there, before) if before else None for before, there in pairwise(counts)],

@@ -1,15 +1,15 @@
-"""Certify: does this pair, with these options, on this machine, say what the target alone would say?
+"""Certify: does this pair, with these options, on this machine, sample from the target's own distribution?
 
-Four findings, each reported apart:
+Four findings, each reported separately:
 
 - *exact*: the acceptance rule on the pair's real probabilities, without randomness (outrider.certify.exact);
 - *statistical*: texts of the real loop against the target's own conditional laws (outrider.stats.evidence);
-- *controls*: known mistakes, made on purpose in the real loop, are found out by the same tests with no more tokens; if
-  one is not, the tests are too weak here to certify anything (outrider.certify.controls);
+- *controls*: deliberate mistakes in the real loop are detected by the same tests with no more tokens; if one is missed,
+  the tests are too weak here to certify anything (outrider.certify.controls);
 - *greedy*: at temperature 0 the text is that of plain decoding (outrider.certify.divergence).
 
-How many tokens are looked at is settled before the first of them is drawn, by a pilot run whose texts are not tested;
-so are the stakes. The tested sample is the first n tokens of texts 0, 1, 2 ... put in a row, wherever that ends.
+A pilot run, whose texts are not tested, fixes the number of tokens and the stakes before the first tested token is
+drawn. The tested sample is the first n tokens of texts 0, 1, 2 ... in a row, wherever that ends.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from outrider.text.row_text import RowText
 
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
-_PILOT_TEXTS = 2**32  # the pilot's texts are counted from here, so that no seed is used twice
+_PILOT_TEXTS = 2**32  # the pilot's texts are numbered from here, so that no seed is used twice
 _NUM_CONTEXTS = 8  # of the exact layer
-_LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each has its share of the level
-_MOST_CONTROL_LEVEL = 1e-3  # at a higher one, a right loop would be found out now and then
-_HARDLY_OFF = 0.005  # total variation below which a mistake is none
-_SPARE = 1.2  # tokens wanted over tokens needed: the pilot's estimate is one
+_LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each uses its share of the level
+_MOST_CONTROL_LEVEL = 1e-3  # at a higher level a right loop would sometimes raise an alarm
+_HARDLY_OFF = 0.005  # total variation below which a mistake is excused
+_SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates them
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be certified.
+    """The task: what to certify, and how.
 
     Attributes:
         decoder: with its draft, rule and K.
         sampling: without a seed.
         prompts: token ids of each.
         level: probability of a false alarm of the statistical layer.
-        seed: text i is written with seed + i.
+        seed: text i is generated with seed + i.
     """
 
     decoder: Decoder
@@ -73,11 +73,13 @@ class Job:
         most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
         for index, ids in enumerate(self.prompts):
             if len(ids) >= most:
-                raise PromptError(f"prompt {index} has {len(ids)} tokens, but here a prompt has less than {most}")
+                raise PromptError(
+                    f"prompt {index} has {len(ids)} tokens, but a prompt must have fewer than {most} here"
+                )
 
     @property
     def num_draft_tokens(self) -> int:
-        """K of the controls, which are made with a constant one."""
+        """K of the controls, which use a constant one."""
         k = self.decoder.num_draft_tokens
         return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
 
@@ -89,7 +91,7 @@ class Job:
         return text % len(self.prompts)
 
     def request(self, text: int) -> Request:
-        """The request of a text, ended by what ends texts of the decoder."""
+        """The request of a text, with the decoder's own end tokens."""
         ids = self.prompts[self.prompt_of(text)]
         most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
         sampling = replace(self.sampling, seed=self.seed + text, max_new_tokens=most)
@@ -137,7 +139,7 @@ def _eager(decoder: Decoder) -> Decoder:
 
 
 class Sample:
-    """Tokens of one way to write, in the order of the texts, as many as are asked for."""
+    """Tokens of one way to generate, in the order of the texts, as many as requested."""
 
     def __init__(self, job: Job, control: Control | None = None, first_text: int = 0) -> None:
         self._job, self._control, self._next_text = job, control, first_text
@@ -145,7 +147,7 @@ class Sample:
         self.written: list[Written] = []
 
     def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> Observed:
-        """The first tokens, written where they are not there yet."""
+        """The first tokens, generated as needed."""
         job = self._job
         num_there = sum(map(len, self._parts))
         while num_there < num_tokens:
@@ -173,11 +175,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """A look at tokens that will not be tested.
+    """A trial run, whose tokens are not tested.
 
     Attributes:
         observed: None at temperature 0.
-        seconds: for each of them, to write and to judge it.
+        seconds: per token, to generate and to judge it.
     """
 
     written: Sequence[Written]
@@ -185,11 +187,11 @@ class Pilot:
     seconds: float
 
     def num_tokens_for(self, budget_s: float) -> int:
-        """How many tokens to test if all is to take about so long."""
+        """How many tokens to test within about this time."""
         return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
 
     def num_tokens_to_detect(self, distance: float, level: float) -> int:
-        """How many tokens to test so that so large a total variation is found out.
+        """How many tokens to test so that a total variation of ``distance`` is detected.
 
         Raises:
             OptionError: the draft is not that far from the target.
@@ -237,8 +239,8 @@ def certify(
     Args:
         num_tokens: to be tested.
         wanted: the total variation that must be detectable.
-        controls: the mistakes to be made; None for all.
-        on_tokens: told what is being done, how many tokens of it were just written, and of how many.
+        controls: the mistakes to run; None for all.
+        on_tokens: called with the current stage, the number of tokens just generated, and their total.
     """
     decoder = job.decoder
     contexts = list(_contexts(job, pilot.written))
@@ -267,13 +269,13 @@ def certify(
         if not report.is_ok and statistical.detectable is not None:
             most = _most_off(reference.first(len(written)), written)
             if most < min(_HARDLY_OFF, statistical.detectable):
-                report = replace(report, excuse=f"off by less than {most:.2%} here (with 99%)")
+                report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
         found.append(report)
     return Certificate(exact, statistical, found, greedy)
 
 
 def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]:
-    """Prefixes of texts, here and there."""
+    """Prefixes of texts, of various lengths."""
     for i in range(_NUM_CONTEXTS):
         one = written[i % len(written)]
         text = (*one.prompt_ids, *one.token_ids)[: job.decoder.context_len - 3]
@@ -281,7 +283,7 @@ def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]
 
 
 def _deterministic(job: Job) -> Iterator[Job]:
-    """The same with options under which the text is that of plain decoding."""
+    """The same job with options under which the text must be that of plain decoding."""
     yield replace(job, sampling=replace(job.sampling, temperature=0.0))
     if job.decoder.acceptance == GUMBEL.name and not job.is_greedy:
         yield job
@@ -329,7 +331,7 @@ def _excuse(job: Job, control: Control) -> str | None:
 def _control(
     job: Job, design: Design, control: Control, on_tokens: Callable[[int], None]
 ) -> tuple[ControlReport, Sequence[Written]]:
-    """Make a mistake until it is found out, or the tokens are used up. Gives what it wrote, too."""
+    """Run a mistake until it is detected, or the tokens are used up. Also returns its texts."""
     excuse = _excuse(job, control)
     if excuse is not None:
         return ControlReport(control, excuse), ()
@@ -351,7 +353,7 @@ def _control(
 
 
 class _Reference:
-    """Texts of the rule that the mistakes are of, with their K and the same seeds."""
+    """Texts of the right rule behind the mistakes, with their K and the same seeds."""
 
     def __init__(self, job: Job) -> None:
         k = job.num_draft_tokens
@@ -359,7 +361,7 @@ class _Reference:
         self._written: list[Written] = []
 
     def first(self, num_texts: int) -> Sequence[Written]:
-        """The first texts, written where they are not there yet."""
+        """The first texts, generated as needed."""
         while len(self._written) < num_texts:
             begin = len(self._written)
             self._written += write(self._job, range(begin, begin + self._job.batch_size))
@@ -367,9 +369,9 @@ class _Reference:
 
 
 def _most_off(right: Sequence[Written], written: Sequence[Written]) -> float:
-    """By how much a mistake can be off, in total variation, going by where its texts part from those that the right
-    rule writes with the same noise: whatever is done with the noise, two laws do not give the same token more often
-    than they agree (the coupling inequality). An upper bound, with probability POWER, on average until texts part."""
+    """A bound on the total variation of a mistake, from where its texts part from those of the right rule with the
+    same noise: under any coupling, two laws give the same token no more often than they agree (the coupling
+    inequality). An upper bound, with probability POWER, on average until texts part."""
     num_apart = num_tokens = 0
     for a, b in zip(right, written, strict=True):
         at = first_difference(a.token_ids, b.token_ids)
@@ -383,7 +385,7 @@ def _greedy_control(job: Job, plain: Sequence[Sequence[Sequence[int]]], control:
     if excuse is not None:
         return ControlReport(control, excuse)
     found = check_greedily(job, plain, control)
-    # Nothing is left to chance here; enough text is what would be enough above temperature 0.
+    # There is no randomness here; the text suffices if it would above temperature 0.
     if not found.differences and rate_bound(0, found.num_tokens) < _HARDLY_OFF:
-        excuse = f"it never comes up in {found.num_tokens} tokens"
+        excuse = f"it changes none of {found.num_tokens} tokens"
     return ControlReport(control, excuse, not found.is_ok, found.num_tokens, "text")

@@ -1,13 +1,13 @@
-"""Samples: do texts that another system has written follow the target's law?
+"""Samples: do texts that another system has generated follow the target's law?
 
-The statistical layer of a certificate (outrider.certify.design) for texts that come with nothing else: no rounds, no
-seeds, no way to have more of them. The first texts settle the stakes and are not tested; all tokens of the others are.
-Texts that claim to be greedy are compared with plain decoding, token by token (outrider.certify.divergence).
+The statistical layer of a certificate (outrider.certify.design) for texts alone: no rounds, no seeds, no way to
+generate more of them. The first texts determine the stakes and are not tested; all tokens of the others are. Texts that
+claim to be greedy are compared with plain decoding, token by token (outrider.certify.divergence).
 
-Each text must have been sampled with randomness of its own: texts that share a seed, or are copies, are not n texts.
-How many tokens there are may depend on what they are, where texts end by an end token. The sums of the tests by stakes
-are martingales that end with the last text, so their p-values hold as they are; for those of the PIT it holds up to
-what the limit theorem leaves (docs/certify.md).
+Each text must have been sampled with its own randomness: texts that share a seed, or are copies, are not n texts. The
+number of tokens may depend on the tokens, where texts end by an end token. The sums of the tests by stakes are
+martingales that end with the last text, so their p-values stay exact; those of the PIT hold up to the error of a limit
+theorem (docs/certify.md).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from outrider.sampling.rules import REJECTION
 from outrider.text.row_text import RowText
 
 _PILOT_SHARE = 0.1  # of the texts
-_LARGEST_BLOCK = 8  # tokens in a forward of a system that is not known; for telling rounding from faults
+_LARGEST_BLOCK = 8  # tokens in a forward of an unknown system; to distinguish rounding from faults
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A text that another system has written.
+    """A text that another system has generated.
 
     Attributes:
         line: its number in the file, for messages.
-        token_ids: what was written after the prompt, with the end token if there was one.
-        sampling: as it is said to have been sampled; its limits, seed and stop strings do not matter.
+        token_ids: the output, with the end token if there was one.
+        sampling: as reported; its limits, seed and stop strings do not matter.
     """
 
     line: int
@@ -76,7 +76,7 @@ class SamplesReport:
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) -> None:
-    """Find out before the work that a text cannot be judged.
+    """Detect before the work that a text cannot be judged.
 
     Raises:
         PromptError: it is empty, too long, or has ids beyond the vocabulary.
@@ -86,7 +86,7 @@ def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) 
         if not one.prompt_ids or not one.token_ids:
             raise PromptError(f"{where}: there must be at least one token of the prompt, and one of the output")
         if len(whole) > context_len:
-            raise PromptError(f"{where}: {len(whole)} tokens, but here a text has at most {context_len}: cut it")
+            raise PromptError(f"{where}: {len(whole)} tokens, but a text may have at most {context_len} here: cut it")
         if max(whole) >= vocab_size or min(whole) < 0:
             raise PromptError(f"{where}: a token id outside 0..{vocab_size - 1}")
 
@@ -101,14 +101,14 @@ def judge(
     batch_size: int,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> StatisticalReport:
-    """Hold sampled texts against the target's law.
+    """Compare sampled texts with the target's law.
 
     Args:
-        drafter: where deviations are looked for: towards its q.
+        drafter: deviations are tested towards its q.
         samples: at least two, of temperatures above 0.
         level: probability of a false alarm.
         seed: of the tests' own randomness.
-        on_texts: told how many texts were just judged.
+        on_texts: called with the number of texts just judged.
     """
     num_pilots = max(1, round(_PILOT_SHARE * len(samples)))
     num_tested = len(samples) - num_pilots
@@ -137,7 +137,7 @@ def judge(
     num_tokens = len(pilot) * num_tested // num_pilots  # not len(tested), which may depend on the tokens
     design = Design.of(pilot, num_tokens, level, len(prompts), has_rounds=False)
     report = design.report(tested, level, num_tested, None)
-    # What the target forbids is no matter of chance, in whichever text.
+    # Forbidden tokens cannot occur by chance, in any text.
     return replace(
         report,
         num_forbidden=report.num_forbidden + int(pilot.is_forbidden.sum()),
@@ -146,7 +146,7 @@ def judge(
 
 
 def num_repeats(samples: Sequence[Sample]) -> int:
-    """How many sampled texts are equal to an earlier one of the same prompt."""
+    """The number of sampled texts that are equal to an earlier one of the same prompt."""
     texts = [(one.prompt_ids, one.token_ids) for one in samples]
     return len(texts) - len(set(texts))
 
@@ -154,7 +154,7 @@ def num_repeats(samples: Sequence[Sample]) -> int:
 def judge_greedily(
     target: LM, samples: Sequence[Sample], batch_size: int, on_texts: Callable[[int], None] = lambda done: None
 ) -> GreedyReport:
-    """Hold greedy texts against plain decoding. Differences carry the number of the line in the place of a prompt's."""
+    """Compare greedy texts with plain decoding. Differences carry the number of the line in place of the prompt's."""
     requests = []
     for one in samples:
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
