@@ -198,7 +198,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "--probs = 0"),
         (("record", "--prompts", prompts, "--output", tmp_path / "x", "--batch-size", 0), "--batch-size = 0"),
         (("record", "--prompts", prompts, "--output", prompts), "it is not a folder"),
-        (("record", "--prompts", prompts, "--output", tmp_path), "is no log"),
+        (("record", "--prompts", prompts, "--output", tmp_path), "is not a log"),
         (("record", "--prompts", tmp_path / "no", "--output", tmp_path / "x"), "cannot read"),
         ((*greedy, "--tensors", prompts), "choose another file"),
         ((*greedy, "--tensors", log / "index.jsonl"), "choose another file"),

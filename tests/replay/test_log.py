@@ -106,7 +106,7 @@ def test_no_flipped_byte_goes_unseen(made: tuple[Header, list[Record]], tmp_path
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "log.json").unlink(), "is no log: there is no log.json in it"),
+        (lambda path: (path / "log.json").unlink(), "is not a log: it has no log.json"),
         (lambda path: (path / "log.json").write_text("{}"), "log.json is damaged"),
         (lambda path: (path / "log.json").write_text("["), "log.json is damaged"),
         (lambda path: (path / "shard-00001.safetensors").unlink(), "record 32 is damaged: shard-00001"),
@@ -117,7 +117,7 @@ def test_no_flipped_byte_goes_unseen(made: tuple[Header, list[Record]], tmp_path
         (lambda path: _line(path, 7, "rubbish"), "record 7 is damaged: line 8 of index.jsonl"),
         (lambda path: _line(path, 7, '{"index": 7}'), "record 7 is damaged: line 8 of index.jsonl"),
         (lambda path: _swap(path), "record 3 is damaged: line 4 of index.jsonl"),
-        (lambda path: _edit(path), "record 5 is damaged: its checksum does not fit"),
+        (lambda path: _edit(path), "record 5 is damaged: its checksum does not match"),
         (lambda path: _schema(path), "has the schema 'outrider/log/9'"),
     ],
 )
@@ -213,7 +213,7 @@ def _of(header: Header) -> tuple[object, ...]:
 
 def test_a_folder_that_is_no_log_is_left_alone(made: tuple[Header, list[Record]], tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileError, match="is no log"):
+    with pytest.raises(FileError, match="is not a log"):
         LogWriter(tmp_path, made[0], expected(made[1]))
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     (tmp_path / "file").write_text("")
@@ -305,7 +305,7 @@ def test_a_missing_shard_before_the_last_is_told(made: tuple[Header, list[Record
     path = write(tmp_path / "log", made)
     (path / "shard-00000.safetensors").unlink()
     before = (path / "index.jsonl").read_bytes()
-    with pytest.raises(FileError, match="record 0 is damaged: there is no shard-00000.safetensors; .* remove the fold"):
+    with pytest.raises(FileError, match="record 0 is damaged: shard-00000.safetensors is missing; .* remove the fold"):
         LogWriter(path, header, expected(records))
     assert (path / "index.jsonl").read_bytes() == before
 

@@ -99,7 +99,7 @@ def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
     assert [one.counts.accepted for one in prompts] == [(1, 0, 1), (0, 2)]
     assert prompts[0].counts.drafted == (0, 0, 2)
     assert read_file(path, tokens_per_prompt=4, k=5).notes == ()
-    with pytest.raises(FileError, match="a round kept 2 drafted tokens, which cannot be with K = 1"):
+    with pytest.raises(FileError, match="a round accepted 2 drafted tokens, which is impossible with K = 1"):
         read_file(path, k=1)
 
 
@@ -154,7 +154,7 @@ def test_what_are_no_rounds(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(FileError, match="line 2: neither a line of replay --output nor of generate --output"):
         read_file(path)
     assert len(read_file(_lines(path, [GOOD, ORIGINS])).arms) == 2
-    with pytest.raises(FileError, match="line 3: prompt 0 is there already, on line 1"):
+    with pytest.raises(FileError, match="line 3: prompt 0 already occurs, on line 1"):
         read_file(_lines(path, [GOOD, ORIGINS, GOOD]))
     path.write_text(" \n")
     with pytest.raises(FileError, match="has no rounds in it"):

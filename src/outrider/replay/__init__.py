@@ -1,1 +1,1 @@
-"""Recorded output of a target, and what drafts would have made of it."""
+"""Recorded output of a target, and drafts judged by it."""

@@ -1,7 +1,7 @@
-"""What can be said of p and q at a place of a text where only the largest probabilities of p are known.
+"""Bounds on functions of p and q at a position of a text where only the largest probabilities of p are known.
 
-Known are p at the token x that stands there, the N largest probabilities, and hence the mass m of the others. Each of
-these is at most P, the smallest of the known N. Two numbers are wanted:
+Known are p at the text's token x, the N largest probabilities, and hence the mass m of the others. Each of these is at
+most P, the smallest of the known N. Bounded are:
 
 - the overlap sum_v min(p(v), q(v)), whose mean is alpha;
 - g = 1 / sum_v max(p(v), c q(v)) with c = p(x)/q(x): the probability that the argmax of log q plus Gumbel noise is x,
@@ -9,11 +9,11 @@ these is at most P, the smallest of the known N. Two numbers are wanted:
   q(u)/q(v)): the smallest of independent exponential times, one for each u, of rate max(...). Maddison et al.
   1411.0030 for the race; Daliri et al. 2408.07978 for the pair.)
 
-Over the unknown tokens both come down to one sum, by min(p, q) = p - (p - q)+ and max(p, c q) = c q + (p - c q)+:
+Over the unknown tokens both reduce to one sum, by min(p, q) = p - (p - q)+ and max(p, c q) = c q + (p - c q)+:
 
     E = sum_v (p(v) - c q(v))+    with 0 <= p(v) <= P and sum_v p(v) = m.
 
-*Least:* each v takes up to min(P, c q(v)) without adding to E, all that goes beyond counts in full, so min E = (m -
+*Least:* each v takes up to min(P, c q(v)) without adding to E, any excess counts in full, so min E = (m -
 sum_v min(P, c q(v)))+. *Most:* E is convex in p, so it is largest at a corner of the set: P at some tokens, the rest at
 one more, nothing elsewhere. Giving P to v adds (P - c q(v))+, which falls with q(v); exchanging two tokens shows that
 the tokens of smallest q are the best choice, and the one of largest q among them for the rest. Both ends are attained.

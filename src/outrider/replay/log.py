@@ -31,10 +31,10 @@ from outrider.system.files import read_bytes, read_text
 
 
 class Log:
-    """A log that is read. Its records are read when they are asked for, and not kept.
+    """A log for reading. Its records are read on demand, and not kept.
 
     Attributes:
-        header: what all records have in common.
+        header: shared by all records.
         lines: the index.
     """
 
@@ -47,8 +47,8 @@ class Log:
     def open(cls, path: Path) -> Log:
         """
         Raises:
-            FileError: there is no log, or its header or its index is damaged. A last line that is only half written is
-                no damage: it is not there yet.
+            FileError: there is no log, or its header or its index is damaged. A half-written last line is not damage:
+                it does not count yet.
         """
         header = read_header(path)
         *lines, _ = read_index(path)
@@ -61,7 +61,7 @@ class Log:
         return (self.read(index) for index in range(len(self)))
 
     def check_shards(self, num_records: int) -> None:
-        """Whether there are the shards of the first so many records, without reading them.
+        """Whether the shards of the first records exist, without reading them.
 
         Raises:
             FileError
@@ -76,7 +76,7 @@ class Log:
     def read(self, index: int) -> Record:
         """
         Raises:
-            FileError: the record is not as it was written.
+            FileError: the record has changed since it was written.
             IndexError: there is no such record.
         """
         if not 0 <= index < len(self):

@@ -1,9 +1,9 @@
 """Files of the *decoding-speculative-decoding* project (Yan, Agarwal, Venkataraman, arXiv 2402.01528).
 
-- A target log: what ``print`` makes of the output ids of each prompt, ``tensor([[1, 2, 3]])`` or ``tensor([[1, 2, 3]],
-  device='cuda:0')``, over several lines where it is long, one after the other. Prompts are not in it.
-- Rounds: a line for each, ``[n]`` or ``[n1, n2]``: how many tokens each row of the batch has got so far, counted from
-  the row's beginning, the correction or bonus of each round included. Where a prompt ends is not in it.
+- A target log: the printed output ids of each prompt, ``tensor([[1, 2, 3]])`` or ``tensor([[1, 2, 3]],
+  device='cuda:0')``, over several lines if long, one after the other. It contains no prompts.
+- Rounds: a line for each, ``[n]`` or ``[n1, n2]``: the number of tokens of each row of the batch so far, counted from
+  the row's beginning, including the correction or bonus of each round. It does not mark where a prompt ends.
 
 This module reads and writes text; it knows no models.
 """
@@ -30,7 +30,7 @@ def read_tensors(path: Path) -> list[tuple[int, ...]]:
     """The token ids of each text: each row of each tensor is one.
 
     Raises:
-        FileError: with the line number; ids are left out (``...``), or something else is in the file.
+        FileError: with the line number; ids are left out (``...``), or the file has other content.
     """
     text = read_text(path)
     texts: list[tuple[int, ...]] = []
@@ -53,7 +53,7 @@ def _ids(path: Path, text: str, begin: int, row: str) -> tuple[int, ...]:
     """The ids of a row, which begins at ``begin`` in the text of the file."""
 
     def error(at: int, what: str) -> FileError:
-        # Lines are counted only here: for each row it would take a time that grows as the square of the file.
+        # Lines are counted only here: counting for each row would take quadratic time.
         return FileError(f"{path}, line {text.count(chr(10), 0, begin + at) + 1}: {what}")
 
     if "..." in row:
@@ -78,11 +78,11 @@ def tensor_text(texts: Iterable[Sequence[int]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ForeignRounds:
-    """Rounds as such a file has them.
+    """The rounds of such a file.
 
     Attributes:
         prompts: of each text, the number of tokens that each of its rounds committed.
-        is_guessed: whether it was guessed where texts end.
+        is_guessed: whether the ends of texts were guessed.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -93,9 +93,9 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
     """Rounds from lines of cumulative counts.
 
     A batch of texts ends where a count is less than the one before it. That is a guess: it misses the end of a batch if
-    the first round of the next one commits at least as many tokens as the last one had in all. If every text was
-    written to at least ``tokens_per_prompt`` tokens, the end is where all rows have so many, and nothing is guessed. A
-    count that stays as it is belongs to a row that has ended.
+    the first round of the next batch commits at least as many tokens as the previous one had in total. If every text
+    has at least ``tokens_per_prompt`` tokens, a batch ends when all rows have that many, and nothing is guessed. A
+    count that stays the same belongs to a finished row.
 
     Raises:
         FileError: with the line number.
@@ -145,7 +145,7 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
 def _ended_early(path: Path, line: int, num_tokens: int, tokens_per_prompt: int) -> FileError:
     return FileError(
         f"{path}, line {line}: a text ended after {num_tokens} tokens, not {tokens_per_prompt}: "
-        "leave --tokens-per-prompt out, and the ends are guessed"
+        "leave out --tokens-per-prompt, and the ends are guessed"
     )
 
 
@@ -154,7 +154,7 @@ def round_lines(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[s
 
     Args:
         prompts: of each text, the number of tokens that each of its rounds committed.
-        batch_size: so many texts are in a line.
+        batch_size: the number of texts in a line.
     """
     for begin in range(0, len(prompts), batch_size):
         group = prompts[begin : begin + batch_size]

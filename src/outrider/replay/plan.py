@@ -1,8 +1,9 @@
-"""Which draft, which K, or none: what to expect on this machine, from what was measured on it.
+"""Which draft, which K, or none: predictions for this machine, from measurements on it.
 
-How many rounds a text takes is known from replay (outrider.replay.replay), how long a round takes from timing rounds of
-the real loop on random text. Both together give tokens per second for every draft and K, though no pair has been run on
-a text. What is left out: the prefill, and that the rows of a batch do not end together, which costs speculation more
+Replay gives the number of rounds that a text takes (outrider.replay.replay); timed rounds of the real loop on random
+text give their duration. Together they give tokens per second for every draft and K, without running any pair on a
+text.
+Two effects are left out: the prefill, and that the rows of a batch do not end together, which costs speculation more
 than plain decoding.
 """
 
@@ -29,7 +30,7 @@ NUM_STEPS = _NUM_PASSES + 1  # of a progress bar
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where rounds are timed: so many rows, each with so many tokens already."""
+    """The setting in which rounds are timed: the number of rows, and of tokens in each."""
 
     num_rows: int
     context: int
@@ -37,8 +38,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Medians over the timed rounds of a draft and K, in seconds. Their sum is not quite the median of the sum, which
-    ``round_s`` is."""
+    """Medians over the timed rounds of a draft and K, in seconds. ``round_s`` is the median of the sum, not the sum of
+    the medians."""
 
     round_s: float
     draft_s: float
@@ -55,13 +56,13 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What rounds cost in one setting.
+    """The cost of rounds in one setting.
 
     Attributes:
         prefill_s: of the target, for all rows.
         plain: a round without drafts.
         rounds: by draft and K.
-        lookup_s: of drafts that look their tokens up, what a round takes for it also where nothing is found.
+        lookup_s: for drafts that look their tokens up, the time that a round spends on it even if nothing is found.
     """
 
     setting: Setting
@@ -84,7 +85,7 @@ class Costs:
         return self.rounds[draft, k].draft_s / k
 
     def target_s(self) -> dict[int, float]:
-        """t_target(T): T -> seconds of a step of the target on T tokens a row, with the verdict. T = 1 is plain."""
+        """t_target(T): T -> seconds of a step of the target on T tokens per row, with the verdict. T = 1 is plain."""
         by_width: dict[int, list[float]] = {1: [self.plain.verify_s]}
         for (_, k), cost in self.rounds.items():
             by_width.setdefault(k + 1, []).append(cost.verify_s)
@@ -130,15 +131,15 @@ def measure_costs(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A draft and a K, and what to expect of them.
+    """A draft and a K, with the prediction for them.
 
     Attributes:
-        tau: tokens per round, rounds that the end of a text cuts short included; with an interval over the texts.
-        speed_up: over plain decoding, text by text, as measured arms are compared; the interval is over the texts and
-            says nothing of the costs.
+        tau: tokens per round, including rounds cut short by the end of a text; with an interval over the texts.
+        speed_up: over plain decoding, text by text, as measured arms are compared; the interval is over the texts, and
+            does not cover the costs.
         tokens_per_s: of all rows together.
         if_free: the speed-up if the draft took no time.
-        if_agreeing: the speed-up if every drafted token stood.
+        if_agreeing: the speed-up if every drafted token were accepted.
     """
 
     draft: str
@@ -155,7 +156,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
     """All drafts and K, the fastest first.
 
     Args:
-        counts: the rounds to expect of each draft and K, text by text.
+        counts: the expected rounds of each draft and K, text by text.
     """
     found = []
     for (draft, k), texts in counts.items():
@@ -163,7 +164,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
         plain_s = [num * costs.plain.round_s for num in tokens]
         seconds = [_seconds(costs, draft, k, one, lambda cost: cost.round_s) for one in texts]
         free_s = [_seconds(costs, draft, k, one, lambda cost: cost.round_s - cost.draft_s) for one in texts]
-        # A text that agrees always takes a round for every K + 1 tokens.
+        # With full agreement a text takes a round for every K + 1 tokens.
         agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
         found.append(
             Choice(
@@ -181,8 +182,8 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
 
 
 def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callable[[RoundCost], float]) -> float:
-    """How long rounds take together. Those near the end of a text draft fewer tokens; what was not timed lies between
-    its neighbours. Rounds that were cut short had drafted as many as any."""
+    """The total time of rounds. Those near the end of a text draft fewer tokens; the times of other K are interpolated.
+    Rounds that were cut short had drafted as many as any."""
     lookup_s, plain = costs.lookup_s.get(draft, 0.0), costs.plain
     nothing = RoundCost(plain.round_s + lookup_s, lookup_s, plain.verify_s)
     timed = {0: nothing} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}

@@ -1,7 +1,7 @@
-"""Recording: the target alone writes its answers to many prompts, and says how probable they were.
+"""Recording: the target alone answers many prompts, and its probabilities are kept.
 
 The text is that of plain decoding. The probabilities come from one teacher-forced pass over it, under the same sampling
-options; they are those of the loop up to rounding (docs/numerics.md).
+options; they equal those of the loop up to rounding (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.text.tokenizer import Prompt, fingerprint
 
 
 def header_of(decoder: Decoder, options: dict[str, Any], num_probs: int | None, **more: Any) -> Header:
-    """The header of what a decoder will say.
+    """The header for the output of a decoder.
 
     Args:
         options: for ``Decoder.stream_many``, without a seed.
@@ -61,8 +61,8 @@ def record_batch(
         on_done: told the number of rows just finished.
 
     Returns:
-        The records, and whether Ctrl-C ended it. Then they are those of the rows that were finished, up to the first
-        that was not.
+        The records, and whether Ctrl-C ended the work. If so, they are those of the finished rows, up to the first
+        unfinished one.
 
     Raises:
         NumericsError: the target gave NaN or infinite logits.
@@ -106,7 +106,7 @@ def top_probs(
 
     Args:
         texts: prompt and output of each.
-        num_probs: N, taken as V where it is more.
+        num_probs: N, at most V.
     """
     n = min(num_probs, target.vocab_size)
     settings = Settings.of([sampling], target.vocab_size, target.device)
@@ -117,7 +117,7 @@ def top_probs(
         p = normalised(raw)
         top = p.topk(n, dim=-1)
         token = p.gather(1, chunk.ids[:, None])[:, 0]
-        # Summed, not taken from 1: exactly 0 where top-k or top-p has left nothing.
+        # Summed, not subtracted from 1: exactly 0 where top-k or top-p leaves nothing.
         tail = wide(p.scatter(1, top.indices, 0.0)).sum(dim=-1)
         kept = (token.to(raw.dtype), top.indices, top.values.to(raw.dtype), tail.to(raw.dtype))
         for row in sorted(set(chunk.rows.tolist())):

@@ -1,8 +1,8 @@
-"""Replay: drafts are judged against what a target has said, without running the target.
+"""Replay: drafts are judged against a target's recorded output, without running the target.
 
-A draft model reads each recorded text once; that gives q for every token, and with the recorded p all that is needed to
-say how rounds over this text go, for every K at once (see outrider.replay.renewal). A drafter that looks its tokens up
-is asked for its proposal after every token of the text, by its own code.
+A draft model reads each recorded text once; that gives q for every token. Together with the recorded p it determines
+the law of rounds over this text, for every K at once (see outrider.replay.renewal). A drafter that looks its tokens up
+proposes after every token of the text, by its own code.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from outrider.text.tokenizer import fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a draft would have made of one record.
+    """A draft's rounds over one record.
 
     Attributes:
-        laws: of a K, how the rounds go. Two of them where p is not known well enough: one in which drafted tokens
-            stand as seldom as they can, and one in which they stand as often. They are made when they are asked for:
-            at once, those of all K up to 1024 would take gigabytes for a long text.
-        overlap: for each judged token the least and the most that sum_v min(p, q) can be, and min(1, q/p) of the token
-            itself, which is the same on average over what may stand there; None where there is no q.
+        laws: K -> the law of the rounds. Two laws if p is not known well enough: with acceptance as rare as
+            possible, and as frequent as possible. They are made on demand: those of all K up to 1024 would take
+            gigabytes for a long text.
+        overlap: for each judged token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
+            itself, which has the same mean over the tokens drawn there; None without a q.
     """
 
     index: int
@@ -59,12 +59,12 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What to expect of a draft and a K over all records.
+    """The expectation for a draft and a K over all records.
 
     Attributes:
         prompts: expected counts of each record.
-        tau: with an interval over the records; None where no round would be whole.
-        upper: the same where drafted tokens stand as often as they can; None where the numbers are exact.
+        tau: with an interval over the records; None if no round is whole.
+        upper: the same with acceptance as frequent as possible; None if the numbers are exact.
     """
 
     k: int
@@ -82,9 +82,9 @@ class AlphaRange:
     """alpha over the records' texts, each number with an interval over the records.
 
     Attributes:
-        low, high: between these, by what the log knows of p.
-        estimate: the mean of min(1, q/p) over the tokens that stand in the texts. Given what is before a token this is
-            sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)) on average, so it needs no more of p than that token.
+        low, high: bounds from the recorded part of p.
+        estimate: the mean of min(1, q/p) over the texts' own tokens. Given the tokens before, its mean is
+            sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)), so it only needs p at that token.
     """
 
     low: Interval
@@ -101,7 +101,7 @@ class Summary:
 
     Attributes:
         expected: by K.
-        alpha: None where there is no q.
+        alpha: None without a q.
     """
 
     expected: Mapping[int, Expected]
@@ -114,9 +114,9 @@ def load_draft(
     """A draft to be replayed against a log.
 
     Raises:
-        OptionError: it is no draft.
-        TokenizerMismatch: it has other tokens than the log.
-        ModelError, DeviceError: it cannot be had.
+        OptionError: it is not a draft.
+        TokenizerMismatch: its tokens differ from the log's.
+        ModelError, DeviceError: it cannot be loaded.
     """
     if name == "none":
         raise OptionError("--draft", name, "plain decoding is what the log holds; name a draft to replay")
@@ -126,7 +126,7 @@ def load_draft(
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
         raise TokenizerMismatch(
-            f"{header.target}, which the log is of, and {name} have different tokenizers; choose a draft of the same "
+            f"{header.target}, the target of the log, and {name} have different tokenizers; choose a draft of the same "
             "family, or the draft 'ngram', which needs none"
         )
     if lm.vocab_size < header.vocab_size:
@@ -142,7 +142,7 @@ def replay(
     """Judge a draft against records, ``batch_size`` at a time.
 
     Raises:
-        OptionError: there is no such rule, no draft, or the log lacks what it is to be judged by.
+        OptionError: the rule is unknown, there is no draft, or the log lacks the probabilities needed.
     """
     if rule not in RULES:
         raise OptionError("acceptance", rule, f"choose one of {', '.join(RULES)}")
@@ -154,8 +154,9 @@ def replay(
         raise OptionError(
             "draft",
             drafter.name,
-            f"the log was sampled at temperature {header.sampling.temperature:g} without probabilities, which a draft "
-            "model is judged by: record it again with --probs 1 (for alpha and for gumbel, --probs 20 or more)",
+            f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities "
+            "that judging a draft model needs: record it again with --probs 1 (for alpha and for gumbel, --probs 20 "
+            "or more)",
         )
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
@@ -167,7 +168,7 @@ def replay(
 
 
 def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
-    """What to expect over all records; each is let go when it has been counted."""
+    """The expectation over all records; each is released after counting."""
     low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     is_exact = dict.fromkeys(ks, True)
@@ -206,7 +207,7 @@ def _laws(rule: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple
     """See ``Replayed``.
 
     Args:
-        low, high: what ``survival`` takes. [n], [n]
+        low, high: arguments of ``survival``. [n], [n]
         room: the most tokens that a round may draft. [n]
     """
     num_drafted = np.minimum(k, room)
@@ -223,8 +224,8 @@ def _room(record: Record, header: Header) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Of each token of a text log(q/p), both ends of log g, and what ``Replayed`` says of overlap. Where the draft's
-    context has ended the logarithms are -inf, and there is no overlap."""
+    """For each token of a text log(q/p), both ends of log g, and the overlap as in ``Replayed``. Beyond the draft's
+    context the logarithms are -inf, and there is no overlap."""
 
     log_ratios: Floats  # [n]
     agreement: tuple[Floats, Floats]  # [n], [n]
@@ -232,7 +233,7 @@ class _Places:
 
 
 def _judge(records: Sequence[Record], header: Header, lm: LM) -> list[_Places]:
-    """What a draft model says of the texts."""
+    """A draft model on the texts."""
     sampling = header.sampling
     settings = Settings.of([sampling], header.vocab_size, lm.device)
     logs = [np.full(len(record.token_ids), -np.inf) for record in records]
@@ -276,7 +277,7 @@ def _joined(parts: Sequence[Floats]) -> Floats:
 
 
 def _known(record: Record, header: Header, part: slice, ids: Tensor) -> Known:
-    """What the log knows of p. Of a greedy text it is all: one-hot at the token that stands there, by definition."""
+    """The recorded part of p. For a greedy text it is complete: one-hot at the text's own token, by definition."""
     if header.sampling.temperature == 0:
         ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
         return Known(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
@@ -297,8 +298,8 @@ def _numpy(values: Tensor) -> Floats:
 
 
 def _replay_look_up(record: Record, header: Header, drafter: Drafter, rule: Rule, ks: Sequence[int]) -> Replayed:
-    """A drafter with a one-hot q: a drafted token stands if and only if it is the one in the text. (Given that it is,
-    min(1, q/p) and g are 1, and so is every rho; given that it is not, q is 0.)"""
+    """A drafter with a one-hot q: a drafted token is accepted if and only if it equals the text's token. (If it does,
+    min(1, q/p), g and every rho are 1; if not, q is 0.)"""
     text = (*record.prompt_ids, *record.token_ids)
     prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
     found: dict[int, tuple[Integers, Integers]] = {}
@@ -318,6 +319,6 @@ def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tup
 
 
 def _num_matching(proposed: Sequence[int], following: Sequence[int]) -> int:
-    """How many proposed tokens are those of the text, before the first that is not."""
+    """The number of proposed tokens that match the text, before the first mismatch."""
     pairs = zip(proposed, following, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""Files of rounds, and what they say: how many tokens a round commits, which positions stand, for which prompts.
+"""Files of rounds, and their analysis: tokens committed per round, acceptance by position, by prompt.
 
 Three kinds of lines are read: those of ``outrider replay --output``, those of ``outrider generate --output``, whose
 rounds follow from the origins of the tokens, and those of the decoding-speculative-decoding project (see
@@ -23,7 +23,7 @@ from outrider.system.files import read_text
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How rounds were made, where the file says so."""
+    """How rounds were made, where the file states it."""
 
     draft: str | None = None
     k: int | str | None = None
@@ -49,7 +49,7 @@ class RoundsFile:
     """Rounds of one or more arms.
 
     Attributes:
-        notes: what had to be assumed, for people.
+        notes: assumptions, for human readers.
     """
 
     arms: Mapping[Arm, tuple[PromptRounds, ...]]
@@ -58,8 +58,8 @@ class RoundsFile:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How often a position stands, conditional and unconditional, with Wilson's intervals, which take the rounds as
-    independent of each other."""
+    """The acceptance of a position, conditional and unconditional, with Wilson's intervals, which treat the rounds as
+    independent."""
 
     position: Position
     conditional: Interval | None
@@ -81,11 +81,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What rounds say.
+    """The analysis of rounds.
 
     Attributes:
-        tau: over all rounds, with an interval over the prompts; None where there is no round.
-        prompt_tau: the mean over the prompts of each one's own.
+        tau: over all rounds, with an interval over the prompts; None without rounds.
+        prompt_tau: the mean of the prompts' own values.
         by_category: the same for each category, where prompts have one.
     """
 
@@ -130,10 +130,10 @@ def _without_category(prompts: Sequence[PromptRounds], name: str) -> list[Prompt
 def round_row(
     arm: Arm, index: int, category: str | None, rounds: Sequence[tuple[int, int]], is_truncated: bool, num_tokens: int
 ) -> dict[str, Any]:
-    """What a line of ``outrider replay --output`` holds.
+    """A line of ``outrider replay --output``.
 
     Args:
-        rounds: (drafted, accepted) of each whole one.
+        rounds: (drafted, accepted) of each whole round.
     """
     return {
         "index": index,
@@ -149,16 +149,16 @@ def round_row(
 
 
 def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None) -> RoundsFile:
-    """Rounds from a file of any of the three kinds, told by its first character and keys.
+    """Rounds from a file of any of the three kinds, recognised by its first character and keys.
 
     Args:
-        tokens_per_prompt, k: for lines of cumulative counts, which say neither where a prompt ends nor how many tokens
-            were drafted.
+        tokens_per_prompt, k: for lines of cumulative counts, which contain neither the ends of prompts nor the numbers
+            of drafted tokens.
 
     Raises:
         FileError: with the line number.
     """
-    # Not splitlines(), which also splits at characters that may stand within a line of JSON.
+    # Not splitlines(), which also splits at characters that may occur within a line of JSON.
     lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise FileError(f"{path} has no rounds in it")
@@ -178,7 +178,7 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
         first = seen.setdefault((arm, prompt.index), number)
         if first != number:
             raise FileError(
-                f"{path}, line {number}: prompt {prompt.index} is there already, on line {first} ({arm.label}): "
+                f"{path}, line {number}: prompt {prompt.index} already occurs on line {first} ({arm.label}): "
                 "analyze each run by itself"
             )
         arms.setdefault(arm, []).append(prompt)
@@ -186,7 +186,7 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
 
 
 def _check(arm: Arm, prompt: PromptRounds) -> None:
-    """Whether these can be rounds: a file may be well-formed JSON, and yet anybody's.
+    """Whether these can be rounds: well-formed JSON may still come from elsewhere.
 
     Raises:
         ValueError
@@ -205,8 +205,8 @@ def _check(arm: Arm, prompt: PromptRounds) -> None:
         and all(map(is_count, numbers))
         and max(len(counts.accepted), len(counts.drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
         and sum(counts.drafted) == counts.num_rounds
-        # At least as many rounds drafted i tokens or more as kept so many; and of those that drafted i, at most all
-        # stood in full.
+        # At least as many rounds drafted i tokens or more as accepted that many; and of those that drafted i, at most
+        # all were fully accepted.
         and all(position.num_drafted >= position.num_accepted for position in counts.positions)
         and len(counts.accepted) <= len(counts.drafted)
         and all(full <= drafted for full, drafted in zip(counts.full, counts.drafted, strict=False))
@@ -224,8 +224,9 @@ def _from_rounds(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
 
 
 def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
-    """A round is what was accepted, and the correction or bonus after it. Accepted tokens at the end without either
-    are of a round that was cut short. How many tokens were drafted after a rejected one is in the counts beside."""
+    """A round consists of its accepted tokens and the correction or bonus after them. Accepted tokens at the end
+    without either belong to a round that was cut short. The counts tell how many tokens were drafted after a rejected
+    one."""
     settings, stats = row["settings"], row["stats"]
     rounds, num_accepted = [], 0
     for origin in row["origins"]:
@@ -251,17 +252,17 @@ def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> Ro
     found = read_rounds(path, tokens_per_prompt)
     most = max((max(rounds) - 1 for rounds in found.prompts if rounds), default=0)
     if k is not None and most > k:
-        raise FileError(f"{path}: a round kept {most} drafted tokens, which cannot be with K = {k}")
+        raise FileError(f"{path}: a round accepted {most} drafted tokens, which is impossible with K = {k}")
     num_drafted = most if k is None else k
     notes = []
     if found.is_guessed:
         notes.append(
-            "where a prompt ends is guessed from a decrease; if each has the same number of tokens, give it by "
+            "the ends of prompts are guessed from decreases; if all have the same number of tokens, give it by "
             "--tokens-per-prompt"
         )
     if k is None:
         notes.append(
-            f"that every round drafted {num_drafted} tokens is guessed from the most that were kept; give it by -k"
+            f"the number of drafted tokens per round, {num_drafted}, is guessed from the most accepted; give it by -k"
         )
     prompts = tuple(
         PromptRounds(index, None, RoundCounts.of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
