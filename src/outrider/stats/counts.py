@@ -1,7 +1,7 @@
-"""Counts of rounds, measured or expected, and what is made of them.
+"""Counts of rounds, measured or expected, and the quantities derived from them.
 
-The words are those of ``outrider.records.Stats``: a round that was cut short by the end of its text is left out. Counts
-of real rounds are whole numbers; those that follow from probabilities are not, and all else is the same.
+The terms are those of ``outrider.records.Stats``: a round that was cut short by the end of its text is left out. Counts
+of real rounds are whole numbers, expected counts are not; otherwise they are treated alike.
 
 This module does not know where the rounds come from.
 """
@@ -23,9 +23,9 @@ class Position:
 
     Attributes:
         position: i, from 1.
-        num_drafted: rounds that drafted so many tokens.
-        num_judged: those among them in which the tokens before it stood.
-        num_accepted: those in which it stood, too.
+        num_drafted: rounds that drafted at least i tokens.
+        num_judged: of these, rounds in which all tokens before it were accepted.
+        num_accepted: rounds in which it was accepted too.
     """
 
     position: int
@@ -35,12 +35,12 @@ class Position:
 
     @property
     def conditional(self) -> float | None:
-        """How often it stands if those before it do."""
+        """How often it is accepted if those before it are."""
         return self.num_accepted / self.num_judged if self.num_judged else None
 
     @property
     def unconditional(self) -> float | None:
-        """How often it stands where it was drafted."""
+        """How often it is accepted when drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     def to_json(self) -> dict[str, Any]:
@@ -56,14 +56,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class RoundCounts:
-    """How many rounds went how. They add.
+    """Counts of rounds by outcome. They add.
 
     Attributes:
-        accepted: at index i the rounds in which exactly i drafted tokens stood.
-        drafted: at index i the rounds in which exactly i tokens were drafted.
-        full: at index i the rounds in which i tokens were drafted and all stood.
-        num_truncated: rounds cut short by the end of the text, which the others leave out.
-        num_generated_tokens: all tokens, those of truncated rounds included.
+        accepted: at index i the rounds with exactly i accepted tokens.
+        drafted: at index i the rounds with exactly i drafted tokens.
+        full: at index i the rounds with i drafted tokens, all accepted.
+        num_truncated: rounds cut short by the end of the text, excluded from the others.
+        num_generated_tokens: all tokens, including those of truncated rounds.
     """
 
     accepted: tuple[float, ...] = ()
@@ -107,7 +107,7 @@ class RoundCounts:
 
     @property
     def num_committed(self) -> float:
-        """Tokens that the rounds committed, corrections and bonuses included."""
+        """Tokens committed by the rounds, including corrections and bonuses."""
         return self.num_rounds + self.num_accepted_draft_tokens
 
     @property
@@ -126,7 +126,7 @@ class RoundCounts:
         at_least = _tail_sums(add_counts(self.accepted, (0,) * (longest + 1)))
         drafted = _tail_sums(self.drafted)
         full = add_counts(self.full, (0,) * (longest + 1))
-        # A round judges token i if i-1 stood and there was an i-th: not if i-1 were all that was drafted.
+        # A round judges token i if i-1 were accepted and an i-th was drafted.
         return [Position(i, drafted[i], at_least[i - 1] - full[i - 1], at_least[i]) for i in range(1, longest + 1)]
 
     def to_json(self) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def total(counts: Iterable[RoundCounts]) -> RoundCounts:
 
 
 def tau_interval(prompts: Sequence[RoundCounts]) -> Interval | None:
-    """tau over all rounds, with an interval over the prompts, no part of it below the 1 token that every round commits;
-    None where there is no round."""
+    """tau over all rounds, with an interval over the prompts, cut at the 1 token that every round commits; None without
+    rounds."""
     rounds = [counts.num_rounds for counts in prompts]
     if not sum(rounds):
         return None

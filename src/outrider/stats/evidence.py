@@ -1,19 +1,19 @@
-"""Evidence: do tokens follow the laws that they are said to be drawn from? Numbers in, numbers out.
+"""Evidence: do tokens follow the laws that they were supposedly drawn from? Numbers in, numbers out.
 
-The tokens come one after the other, and p, the law of each given all before it, is known in full. Nothing else is
-assumed: not that tokens are independent, nor that there are many. A statistic is a function of the token whose mean
-under p is taken off, so that its sum is a martingale if the tokens do follow p; here it comes as ``Increments``.
+The tokens arrive one after the other, and p, the law of each given all before it, is known in full. Nothing else is
+assumed: neither independence nor a large number of tokens. A statistic is a function of the token minus its mean under
+p, so that its sum is a martingale if the tokens follow p; here it is given as ``Increments``.
 
 - ``Bet`` makes a test of such a sum: a gambler who stakes theta on every token has a wealth whose mean never rises
   above 1 if the tokens follow p, so that it ever reaches 1/a with probability at most a (Ville 1939). So 1 / wealth is
-  a p-value, at any sample size, and whenever one stops. Wealths under several stakes may be averaged.
+  a p-value, at any sample size and any stopping time. Wealths under several stakes may be averaged.
 - ``pit_tests`` are the tests of Kolmogorov and Smirnov and of Pearson on randomised probability integral transforms,
   which are independent and uniform if the tokens follow p (Rosenblatt 1952; Brockwell 2007). The number of tokens must
   have been chosen beforehand.
 - ``holm`` keeps the probability that any of several tests gives a false alarm (Holm 1979).
-- ``detectable``, ``tokens_needed``: what a bet would find out; ``estimated``: how far off the tokens are.
+- ``detectable``, ``tokens_needed``: the power of a bet; ``estimated``: the deviation that the tokens show.
 
-Derivations: docs/certify.md. This module does not know models, nor what a token is.
+Derivations: docs/certify.md. This module knows neither models nor the meaning of tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from scipy import optimize, stats
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-POWER = 0.99  # of what is said to be detectable
+POWER = 0.99  # at the stated limit of detection
 _MOST_BINS, _TOKENS_PER_BIN = 20, 50  # of Pearson's test: with fewer in a bin its tail is not that of chi-square
 
 
 @dataclass(frozen=True, slots=True)
 class Increments:
-    """A statistic X of n tokens, with what is known of it beforehand: under p it has mean 0.
+    """A statistic X of n tokens, with its known moments and range: under p it has mean 0.
 
     Attributes:
-        values: X at the token that came. [n]
+        values: X at the observed token. [n]
         moments: E X^2, E X^3 and E X^4 under p. [3, n]
         lows, highs: -lows <= X <= highs for every token that p allows. [n]
     """
@@ -58,12 +58,12 @@ class Increments:
 
     @property
     def variance(self) -> float:
-        """Of the sum, under p."""
+        """The variance of the sum under p."""
         return float(self.moments[0].sum())
 
     @property
     def z(self) -> float:
-        """The sum over its standard deviation, for people; no p-value here is computed from it."""
+        """The sum over its standard deviation, for display; no p-value here is computed from it."""
         return float(self.values.sum()) / math.sqrt(self.variance) if self.variance > 0 else 0.0
 
 
@@ -79,7 +79,7 @@ def _exp_tail(x: Floats) -> Floats:
 def log_mgfs(increments: Increments, theta: float) -> Floats:
     """At least log E exp(theta X) under p, for each token. [n]
 
-    Beyond the third power of X, exp is bounded by what it is at the largest X: for x <= h, e^x is at most
+    Beyond the third power of X, exp is bounded by its value at the largest X: for x <= h, e^x is at most
     1 + x + x^2/2 + x^3/6 + x^4 _exp_tail(h).
     """
     second, third, fourth = increments.moments
@@ -91,7 +91,7 @@ def log_mgfs(increments: Increments, theta: float) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """Stakes chosen before the tokens are seen: +theta and -theta, with half of the money each."""
+    """Stakes chosen before the tokens are seen: +theta and -theta, with half of the capital each."""
 
     theta: float
 
@@ -101,7 +101,7 @@ class Bet:
 
         Args:
             like: tokens like those to come; a stake of 0 if X never varies among them.
-            num_tokens: about how many will come.
+            num_tokens: about how many will follow.
         """
         if not like.moments.any():
             return cls(0.0)
@@ -135,7 +135,7 @@ def p_value(log_wealth: float) -> float:
 
 
 def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
-    """Log of the mean over ``num_accounts`` accounts, of which those not named were never staked and hold 1."""
+    """Log of the mean over ``num_accounts`` accounts; accounts not named were never staked and hold 1."""
     assert len(log_wealths) <= num_accounts
     idle = [0.0] * (num_accounts - len(log_wealths))
     return _log_sum([*log_wealths, *idle]) - math.log(num_accounts)
@@ -143,7 +143,7 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """A bet for each kind of token: the first of a round, the second ... The money is shared equally among them.
+    """A bet for each kind of token: the first of a round, the second ... The capital is divided equally among them.
 
     The kind of a token must be known before the token is.
     """
@@ -151,7 +151,7 @@ class Accounts:
     bets: Mapping[int, Bet]
 
     def log_wealth(self, increments: Increments, kinds: Integers) -> float:
-        """Tokens of a kind without a bet are passed over.
+        """Tokens of a kind without a bet are ignored.
 
         Args:
             kinds: [n]
@@ -162,12 +162,12 @@ class Accounts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one test found.
+    """The result of one test.
 
     Attributes:
-        statistic: what is shown of it: a z, a distance, a chi-square; the log of the wealth of averaged accounts.
+        statistic: for display: a z, a distance, a chi-square; the log of the wealth of averaged accounts.
         p: uniform or larger if the tokens follow p.
-        threshold: p at or below it is an alarm; set by ``holm``.
+        threshold: a p at or below it raises an alarm; set by ``holm``.
     """
 
     name: str
@@ -202,8 +202,8 @@ def pit_tests(pits: Floats) -> list[Finding]:
 
 
 def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
-    """The same tests with their thresholds: with probability at most ``level`` is there any false alarm. Going up from
-    the smallest p, each is held against the level over the number of tests left, until one is not an alarm."""
+    """The same tests with their thresholds: the probability of any false alarm is at most ``level``. Starting from the
+    smallest p, each is compared with the level over the number of tests left, until one raises no alarm."""
     order = sorted(range(len(tests)), key=lambda i: tests[i].p)
     judged = list(tests)
     num_left, is_open = len(tests), True
@@ -217,7 +217,7 @@ def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What X would be if the tokens followed another law, for each token.
+    """The moments of X if the tokens followed another law, for each token.
 
     Attributes:
         means: E X under that law. [n]
@@ -234,20 +234,21 @@ class Drift:
 
 
 def rate_bound(num_events: int, num_trials: int) -> float:
-    """The rate that so few events in so many trials exceed with probability POWER (Poisson, Garwood 1936)."""
+    """An upper bound of the rate of events, with confidence POWER, from their number in a number of trials (Poisson,
+    Garwood 1936)."""
     return float(stats.chi2.ppf(POWER, 2 * (num_events + 1))) / 2 / num_trials
 
 
 def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> float | None:
-    """The least total variation, on average over the tokens, that ``bet`` finds out with probability POWER.
+    """The least total variation, on average over the tokens, that ``bet`` detects with probability POWER.
 
-    The law found out is p' = (1 - e) p + e r, r the law of ``drift``. Its total variation from p is e TV(p, r), and
-    the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2). The least e is
-    the one at which the threshold lies POWER's normal quantile below that mean. (The normal law is used for the power
-    only, never for a p-value.)
+    The law detected is p' = (1 - e) p + e r, where r is the law of ``drift``. Its total variation from p is e TV(p, r),
+    and the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2). The least e
+    is the one at which the threshold lies POWER's normal quantile below that mean. (The normal law is used for the
+    power only, never for a p-value.)
 
     Returns:
-        None where not even r itself is found out.
+        None where not even r itself is detected.
     """
     if bet.theta == 0:
         return None
@@ -265,10 +266,10 @@ def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> 
 
 def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | None:
     """The total variation, on average over the tokens, of the mixture (1 - e) p + e r that fits the sum of X, and its
-    standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens lie on the other side of p.
+    standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens deviate in the opposite direction.
 
     Returns:
-        None where X does not tell r from p.
+        None where X does not distinguish r from p.
     """
     pull = float(drift.means.sum())
     if pull <= 0:
@@ -278,10 +279,10 @@ def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | Non
 
 
 def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: float) -> int | None:
-    """How many tokens like these make ``wanted`` detectable: ``detectable`` solved for the sample size.
+    """The number of tokens like these that makes ``wanted`` detectable: ``detectable`` solved for the sample size.
 
     Returns:
-        None where r is not that far from p, or X does not tell them apart.
+        None where r is not that far from p, or X does not distinguish them.
     """
     assert wanted > 0
     e = wanted / float(drift.distances.mean()) if drift.distances.any() else math.inf

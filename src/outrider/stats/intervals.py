@@ -1,7 +1,8 @@
 """Means, ratios and proportions with their intervals. Numbers in, numbers out.
 
-Times on a shared machine drift, so arms are measured in turn and compared pair by pair: whatever is common to the two
-runs of a pair cancels in their ratio. Ratios of times are averaged as logarithms, where doubling and halving are alike.
+Times on a shared machine drift, so arms are measured in turn and compared pair by pair: effects common to the two runs
+    of a pair cancel in their ratio. Ratios of times are averaged as logarithms, where doubling and halving are
+    symmetric.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scipy import stats
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence interval; no ends where a single value says nothing of the spread."""
+    """An estimate with its confidence interval; without ends for a single value, which has no spread."""
 
     value: float
     low: float | None
@@ -48,7 +49,7 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], le
     """sum(numerators) / sum(denominators) over groups that are independent of each other (prompts, say), with the t
     interval of the ratio estimator by linearisation (Cochran, Sampling Techniques, 1977, section 6.4).
 
-    With sums and counts of the groups it is a mean over members that are alike within a group.
+    With sums and counts of the groups it is a mean over members that are correlated within a group.
     """
     assert len(numerators) == len(denominators) > 0 and sum(denominators) > 0
     a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
@@ -61,7 +62,7 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], le
 
 
 def wald(successes: int, trials: int, level: float = 0.95) -> Interval:
-    """Proportion with the normal interval, which is too narrow near 0 and 1; kept because others report it."""
+    """Proportion with the normal interval, which is too narrow near 0 and 1; kept because other tools report it."""
     rate = successes / trials
     half = _z(level) * math.sqrt(rate * (1 - rate) / trials)
     return Interval(rate, max(0.0, rate - half), min(1.0, rate + half), level)
@@ -81,13 +82,14 @@ def uniform_bins(num_values: int, num_bins: int, level: float = 0.99) -> tuple[i
 
 
 def uniform_distance(num_values: int, level: float = 0.99) -> float:
-    """What the distance between the empirical distribution of independent uniform numbers and the uniform one stays
-    below with probability ``level`` (Kolmogorov and Smirnov)."""
+    """The bound on the distance between the empirical distribution of independent uniform numbers and the uniform one
+    that holds with probability ``level`` (Kolmogorov and Smirnov)."""
     return float(stats.kstwo.ppf(level, num_values))
 
 
 def normal_limit(num_values: int, level: float = 0.99) -> float:
-    """What standard normal numbers stay below on either side, all of them with a probability of at least ``level``."""
+    """The bound on the magnitude of standard normal numbers that holds for all of them with a probability of at least
+    ``level``."""
     return _z(1 - (1 - level) / num_values)
 
 
@@ -96,13 +98,13 @@ class PairedDifference:
     """Difference of two mean scores on the same trials, second minus first.
 
     Attributes:
-        only_first, only_second: trials in which just one of the two succeeded (for other scores: had the higher one);
-            all that the comparison rests on.
+        only_first, only_second: trials in which only this one of the two succeeded (for other scores: had the higher
+            score); the comparison rests on these.
         difference: with the normal interval of paired means.
         margin: means closer than this count as equivalent.
         tost_p: p-value of the two one-sided tests against a difference of at least ``margin`` either way
-            (Schuirmann 1987), each by the normal law or, where that is larger, by the binomial law of faults that go
-            one way. Below 0.05: equivalent within the margin.
+            (Schuirmann 1987), each by the normal law or, where that is larger, by the binomial law of faults in one
+            direction. Below 0.05: equivalent within the margin.
         difference_p: two-sided p-value against no difference at all: the normal one or, where that is larger, that of
             the sign test over the trials in which the arms differ (for successes: McNemar's exact test).
     """
@@ -125,8 +127,8 @@ def paired_difference(
     """Compare two arms trial by trial.
 
     With n trials and the differences d, the variance of their mean is estimated as
-    (sum d^2 + span^2 - (sum d)^2 / n) / n^2. The span is that of half a trial which only the first arm succeeds in, and
-    half a trial which only the second does: added, so that arms which agree everywhere do not look infinitely certain.
+    (sum d^2 + span^2 - (sum d)^2 / n) / n^2. The span is that of half a trial won by the first arm only, and half a
+    trial won by the second only, added so that full agreement does not look like certainty.
 
     Args:
         first, second: the score of each trial; True or 1 is a success.
@@ -140,7 +142,7 @@ def paired_difference(
     half = _z(level) * se
     tost_p = max(_p_of_worse(value, se, margin, span, n), _p_of_worse(-value, se, margin, span, n))
     only_first, only_second = int((differences < 0).sum()), int((differences > 0).sum())
-    # A few differences that all go one way are not normal: five of five have p = 0.04 by that law, and 0.06 in truth.
+    # A few differences in the same direction are not normal: five of five have p = 0.04 by that law, and truly 0.06.
     sign_p = 2 * stats.binom.cdf(min(only_first, only_second), only_first + only_second, 0.5)
     return PairedDifference(
         only_first=only_first,
@@ -153,9 +155,9 @@ def paired_difference(
 
 
 def _p_of_worse(value: float, se: float, margin: float, span: float, n: int) -> float:
-    """How probable so small a loss is, if the second arm is worse by the margin: the larger of two p-values. The normal
-    one looks at differences both ways. Where a fault goes one way only, in margin/span of the trials, it is seen in few
-    of them, and the variance that is seen is no evidence; then the number of losses is binomial."""
+    """The probability of a loss this small or smaller, if the second arm is worse by the margin: the larger of two
+    p-values. The normal one covers differences both ways. A fault in one direction only, in margin/span of the trials,
+    appears in few of them, and the observed variance is then no evidence; the number of losses is then binomial."""
     num_losses = math.ceil(-value * n / span - 1e-9)
     return max(stats.norm.sf((value + margin) / se), stats.binom.cdf(num_losses, n, min(1.0, margin / span)))
 

@@ -1,8 +1,9 @@
 """How much speculation gains: closed forms.
 
-In a round of K drafted tokens the i-th stands with probability a_i if those before it do. With c the time of a draft
-step and v that of a verify, both over the time of a plain step of the target, all follows from two numbers: how many
-tokens a round commits, and how long it takes.
+In a round of K drafted tokens the i-th is accepted with probability a_i if those before it are. With c the time of a
+draft
+step and v that of a verify, both over the time of a plain step of the target, everything follows from two numbers: the
+    tokens that a round commits, and its duration.
 
 Source: Leviathan et al. 2211.17192, section 3, where every a_i is the same alpha and v is 1; there K is gamma.
 """
@@ -30,7 +31,7 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What to expect of K drafted tokens a round.
+    """The prediction for K drafted tokens per round.
 
     Attributes:
         tau: tokens per round.
@@ -49,7 +50,7 @@ def predict(ks: Sequence[int], *, alpha: float, c: float, v: float, c_ops: float
     tau of theorem 3.11.
 
     Args:
-        alpha: the probability that a drafted token stands if those before it do, at any place.
+        alpha: the probability that a drafted token is accepted if those before it are, at any place.
         c, v: the time of a draft step and that of a verify, over that of a plain step.
         c_ops: the operations of a draft step over those of a plain step.
     """
