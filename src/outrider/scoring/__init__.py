@@ -1,1 +1,1 @@
-"""Texts that are there already, scored by models: teacher forcing and alpha."""
+"""Existing texts scored by models: teacher forcing and alpha."""

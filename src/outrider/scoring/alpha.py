@@ -1,8 +1,8 @@
 """alpha: how far two models agree, from their logits alone.
 
-At one place of a text, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q stands under
-``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the places of a text is alpha. Nothing is
-generated: the text is there, and both models judge it.
+At one place of a text, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q is accepted
+under ``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the places of a text is alpha. Nothing
+is generated: both models score existing text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.stats.intervals import Interval, ratio_of_sums
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """alpha of a pair under some sampling options, with an interval over the texts, and how many tokens were judged."""
+    """alpha of a pair under some sampling options, with an interval over the texts, and the number of tokens judged."""
 
     sampling: Sampling
     alpha: Interval
@@ -57,8 +57,8 @@ def measure_alpha(
     """alpha under each of the sampling options; every text is read once by each model.
 
     Args:
-        texts: cut to what both models can take; one without a token to judge is left out.
-        on_done: told the number of texts just done, for a progress bar.
+        texts: cut to the context of both models; texts without a token to judge are left out.
+        on_done: called with the number of texts just done, for a progress bar.
 
     Raises:
         PromptError: there is nothing to judge.
@@ -66,7 +66,7 @@ def measure_alpha(
     most = min(target.context_len, draft.context_len)
     texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
     if not texts:
-        raise PromptError("there is no text of two tokens or more, so that one could be judged after the other")
+        raise PromptError("no text has two tokens or more, so there is no token to judge")
     has_penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
 

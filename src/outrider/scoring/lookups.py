@@ -1,4 +1,4 @@
-"""What a drafter without a model would have proposed in texts that are there already, by its own code."""
+"""The proposals of a drafter without a model at every place of existing texts, by its own code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Teacher forcing: what a model would have given for each token of texts that are there already.
+"""Teacher forcing: a model's logits for each token of existing texts.
 
-One forward judges a whole text, where generating it takes one for each token. The logits are those of the loop up to
-rounding (docs/numerics.md). This module does not know where the texts come from, nor how many models are compared.
+One forward scores a whole text, where generation takes a forward for each token. The logits equal those of the loop up
+to rounding (docs/numerics.md). This module does not know where the texts come from, nor how many models are compared.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, mark_seen, to_probs
 
-# The logits of one forward, B x T x V, and with them its columns T. What is made of them may be several times as large.
+# The logits of one forward, B x T x V, and with them its columns T. Results derived from them may be several times as
+# large.
 _MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of which the tokens from ``num_given`` (at least 1) on are judged."""
+    """A text whose tokens from ``num_given`` (at least 1) on are judged."""
 
     ids: Sequence[int]
     num_given: int = 1
@@ -32,7 +33,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """M tokens that stand in texts, with the logits of the model before each.
+    """M tokens of texts, with the model's logits before each.
 
     Attributes:
         rows: index of each token's text. [M]
@@ -53,7 +54,7 @@ class Forced:
         return to_probs(self.logits[None].to(device), settings, seen)[0]
 
     def logprobs(self) -> Tensor:
-        """Log-probability of each token, natural, from the logits as they are, in float32 or better. [M]"""
+        """Log-probability of each token, natural, from the raw logits, in float32 or better. [M]"""
         x = self.logits if self.logits.dtype == torch.float64 else self.logits.to(torch.float32)
         chosen: Tensor = x.gather(-1, self.ids[:, None]).squeeze(-1)
         return chosen - x.logsumexp(dim=-1)
@@ -65,10 +66,10 @@ class Forced:
 
 @torch.inference_mode()
 def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterator[Forced]:
-    """Judge texts, a chunk of columns at a time; chunks in which nothing is to be judged are left out.
+    """Judge texts, a chunk of columns at a time; chunks without a token to judge are left out.
 
-    In a chunk the tokens come text by text, in order; so do the chunks. For the same texts two models give the same
-    tokens in the same chunks.
+    Within a chunk tokens are ordered by text and position; so are the chunks. For the same texts two models give the
+    same tokens in the same chunks.
 
     Args:
         texts: each at most one token longer than the model's context: the last token is judged, and not fed.
@@ -118,12 +119,12 @@ def sums_by_text(
     has_penalty: bool = False,
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Judge texts by one model or several, and add up what is measured at their tokens.
+    """Judge texts by one model or several, and sum measurements over their tokens.
 
     Args:
         texts: each with a token to judge; no longer than ``force`` takes.
-        measure: given what each model says of the same M tokens (a ``Forced`` for each), S numbers of each. [S, M]
-        on_done: told the number of texts just done, for a progress bar.
+        measure: from a ``Forced`` of each model for the same M tokens, S numbers for each token. [S, M]
+        on_done: called with the number of texts just done, for a progress bar.
 
     Returns:
         Sums over the tokens of each of the N texts, in float64, on the CPU. [S, N]
@@ -136,7 +137,7 @@ def sums_by_text(
         for forced in zip(*(force(lm, batch, has_penalty=has_penalty) for lm in lms), strict=True):
             rows.append(forced[0].rows.cpu())
             values.append(measure(*forced).to("cpu", torch.float64))
-            del forced  # before the next are made: for a large vocabulary they are most of the memory
+            del forced  # before the next ones: for a large vocabulary they take most of the memory
         numbers = torch.cat(values, dim=1)  # [S, M]
         sums.append(numbers.new_zeros(len(numbers), len(batch)).index_add_(1, torch.cat(rows), numbers))
         if on_done is not None:

@@ -1,4 +1,4 @@
-"""What rounding may do: how far logits move, and which tokens that brings over the edge of a filter."""
+"""The effects of rounding: how far logits move, and which tokens that moves across the edge of a filter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
 
-# Logits this close may change places by rounding (docs/numerics.md has what was seen).
+# Logits this close may change order by rounding (observed values: docs/numerics.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LEAST_TOP_P = 1e-9
 
 
 def is_allowed(logits: Tensor, seen: Tensor | None, token_id: int, sampling: Sampling, shift: float) -> bool:
-    """Whether a token has a probability above 0 if its logit is off by ``shift``, and the mass of the others by as much
-    as that moves it: a tail that holds 1 - top-p holds at most e^shift as much (at temperature 1).
+    """Whether a token has a probability above 0 if its logit is shifted by ``shift``, and the mass of the others
+    accordingly: a tail with mass 1 - top-p has at most e^shift times that (at temperature 1).
 
     Args:
         logits: [V]
