@@ -1,4 +1,4 @@
-"""When a row ends, and what of its text is certain.
+"""When a row ends, and which part of its text is certain.
 
 End tokens and stop strings act after every single token, before anything is streamed or counted. A text that could be
 the beginning of a stop string is held back until it is decided.
@@ -16,7 +16,7 @@ class RowText:
     """The text of one row, token by token.
 
     Args:
-        detokenizer: None where there is no text, only ids.
+        detokenizer: None if there are only ids, no text.
         eos_ids: tokens that end the row; they have no text.
         stop: strings that end the row and are not part of its text.
     """
@@ -31,7 +31,7 @@ class RowText:
         self._certain: list[tuple[int, str]] = []
 
     def push(self, token_id: int) -> FinishReason | None:
-        """Take the next token; say whether the row ends with it."""
+        """Take the next token; return whether the row ends with it."""
         index, self._num_tokens = self._num_tokens, self._num_tokens + 1
         if token_id in self._eos_ids:
             return "eos"
@@ -43,24 +43,24 @@ class RowText:
         if found:
             self._release(min(found))
             self._held.clear()
-            self._detokenizer = None  # what may be left in it lies beyond the end
+            self._detokenizer = None  # any remainder lies beyond the end
             return "stop"
         self._release(len(text) - self._undecided(text))
         return None
 
     def finish(self) -> None:
-        """The row has ended: nothing that is held back can become a stop string any more."""
+        """The row has ended: no held text can become a stop string any more."""
         if self._detokenizer is not None:
             self._held.append((self._num_tokens - 1, self._detokenizer.flush()))
             self._release(sum(len(piece) for _, piece in self._held))
 
     def take(self) -> list[tuple[int, str]]:
-        """The text that has become certain since the last call, as (index of the token it came with, text)."""
+        """The text that has become certain since the last call, as (index of its token, text)."""
         certain, self._certain = self._certain, []
         return certain
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = 0
         for string in self._stop:
             for length in range(min(len(string) - 1, len(text)), longest, -1):

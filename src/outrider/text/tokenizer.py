@@ -1,6 +1,6 @@
 """Text to ids and back, in a form that can be streamed.
 
-This module knows tokenizers of Hugging Face and nothing of models, rounds or stop strings.
+This module knows tokenizers of Hugging Face, but no models, rounds or stop strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text; or token ids; or the messages of a chat, ``{"role": ..., "content": ...}``."""
 
 _NUM_CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
-_UNFINISHED = "\ufffd"  # what decoders write for half a character
+_UNFINISHED = "\ufffd"  # decoders' output for half a character
 
 
 def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
@@ -27,7 +27,7 @@ def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
         tokenizer: None if the prompt is ids already.
 
     Raises:
-        PromptError: the prompt is empty, or needs a tokenizer or a chat template that is not there.
+        PromptError: the prompt is empty, or needs a tokenizer or a chat template that is missing.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -62,26 +62,25 @@ def _encode_chat(tokenizer: Any | None, messages: Any) -> list[int]:
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except TemplateError as error:
-        raise PromptError(f"the model's chat template does not take these messages: {error}") from None
+        raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
     return [int(i) for i in ids]
 
 
 class Detokenizer:
     """Turns tokens into text one by one, never giving half a character.
 
-    Tokens do not decode on their own: a character may be spread over several, and a leading space may depend on what
-    stands before. So the new token is decoded together with the tokens before it, and the text that these alone give is
-    taken off.
+    Tokens do not decode on their own: a character may be spread over several, and a leading space may depend on the
+    tokens before. So the new token is decoded together with the tokens before it, and their own text is removed.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # tokens whose text is out already
-        self._pending: list[int] = []  # tokens whose text is not, or not all of it
-        self._num_given = 0  # characters of the pending tokens that are out
+        self._context = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # tokens whose text has been emitted
+        self._pending: list[int] = []  # tokens whose text has not been emitted in full
+        self._num_given = 0  # emitted characters of the pending tokens
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain, which may be none."""
+        """The text that has become certain; may be empty."""
         self._pending.append(token_id)
         text = self._new_text()
         certain = text.rstrip(_UNFINISHED)
@@ -93,7 +92,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is left at the end, half characters included."""
+        """The remainder at the end, including half characters."""
         piece = self._new_text()[self._num_given :]
         self._settle()
         return piece
@@ -117,13 +116,13 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A checksum of what the ids mean: the same for two tokenizers if and only if ``check_same_tokens`` is content."""
+    """A checksum of the meaning of ids: the same for two tokenizers if and only if ``check_same_tokens`` passes."""
     tokens = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
-    """Compare two tokenizers by what their ids mean.
+    """Compare two tokenizers by the meaning of their ids.
 
     Raises:
         TokenizerMismatch: an id stands for different tokens; the message shows some.
