@@ -181,6 +181,6 @@ def test_places_count_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
     conditional, unconditional = (bars[0].get_xydata() for bars in axes.containers)
     assert conditional.round().tolist() == [[1, 0], [2, 0]] and len(unconditional) == 3
     assert conditional[0, 1] == 0.5 == unconditional[0, 1]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["if those before it do", "of all rounds"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["if those before it are", "of all rounds"]
     axes = _axes_of(lambda: svg_of_z([0.5, -2.0], 2.8), monkeypatch)
     assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -2.0]]

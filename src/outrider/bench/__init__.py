@@ -1,1 +1,1 @@
-"""Paired, interleaved measurement, and what is said of it."""
+"""Paired, interleaved measurement, its tables and plots."""

@@ -1,6 +1,6 @@
-"""Pictures of results, for people who would rather look than read.
+"""Plots of results.
 
-matplotlib is an extra (``plot``), imported only where something is drawn.
+matplotlib is an extra (``plot``), imported only for drawing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot_file(path: Path, formats: Sequence[str] = PLOT_FORMATS) -> None:
-    """Find out before the measurement, not after it, that a plot, or a page with plots, cannot be made.
+    """Check before the measurement, not after it, that a plot, or a page with plots, can be made.
 
     Raises:
         FileError: the name or the folder is not possible.
@@ -77,7 +77,7 @@ def plot_tau(lines: Mapping[str, Sequence[tuple[int, Interval | None]]], path: P
 
 
 def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None:
-    """Beside each other how many drafted tokens stand in a round, and how often each position does."""
+    """Side by side the number of accepted tokens in a round, and the acceptance of each position."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -96,8 +96,8 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
         positions.plot(places, conditional, color=colour, marker="o")
         positions.plot(places, unconditional, color=colour, marker="s", ls="--")
     histogram.set(xlabel="accepted tokens in a round", ylabel="share of rounds", title=title)
-    positions.set(xlabel="position in the round", ylabel="share that stands", ylim=(0, 1.05))
-    positions.set_title("solid: if those before it stand; dashed: of those drafted")
+    positions.set(xlabel="position in the round", ylabel="share accepted", ylim=(0, 1.05))
+    positions.set_title("solid: if those before it are accepted; dashed: of those drafted")
     for axes in (histogram, positions):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=min(3, len(arms)), fontsize="small")
@@ -107,7 +107,7 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
 def plot_plan(
     lines: Mapping[str, Sequence[tuple[int, float]]], measured: Sequence[ArmSummary], path: Path, title: str
 ) -> None:
-    """Predicted speed-up against K, a line for each draft, with what was measured laid over it."""
+    """Predicted speed-up against K, a line for each draft, with the measurements on top."""
     figure, axes = _speed_up_axes(title, "speed-up over plain decoding")
     colours = {}
     for label, points in lines.items():
@@ -146,7 +146,7 @@ def plot_shapes(costs: Sequence[ShapeCost], path: Path, title: str) -> None:
 
 
 # Figures in a page, light or dark. Their ink is the colour of the text around them. Blue and orange stand out from both
-# pages and can be told apart by the colour-blind; the shapes of their marks differ as well.
+# pages and can be distinguished by the colour-blind; the shapes of their marks differ as well.
 _INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
 _BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
 _PAGE_STYLE: dict[Any, Any] = {
@@ -185,19 +185,20 @@ def svg_of_excess(excess: Sequence[float], distance: float) -> str:
 
 
 def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Sequence[Interval]) -> str:
-    """How often the first, second ... drafted token of a round stands: if those before it do, and of all rounds."""
+    """How often the first, second ... drafted token of a round is accepted: if those before it are, and of all
+    rounds."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Any) -> None:
         there = [(i + 0.95, one) for i, one in enumerate(conditional) if one is not None]
-        _bars(axes, [at for at, _ in there], [one for _, one in there], "if those before it do", fmt="o", color=_BLUE)
+        _bars(axes, [at for at, _ in there], [one for _, one in there], "if those before it are", fmt="o", color=_BLUE)
         at = [i + 1.05 for i in range(len(unconditional))]
         _bars(axes, at, unconditional, "of all rounds", fmt="s", color=_ORANGE)
         axes.set(xlim=(0.5, len(unconditional) + 0.5), ylim=(-0.04, 1.04))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
-    return _svg("acceptance", "drafted token of the round", "share that stands", draw)
+    return _svg("acceptance", "drafted token of the round", "share accepted", draw)
 
 
 def svg_of_z(zs: Sequence[float], limit: float) -> str:
@@ -220,7 +221,7 @@ def _svg(name: str, across: str, up: str, draw: Callable[[Any], None]) -> str:
     """A figure as an element of a page that may hold others.
 
     Args:
-        name: told apart by it; all ids in the element begin with it.
+        name: unique in the page; all ids in the element begin with it.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

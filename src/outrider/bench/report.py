@@ -1,4 +1,4 @@
-"""What is said of measurements: a summary of each arm, as JSON, as a table.
+"""Reports of measurements: a summary of each arm, as JSON, as a table.
 
 The JSON documents of all commands are described in docs/json.md.
 """
@@ -23,10 +23,10 @@ class ArmSummary:
 
     Attributes:
         ms_per_token: of decoding, mean and standard deviation over the cases.
-        total_ms_per_token: the same with the prefill counted in.
+        total_ms_per_token: the same including the prefill.
         prefill_ms: of one prompt.
         speed_up: of decoding, over the baseline arm on the same cases; None for the baseline itself.
-        total_speed_up: the same with the prefill counted in.
+        total_speed_up: the same including the prefill.
     """
 
     arm: Arm
@@ -60,7 +60,7 @@ class ArmSummary:
 def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:
     """A summary of each arm; the first is the baseline of the others.
 
-    Cases that an arm has not done (the measurement was interrupted) are left out; if none is left there is no summary.
+    Cases that an arm has not completed (the measurement was interrupted) are left out; without any there is no summary.
     """
     groups = [[m for m in measurements if m.arm == arm] for arm in arms]
     done = set.intersection(*({m.case.index for m in group} for group in groups))
@@ -105,7 +105,7 @@ def pm_text(pair: tuple[float, float | None], digits: int) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """An empty table that fits 80 columns: the first column is text and gives way, the others are numbers."""
+    """An empty table that fits 80 columns: the first column is text and shrinks, the others are numbers."""
     from rich import box
     from rich.table import Table
 

@@ -1,7 +1,7 @@
 """Measure arms in turn.
 
 An arm is a decoder and its options under a name. All arms take the same cases (prompt and seed) one after the other,
-and the order of the arms rotates from case to case, so that drift of the machine falls on all alike.
+and the order of the arms rotates from case to case, so that drift of the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """For tables that have K in a column of its own."""
+        """For tables with a separate column for K."""
         return self.draft or self.decoder.target.name
 
     def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Chunk]:
@@ -51,7 +51,7 @@ def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to generate: what is paired between the arms."""
+    """One thing to generate: the unit of pairing between the arms."""
 
     index: int
     prompt: Prompt
@@ -86,7 +86,7 @@ OnChunk = Callable[[Arm, Case, Chunk], None]
 
 
 def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None) -> Measurement:
-    """Generate once. What ``on_chunk`` does (printing, say) is not timed."""
+    """Generate once. The work of ``on_chunk`` (printing, say) is not timed."""
     stats, timing, text, ratios = Stats(), Timing(), "", []
     for chunk in arm.stream(case.prompt, {**options, "seed": case.seed}):
         stats, timing, text = stats + chunk.stats, timing + chunk.timing, text + chunk.text
@@ -100,9 +100,9 @@ def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | N
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
     """Let every arm run without measuring: memory is allocated and kernels are chosen on first use.
 
-    Where steps are prepared for each size, those that the cases will come to are: of the cases with the same capacity
-    of the cache and the same view of it to begin with, the shortest and the longest are run. (Which sizes K = ``auto``
-    comes to depends on the text.)
+    Where steps are prepared for each size, this prepares the sizes that the cases will need: of the cases with the same
+    capacity of the cache and the same initial view of it, the shortest and the longest are run. (The sizes that K =
+    ``auto`` needs depend on the text.)
     """
     for arm in arms:
         lm = arm.decoder.target
@@ -140,9 +140,9 @@ def count_rejections(ratios: Sequence[float], dtype: torch.dtype) -> tuple[int, 
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory that was in use so far: of the device where it is a CUDA device, else of the process.
+    """Peak memory in use so far: of the device where it is a CUDA device, else of the process.
 
-    None on Windows, which does not tell.
+    None on Windows, which does not report it.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
