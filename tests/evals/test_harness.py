@@ -221,7 +221,7 @@ def test_the_user_has_the_last_word() -> None:
     [
         ({"num_beams": 10}, "num_beams = 10 is not possible: Outrider has no such option"),
         ({"length_penalty": 2.0}, "length_penalty = 2.0"),
-        ({"do_sample": True}, "the task must say at which temperature"),
+        ({"do_sample": True}, "the task must set a temperature"),
         ({"temperature": -1.0}, "temperature = -1.0 is not possible"),
         ({"max_gen_toks": 0}, "max_new_tokens = 0 is not possible"),
     ],

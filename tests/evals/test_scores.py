@@ -49,7 +49,7 @@ def test_documents_are_paired_whatever_their_order() -> None:
     want = paired_difference([0, 0.1, 0.2, 0.3, 0.4], [0, 0.1, 0.3, 0.3, 0.4], 0.05)
     assert score.paired is not None and score.paired.tost_p == pytest.approx(want.tost_p)
     assert (score.paired.only_first, score.paired.only_second, score.num_documents) == (0, 1, 5)
-    with pytest.raises(AssertionError, match="other documents"):
+    with pytest.raises(AssertionError, match="different documents"):
         compare([TaskResult("t", plain, arm({i: {"f1": 0.0} for i in range(1, 6)}))], [], 0.05)
 
 

@@ -1,15 +1,15 @@
 """Tasks of EleutherAI's lm-evaluation-harness, plain and speculative.
 
-``OutriderLM`` is a model as the harness knows one. Requests for the likelihood of given text (``loglikelihood``,
-``loglikelihood_rolling``) are answered by teacher forcing of the target; a draft plays no part in them. Requests to
+``OutriderLM`` implements the harness's model interface. Requests for the likelihood of given text (``loglikelihood``,
+``loglikelihood_rolling``) are answered by teacher forcing of the target, without a draft. Requests to
 generate (``generate_until``) go through the decoder, with its draft. Tokenization, special tokens and truncation are
 those of the harness's own ``hf`` model, so that scores can be compared.
 
-The harness's own command line, with this model in it:
+The harness's own command line, with this model:
 
     python -m outrider.evals.harness --model outrider --model_args target=T,draft=D --tasks NAME
 
-The harness (lm-eval) is an extra (``eval``), so this module is imported only where a task is run.
+The harness (lm-eval) is an extra (``eval``), so this module is imported only to run tasks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDr
 from outrider.records import Stats
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # named alike by tasks and by Sampling
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the same names in tasks and in Sampling
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Given what is done and how many of it, opens a progress bar: a function that takes the number just done."""
+"""Given a description and a total, opens a progress bar: a function that takes the number just done."""
 
 
 @contextmanager
@@ -52,15 +52,15 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -> Sampling:
-    """How a task wants its text generated.
+    """The sampling options of a task.
 
     Args:
         gen_kwargs: the task's ``generation_kwargs``. Without ``do_sample`` or a temperature it is greedy, without a
             length 256 tokens: the harness's rules.
-        overrides: fields of ``Sampling`` that take the place of the task's.
+        overrides: fields of ``Sampling`` that replace the task's.
 
     Raises:
-        OptionError: the task wants what Outrider does not do (beams, say), or a value is out of range.
+        OptionError: the task uses an unsupported option (beams, say), or a value is out of range.
     """
     given = {name: value for name, value in normalize_gen_kwargs(dict(gen_kwargs)).items() if value is not None}
     options: dict[str, Any] = {
@@ -69,20 +69,20 @@ def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -
     }
     is_sampled = given.pop("do_sample")
     options |= {name: given.pop(name) for name in _SAMPLING if name in given} | {**overrides}
-    if given.get("num_beams") == 1:  # some tasks say so; it is what we do
+    if given.get("num_beams") == 1:  # some tasks set it explicitly; it changes nothing
         del given["num_beams"]
     for name, value in given.items():
         raise OptionError(f"generation_kwargs: {name}", value, "Outrider has no such option: take it out of the task")
     if "temperature" not in options:
         if is_sampled:
-            raise OptionError("generation_kwargs: do_sample", True, "the task must say at which temperature")
+            raise OptionError("generation_kwargs: do_sample", True, "the task must set a temperature")
         options["temperature"] = 0.0
     return Sampling(**options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request to generate: its prompt, how it is sampled, and what ends it beside the model's own end tokens."""
+    """A request to generate: its prompt, sampling options, and stop strings besides the model's own end tokens."""
 
     ids: list[int]
     sampling: Sampling
@@ -90,15 +90,15 @@ class _Row:
 
 
 class OutriderLM(TemplateLM):
-    """A decoder, as a model of the harness.
+    """A decoder as a model of the harness.
 
     Args:
         decoder: with a tokenizer.
-        batch_size: requests at once.
+        batch_size: requests per batch.
         seed: the i-th request to generate samples with seed + i.
-        overrides: fields of ``Sampling`` that take the place of what tasks say.
+        overrides: fields of ``Sampling`` that replace those of tasks.
         progress: opens a progress bar.
-        on_generated: told of every request to generate its task and its counts.
+        on_generated: called with the task and the counts of every request to generate.
 
     Raises:
         OptionError, PromptError
@@ -139,16 +139,16 @@ class OutriderLM(TemplateLM):
         """A model by the ``--model_args`` of the harness's command line: the arguments of ``load_lm``.
 
         Raises:
-            OptionError: there is no such argument.
+            OptionError: the argument is unknown.
             UsageError: see ``outrider.load``.
         """
         config = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if str(config.get("device")).startswith("cuda") and not torch.cuda.is_available():
-            del config["device"]  # the harness says cuda:0 where its user has said nothing
-        config.pop("max_batch_size", None)  # for batch_size=auto, which there is not
+            del config["device"]  # the harness's default, cuda:0, not its user's choice
+        config.pop("max_batch_size", None)  # for batch_size=auto, which is not supported
         options = config | arg_dict
         if str(options.get("batch_size")).isdecimal():
-            options["batch_size"] = int(options["batch_size"])  # the harness leaves it as it was typed
+            options["batch_size"] = int(options["batch_size"])  # the harness passes it as a string
         known = list(signature(load_lm).parameters)
         for name, value in options.items():
             if name not in known:
@@ -164,7 +164,7 @@ class OutriderLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> Any:
-        """The token that a text without a context is judged after.
+        """The token that precedes a text without a context.
 
         Raises:
             PromptError: the tokenizer has neither a BOS nor an EOS token.
@@ -177,14 +177,14 @@ class OutriderLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness tells its caches of requests apart."""
+        """The key of the harness's request caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat as one text.
 
         Raises:
-            PromptError: there is no chat template, or it does not take these messages.
+            PromptError: there is no chat template, or it does not accept these messages.
         """
         if not self.tokenizer.chat_template:
             raise PromptError("this model has no chat template: run its tasks without")
@@ -196,7 +196,7 @@ class OutriderLM(TemplateLM):
                 continue_final_message=not add_generation_prompt,
             )
         except TemplateError as error:
-            raise PromptError(f"the model's chat template does not take these messages: {error}") from None
+            raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -220,14 +220,14 @@ class OutriderLM(TemplateLM):
             if not 1 <= len(continuation) <= most:
                 raise PromptError(
                     f"a continuation of {len(continuation)} tokens cannot be judged: "
-                    f"{self.decoder.target.name} takes 1 to {most}"
+                    f"{self.decoder.target.name} accepts 1 to {most}"
                 )
             ids = (context + continuation)[-(most + 1) :]
             texts.append(Text(ids, len(ids) - len(continuation)))
         return self._judge(texts)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Log-probability of whole texts, in windows of the context; every token is judged once."""
+        """Log-probability of whole texts, in windows of the context; every token is scored once."""
         texts: list[Text] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
@@ -243,13 +243,13 @@ class OutriderLM(TemplateLM):
         return sums
 
     def _judge(self, texts: Sequence[Text]) -> list[tuple[float, bool]]:
-        """Log-probability of the judged tokens of each text, and whether each of them is the most probable one."""
+        """Log-probability of the scored tokens of each text, and whether each of them is the most probable."""
 
         def measure(p: Forced) -> Tensor:
             logprobs = p.logprobs()
             return torch.stack([logprobs, (p.best_ids() != p.ids).to(logprobs.dtype)])
 
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # alike beside alike; the largest first
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # by length, the longest first
         judged: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         if texts:
             with self._progress("texts judged", len(texts)) as advance:
@@ -265,7 +265,7 @@ class OutriderLM(TemplateLM):
         return judged
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """What the decoder writes after each prompt, up to a stop string of its task."""
+        """The decoder's output for each prompt, up to a stop string of its task."""
         rows = [self._row(*request.args, seed=self._seed + i) for i, request in enumerate(requests)]
         order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
         texts, names = [""] * len(rows), [field.name for field in fields(Sampling)]
@@ -293,7 +293,7 @@ class OutriderLM(TemplateLM):
             raise OptionError(
                 "max_gen_toks", sampling.max_new_tokens, f"{target.name} takes {target.context_len} tokens in all"
             )
-        # Special tokens have no text, so a stop string that is one is an end token, too.
+        # Special tokens have no text, so a stop string that is a special token is also an end token.
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         eos_ids = tuple(sorted({special[string] for string in sampling.stop if string in special}))
         ids = self.tok_encode(prompt)[-room:] or [self.prefix_token_id]
@@ -317,7 +317,7 @@ def load_lm(
     batch_size: int = 1,
     seed: int = 0,
 ) -> OutriderLM:
-    """A model of the harness by names. Arguments: see ``outrider.load`` and ``OutriderLM``.
+    """A model of the harness from names. Arguments: see ``outrider.load`` and ``OutriderLM``.
 
     Raises:
         UsageError
@@ -336,8 +336,8 @@ def load_lm(
 
 
 def main() -> None:
-    """The harness's own command line, with this model among its others."""
-    import lm_eval.models  # noqa: F401  the harness registers its own models only while it knows none
+    """The harness's own command line, with this model added."""
+    import lm_eval.models  # noqa: F401  the harness registers its own models only while its registry is empty
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 

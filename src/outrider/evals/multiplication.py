@@ -1,7 +1,7 @@
 """Multiplication sheets: the task of llama-ssp's ``eval``.
 
 Three solved lines and one to solve; a success is a first line that is the product. The score means little by itself,
-but it is a number that a wrong acceptance rule would change.
+but a wrong acceptance rule would change it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Problem:
         return f"{solved}{self.a} * {self.b} = "
 
     def is_solved_by(self, text: str) -> bool:
-        """Whether the first line of what was generated is the product, and nothing else."""
+        """Whether the first generated line is the product, and nothing else."""
         return text.split("\n", 1)[0].strip() == str(self.a * self.b)
 
 
@@ -42,7 +42,7 @@ def problems(num_prompts: int, seed: int) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one arm did. ``is_solved`` has one entry for each problem."""
+    """The result of one arm. ``is_solved`` has one entry for each problem."""
 
     is_solved: tuple[bool, ...]
     answers: tuple[str, ...]
@@ -75,7 +75,7 @@ def score(
 
     Args:
         seed: row i samples with seed + i.
-        on_solved: told the number of problems just done, for a progress bar.
+        on_solved: called with the number of problems just done, for a progress bar.
         options: sampling options; the budget and the stop string are set here.
     """
     answers = [""] * len(sheet)

@@ -1,8 +1,8 @@
 """Perplexity of a text under a target and its draft, and how far the two agree on it.
 
-A text longer than the context is judged in windows. Each token but the very first is judged once, by the tokens before
-it in its window. Windows that follow one another without overlap cost least, and give the first tokens of each little
-to go by; a stride below the context makes them overlap, so that every token (after the first window) has at least
+A text longer than the context is scored in windows. Each token but the very first is scored once, given the tokens
+before it in its window. Windows without overlap cost least, and give the first tokens of each little context; a stride
+below the context makes them overlap, so that every token (after the first window) has at least
 context - stride + 1 tokens before it.
 
 Nothing is generated. This module does not know files, nor how the text was tokenized.
@@ -28,11 +28,11 @@ from outrider.stats.intervals import Interval, ratio_of_sums
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """How likely one model finds a text.
+    """The likelihood of a text under one model.
 
     Attributes:
-        nats_per_token: the mean of -ln p over the tokens judged; the interval is over the windows.
-        bytes_per_token: of the text judged, in UTF-8.
+        nats_per_token: the mean of -ln p over the scored tokens; the interval is over the windows.
+        bytes_per_token: of the scored text, in UTF-8.
     """
 
     model: str
@@ -41,7 +41,7 @@ class Perplexity:
 
     @property
     def per_token(self) -> Interval:
-        """exp(nats per token): as uncertain as a choice among so many equally likely tokens."""
+        """exp(nats per token): as uncertain as a choice among this many equally likely tokens."""
         return _mapped(self.nats_per_token, math.exp)
 
     @property
@@ -71,7 +71,7 @@ def _mapped(interval: Interval, function: Callable[[float], float]) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What target and draft say of a text. Intervals are over the windows, which are taken as independent.
+    """Target and draft on a text. Intervals are over the windows, which are treated as independent.
 
     Attributes:
         perplexities: of the target, then of the draft, if there is one.
@@ -96,9 +96,9 @@ class Judgement:
 
 
 def windows(ids: Sequence[int], context: int, stride: int) -> list[Text]:
-    """The windows of a text, in which every token but the very first is judged once.
+    """The windows of a text, in which every token but the very first is scored once.
 
-    A window feeds ``context`` tokens and judges the one after them, too, so it holds one token more.
+    A window feeds ``context`` tokens and also scores the next one, so it holds one token more.
 
     Args:
         ids: two or more.
@@ -131,8 +131,8 @@ def judge(
     Args:
         draft: has the target's tokens; None: the target alone.
         texts: windows, at most one token longer than either model's context.
-        num_bytes: of the tokens that are judged, in UTF-8.
-        on_done: told the number of windows just done, for a progress bar.
+        num_bytes: of the scored tokens, in UTF-8.
+        on_done: called with the number of windows just done, for a progress bar.
     """
     setting = Settings.of([Sampling()], target.vocab_size, target.device)
 

@@ -1,8 +1,7 @@
-"""The scores of two arms held against each other, document by document, and what may be said of many at once.
+"""The scores of two arms compared document by document, and joint claims about many scores.
 
-What the harness made of its tasks comes in; nothing is run here. A claim about one score has its own error rate of 5%.
-For several there are two claims, each of which errs with a probability of at most 5%, however the scores depend on
-each other:
+The input is the harness's results; nothing is run here. A claim about one score has its own error rate of 5%. For
+several there are two claims, each with an error probability of at most 5%, however the scores depend on each other:
 
 - All are equivalent, if each of them is by its own test. If one is not in truth, its test alone has to err
   (intersection-union test, Berger 1982), so no correction is needed.
@@ -24,17 +23,17 @@ from outrider.records import Stats
 from outrider.stats.evidence import Finding, holm
 from outrider.stats.intervals import PairedDifference, paired_difference
 
-LEVEL = 0.05  # of each claim; that of ``PairedDifference.is_equivalent``, too
+LEVEL = 0.05  # of each claim, and of ``PairedDifference.is_equivalent``
 
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """What the harness says of one task by one arm.
+    """The harness's results for one task by one arm.
 
     Attributes:
         metrics: its aggregates, by ``metric,filter``; and ``sample_len``, the number of documents.
         samples: its record of every document, once for each filter.
-        stats: of what was generated; None if nothing was.
+        stats: of the generation; None if nothing was generated.
     """
 
     metrics: Mapping[str, Any]
@@ -44,7 +43,7 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task by both arms; ``speculative`` is None where a draft has no part in it."""
+    """A task by both arms; ``speculative`` is None if no draft is used."""
 
     name: str
     plain: ArmResult
@@ -57,12 +56,12 @@ class Score:
 
     Attributes:
         task: its name, or that of the group.
-        filter: by which the harness takes the answer out of the text.
-        plain, speculative: as the harness aggregates them; None for an arm that was not run.
-        paired: speculative minus plain, in the mean of the documents' own numbers (for a group weighted as the group
-            says); None where there is one arm, or where these numbers do not make the score (BLEU over a corpus, say).
+        filter: with which the harness extracts the answer from the text.
+        plain, speculative: as aggregated by the harness; None for an arm that was not run.
+        paired: speculative minus plain, in the mean of the documents' own numbers (weighted as the group specifies);
+            None if there is one arm, or if the score is not made of these numbers (BLEU over a corpus, say).
         weighting: of the tasks in a group: "size" or "equal"; None for a task.
-        is_different: it is said to differ, by Holm's procedure over all scores that are compared.
+        is_different: whether it differs, by Holm's procedure over all scores that are compared.
     """
 
     task: str
@@ -96,7 +95,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all scores that are compared say together; each of the two claims errs with probability ``LEVEL`` at most.
+    """The joint claims about all scores that are compared; each of the two errs with probability ``LEVEL`` at most.
 
     Attributes:
         differing: by label.
@@ -122,7 +121,7 @@ class Verdict:
 
 
 def verdict(scores: Sequence[Score]) -> Verdict | None:
-    """Of the scores that ``compare`` gave; None if none could be compared."""
+    """For the scores returned by ``compare``; None if none could be compared."""
     compared = [(score, score.paired) for score in scores if score.paired is not None]
     if not compared:
         return None
@@ -173,13 +172,13 @@ def _task_scores(result: TaskResult, margin: float) -> list[Score]:
 
 
 def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) -> list[Score]:
-    """The aggregates of a group, as the harness forms them: weighted means over its tasks, those of its subgroups, too.
+    """The aggregates of a group, as in the harness: weighted means over its tasks, including those of its subgroups.
 
     Args:
-        results: of its tasks; one that is in two of its subgroups is there twice, and counts twice.
+        results: of its tasks; a task in two of its subgroups occurs twice, and counts twice.
     """
     plain = {result.name: dict(result.plain.metrics) for result in results}
-    # What a draft has no part in is the same in both arms.
+    # Tasks that use no draft have the same score in both arms.
     other = {result.name: dict((result.speculative or result.plain).metrics) for result in results}
     first, second = group.aggregate(plain), group.aggregate(other)
     is_by_size = {one.metric: one.weight_by_size for one in group.aggregate_metric_list or ()}
@@ -206,15 +205,15 @@ def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) ->
 def _group_paired(
     members: Sequence[TaskResult], weights: Sequence[float], metric: str, filter_: str, margin: float
 ) -> PairedDifference | None:
-    """The difference of two weighted means of tasks, over the documents of all that are generated.
+    """The difference of two weighted means of tasks, over the documents of all generated tasks.
 
     With weights w that add to 1, n documents of a task and N of all, a document's number times N w/n makes the weighted
-    mean of means a mean over documents. Their variance then contains that between tasks, which are not drawn at random:
-    the interval is rather too wide. In the tasks that are scored once the arms do not differ; they only have their
-    share of the weights.
+    mean of means a mean over documents. Their variance then includes that between tasks, which are not drawn at random:
+    the interval is somewhat too wide. In tasks that are scored once the arms do not differ; they only contribute their
+    weights.
 
     Returns:
-        None where no task is generated, or where one has a score that is not the mean of its documents' numbers.
+        None if no task is generated, or if a score is not the mean of its documents' numbers.
     """
     pairs, shares = [], []
     for result, weight in zip(members, weights, strict=True):
@@ -240,12 +239,12 @@ def _group_paired(
 
 
 def _pairs(result: TaskResult, metric: str, filter_: str) -> tuple[list[float], list[float]] | None:
-    """A metric's numbers for the same documents by plain and by speculative; None where they do not have them alike."""
+    """A metric's numbers for the same documents by plain and by speculative; None unless both have them."""
     if result.speculative is None:
         return None
     arms = (result.plain.samples, result.speculative.samples)
     ids = [{sample["doc_id"] for sample in samples} for samples in arms]
-    assert ids[0] == ids[1], "the arms have run other documents"
+    assert ids[0] == ids[1], "the arms have run different documents"
     first, second = (_numbers(samples, metric, filter_) for samples in arms)
     if first is None or second is None or first.keys() != second.keys():
         return None
@@ -253,12 +252,12 @@ def _pairs(result: TaskResult, metric: str, filter_: str) -> tuple[list[float], 
 
 
 def _span(pairs: tuple[list[float], list[float]]) -> float:
-    """The most that a document's numbers are taken to differ by."""
+    """The assumed largest difference between a document's numbers."""
     return max(1.0, max(map(max, pairs)) - min(map(min, pairs)))
 
 
 def documents_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
-    """Every document: what the arms wrote, and its numbers in each metric."""
+    """Every document: the texts of the arms, and its numbers in each metric."""
     documents = []
     for result in results:
         arms = {"plain": result.plain.samples}
@@ -291,7 +290,7 @@ def _metrics(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _numbers(samples: Sequence[Mapping[str, Any]], metric: str, filter_: str) -> dict[int, float] | None:
-    """A metric's number for each document; None where a document has none, or none that is finite."""
+    """A metric's number for each document; None for documents without a finite one."""
     values = {
         sample["doc_id"]: sample[metric]
         for sample in samples

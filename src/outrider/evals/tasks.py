@@ -1,6 +1,6 @@
 """Tasks of the harness: loaded by name, and run by one arm.
 
-A draft can change only what is generated. Tasks that score the likelihood of given text are run once, by the target.
+A draft can only affect generated text. Tasks that score the likelihood of given text are run once, by the target.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from outrider.records import Stats
 
 
 def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[str, Any], list[Group]]:
-    """The harness's tasks by name, and the groups whose scores are formed of theirs; a tag is the tasks that have it.
+    """The harness's tasks by name, and the groups whose scores are aggregates of theirs; a tag denotes the tasks that
+    carry it.
 
     Args:
         names: of tasks, groups and tags.
-        include_path: a folder of task files, beside the harness's own.
+        include_path: a folder of task files, in addition to the harness's own.
 
     Raises:
-        OptionError: there is no such task, its data cannot be had, or it needs what is not done here.
+        OptionError: the task is unknown, its data are not available, or it needs something unsupported.
     """
     manager = None
     if include_path is not None:
@@ -39,38 +40,38 @@ def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[st
             raise OptionError("--include-path", str(include_path), "there is no such folder")
         manager = TaskManager(include_path=include_path, include_defaults=False)
     if manager is None or not all(_is_complete(name, manager) for name in names):
-        manager = TaskManager(include_path=include_path)  # the harness's own, too: reading them takes seconds
+        manager = TaskManager(include_path=include_path)  # including the harness's own: reading them takes seconds
     tasks: dict[str, Any] = {}
     groups: dict[str, Group] = {}
     for name in names:
         if name not in manager.all_tasks:
             nearest = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            remedy = f"did you mean {nearest[0]}?" if nearest else "`lm_eval ls tasks` lists those there are"
+            remedy = f"did you mean {nearest[0]}?" if nearest else "`lm_eval ls tasks` lists the known ones"
             raise OptionError("--tasks", name, remedy)
         try:
             loaded = manager.load([name])
-        except Exception as error:  # whatever a damaged file or missing data makes the libraries stumble over
+        except Exception as error:  # any failure of the libraries on damaged files or missing data
             reason = " ".join(str(error).split())[:300]
             raise OptionError("--tasks", name, f"it cannot be loaded ({type(error).__name__}: {reason})") from None
         if not loaded["tasks"]:
-            raise OptionError("--tasks", name, "there is no task in it")
+            raise OptionError("--tasks", name, "it contains no task")
         groups |= loaded["groups"]
         members = [task for group in loaded["groups"].values() for task in group.get_all_tasks()]
         for task in [*loaded["tasks"].values(), *members]:
             if tasks.setdefault(task.task_name, task).dump_config() != task.dump_config():
                 raise OptionError(
-                    "--tasks", name, f"{task.task_name} is there twice, with other settings: run them one by one"
+                    "--tasks", name, f"{task.task_name} occurs twice with different settings: run them one by one"
                 )
     for name, task in tasks.items():
-        for flag, what in (("UNSAFE_CODE", "runs code that the model writes"), ("MULTIMODAL", "is not of text alone")):
+        for flag, what in (("UNSAFE_CODE", "runs generated code"), ("MULTIMODAL", "is not text-only")):
             if getattr(task, flag, False):
-                raise OptionError("--tasks", name, f"it {what}, which is not done here")
+                raise OptionError("--tasks", name, f"it {what}, which is not supported")
     return tasks, list(groups.values())
 
 
 def _is_complete(name: str, manager: TaskManager) -> bool:
-    """Whether a manager that has not read the harness's own files knows all that is in a task or group. (Of a tag it
-    cannot know; and what a group defines within itself counts as unknown.)"""
+    """Whether a manager that has not read the harness's own files knows all members of a task or group. (For a tag it
+    cannot know; and tasks defined inside a group count as unknown.)"""
     if name in manager.all_groups:
         members = (manager.task_index[name].cfg or {}).get("task") or []
         return all(isinstance(member, str) and _is_complete(member, manager) for member in members)
@@ -78,15 +79,15 @@ def _is_complete(name: str, manager: TaskManager) -> bool:
 
 
 def is_generated(task: Any) -> bool:
-    """Whether a task's answers are generated, so that a draft has a part in them."""
+    """Whether a task's answers are generated, so that a draft can be used."""
     return bool(task.OUTPUT_TYPE == "generate_until")
 
 
 def most_new_tokens(tasks: Mapping[str, Any], limit: int | None, overrides: Mapping[str, Any]) -> int:
-    """At most so many tokens will be generated for tasks, by one arm.
+    """An upper bound of the tokens that one arm generates for tasks.
 
     Raises:
-        OptionError: a task wants what Outrider does not do.
+        OptionError: a task uses an unsupported option.
     """
     total = 0
     for task in tasks.values():
@@ -98,8 +99,8 @@ def most_new_tokens(tasks: Mapping[str, Any], limit: int | None, overrides: Mapp
 
 
 def set_fewshot(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
-    """Solved examples in each prompt; None: as the task says. The harness's rules: a task that says 0 keeps it, and one
-    that says nothing has none."""
+    """Solved examples in each prompt; None: the task's own. As in the harness, a task with 0 keeps it, and the default
+    is none."""
     for task in tasks.values():
         stated = task.get_config("num_fewshot")
         if stated != 0:
@@ -107,7 +108,7 @@ def set_fewshot(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
 
 
 def run_task(lm: OutriderLM, task: Any, *, limit: int | None, is_chat: bool) -> ArmResult:
-    """What the harness says of a task. The same task may be run again.
+    """The harness's results for a task. The same task may be run again.
 
     Args:
         limit: documents; None for all.
@@ -141,11 +142,11 @@ def run_in_turn(
     is_chat: bool,
     progress: Progress,
 ) -> Iterator[TaskResult]:
-    """Each task by both arms, one task after the other, so that those which are complete can be reported.
+    """Each task by both arms, one task after the other, so that complete tasks can be reported.
 
     Args:
         speculative: for tasks that are generated; None if there are none.
-        seed: of the first request to generate. The arms have the same seeds, and no two requests of an arm do.
+        seed: of the first request to generate. The arms use the same seeds, and no two requests of an arm share one.
 
     Raises:
         OutriderError: see ``OutriderLM``.
@@ -153,7 +154,7 @@ def run_in_turn(
     num_generated = 0
 
     def run(task: Any, arm: str, decoder: Decoder) -> tuple[ArmResult, int]:
-        """Says also how many requests to generate there were."""
+        """Also returns the number of requests to generate."""
         counts: list[Stats] = []
         lm = OutriderLM(
             decoder,
