@@ -183,7 +183,7 @@ def test_another_run_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"its loss, seed differ"):
         check_same_run(tmp_path, {"loss": "tv", "seed": 2})
     random_llama().save_pretrained(tmp_path / "model")
-    with pytest.raises(FileError, match="holds a model already"):
+    with pytest.raises(FileError, match="already holds a model"):
         check_same_run(tmp_path / "model", {})
 
 

@@ -1,7 +1,7 @@
-"""What a draft is trained on: sequences that the target wrote, mixed with the user's text.
+"""Training data of a draft: sequences that the target generated, mixed with the user's text.
 
-What the target writes is what a draft will meet, so the two distributions are compared where they will be (on-policy
-for the target: Zhou et al. 2310.08461); the user's text says what about.
+A draft works on text that the target generates, so the two distributions are compared there (on-policy for the target:
+Zhou et al. 2310.08461); the user's text supplies the topics.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import read_text, write_whole
 from outrider.text.tokenizer import encode
 
-_PROMPT_LEN = 16  # tokens of the user's text that the target goes on from
-_WRITTEN_AT_ONCE = 64  # sequences; also what one file holds, and so what a lost process loses at most
-_HELD_OUT = 0.05  # of the text, and of the written sequences; not trained on
+_PROMPT_LEN = 16  # tokens of the user's text that the target continues
+_WRITTEN_AT_ONCE = 64  # sequences; also the size of a file, and so the most that a killed process loses
+_HELD_OUT = 0.05  # of the text, and of the generated sequences; not trained on
 _MOST_HELD_OUT = 64  # sequences
 
 
@@ -40,8 +40,8 @@ def text_tokens(tokenizer: Any, path: Path) -> Tensor:
     """
     text = read_text(path)
     if not text.strip():
-        raise FileError(f"{path} has no text in it")
-    # Piece by piece, at line ends: tokenizers take more than their share of memory on one long text.
+        raise FileError(f"{path} contains no text")
+    # Piece by piece, at line ends: tokenizers need a lot of memory for one long text.
     lines = text.splitlines(keepends=True)
     pieces = ["".join(lines[i : i + 1000]) for i in range(0, len(lines), 1000)]
     ids = [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False, verbose=False).input_ids]
@@ -59,15 +59,15 @@ def write_sequences(
     share: tuple[int, int] = (0, 1),
     on_done: Callable[[int], None] | None = None,
 ) -> None:
-    """Let the target write, at temperature 1, and keep it; what is there from an earlier run is not written again.
+    """Let the target generate, at temperature 1, and store the result; sequences from an earlier run are kept.
 
     Args:
-        decoder: without a draft, or with one: what is written follows the target's law all the same.
-        text: what it goes on from: places in it chosen at random; None: the sentences of evals/prompts.py. [N]
+        decoder: with or without a draft: the output follows the target's law in either case.
+        text: prompts are taken from random places in it; None: the sentences of evals/prompts.py. [N]
         folder: for the files.
-        length: tokens in a sequence, the prompt among them.
-        share: (i, n): every n-th file only, from the i-th on, since n processes are at work.
-        on_done: told the number of sequences just done, for a progress bar.
+        length: tokens in a sequence, including the prompt.
+        share: (i, n): only every n-th file, from the i-th on, for one of n processes.
+        on_done: called with the number of sequences just done, for a progress bar.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for indices in _files(num_sequences)[share[0] :: share[1]]:
@@ -88,10 +88,10 @@ def write_sequences(
 
 
 def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Tensor, Tensor]:
-    """What ``write_sequences`` has written, by all processes.
+    """The output of ``write_sequences``, from all processes.
 
     Returns:
-        ids [num_sequences, length], and how many of them are the prompt's [num_sequences].
+        ids [num_sequences, length], and the number of prompt tokens [num_sequences].
 
     Raises:
         FileError: a file is missing or damaged.
@@ -105,7 +105,7 @@ def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Te
 
 
 def _files(num_sequences: int) -> list[range]:
-    """The sequences that each file holds."""
+    """The sequences of each file."""
     begins = range(0, num_sequences, _WRITTEN_AT_ONCE)
     return [range(begin, min(begin + _WRITTEN_AT_ONCE, num_sequences)) for begin in begins]
 
@@ -115,7 +115,7 @@ def _path(folder: Path, indices: range) -> Path:
 
 
 def _kept_part(folder: Path, indices: range, length: int) -> tuple[Tensor, Tensor] | None:
-    """What an earlier run has written, if it is whole and of the same form."""
+    """The sequences of an earlier run, if complete and of the same form."""
     try:
         tensors = load_file(_path(folder, indices))
         part = tensors["ids"], tensors["num_given"]
@@ -134,7 +134,7 @@ def _prompt(decoder: Decoder, text: Tensor | None, index: int, length: int, seed
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before every text; models that were trained with them write poorly without."""
+    """The tokens that a tokenizer puts before every text; models trained with them generate poorly without."""
     with_them = [int(i) for i in tokenizer("a", verbose=False).input_ids]
     alone = [int(i) for i in tokenizer("a", add_special_tokens=False, verbose=False).input_ids]
     num_before = next((i for i in range(len(with_them)) if with_them[i : i + len(alone)] == alone), 0)
@@ -142,20 +142,20 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def _random(seed: int, what: str, index: int) -> np.random.Generator:
-    """Random numbers that depend on nothing but the arguments, so that a resumed run meets the same ones."""
+    """Random numbers that depend only on the arguments, so that a resumed run uses the same ones."""
     digest = hashlib.sha256(f"{seed} {what} {index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "little"))
 
 
 @dataclass(frozen=True)
 class Mixture(Dataset[dict[str, Tensor]]):
-    """Training sequences without end: number i is a function of the seed and i alone.
+    """An endless supply of training sequences: number i is a function of the seed and i alone.
 
     Attributes:
         text: [N], or None.
         written: [M, length], or None.
-        written_fraction: the probability that a sequence is one that the target wrote.
-        beginning: tokens that every piece of the text is given to begin with.
+        written_fraction: the probability that a sequence was generated by the target.
+        beginning: tokens put before every piece of the text.
     """
 
     text: Tensor | None
@@ -171,7 +171,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
             raise OptionError("length", self.length, f"the text has only {len(self.text)} tokens to train on")
 
     def __len__(self) -> int:
-        return 2**31  # more than any budget; the trainer wants a number
+        return 2**31  # more than any budget; the trainer needs a number
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         random = _random(self.seed, "sequence", index)
@@ -183,19 +183,19 @@ class Mixture(Dataset[dict[str, Tensor]]):
             size = self.length - len(self.beginning)
             at = random.integers(len(self.text) - size + 1)
             ids = torch.cat((torch.tensor(self.beginning, dtype=torch.long), self.text[at : at + size]))
-        # Under "labels" the loss is given them.
+        # The key "labels" passes them to the loss.
         return {"input_ids": ids, "labels": ids}
 
 
 def hold_out_written(written: Tensor, num_given: Tensor) -> tuple[Tensor, list[Text]]:
-    """The last sequences are not trained on, but judged after their prompts.
+    """The last sequences are held out, and scored after their prompts.
 
     Args:
         written: [M, length]
         num_given: [M]
 
     Returns:
-        [M', length], and the texts held out.
+        [M', length], and the held-out texts.
     """
     num_held = _num_held_out(len(written))
     pairs = zip(written[-num_held:].tolist(), num_given[-num_held:].tolist(), strict=True)
@@ -203,7 +203,7 @@ def hold_out_written(written: Tensor, num_given: Tensor) -> tuple[Tensor, list[T
 
 
 def hold_out_text(text: Tensor, length: int) -> tuple[Tensor, list[Text]]:
-    """The end of the text is not trained on, but judged in pieces. [N] -> [N'], texts
+    """The end of the text is held out, and scored in pieces. [N] -> [N'], texts
 
     Raises:
         OptionError: the text is too short.
@@ -211,7 +211,7 @@ def hold_out_text(text: Tensor, length: int) -> tuple[Tensor, list[Text]]:
     num_held = _num_held_out(len(text) // length)
     cut = len(text) - num_held * length
     if cut < length:
-        raise OptionError("length", length, f"the text has only {len(text)} tokens, to train on and to check with")
+        raise OptionError("length", length, f"the text has only {len(text)} tokens, for training and for checks")
     return text[:cut], [Text(ids) for ids in text[cut:].reshape(num_held, length).tolist()]
 
 

@@ -1,8 +1,8 @@
-"""What a draft is trained on: how far its distribution q is from the target's p, token by token.
+"""Losses for a draft: the distance of its distribution q from the target's p, token by token.
 
-Each is a pure function of the logits of both, [..., V] and [..., V] -> [...], zero where q = p, in natural units. All
-of them are among those compared for drafts by Zhou et al. (DistillSpec, 2310.08461); which is best depends on the pair.
-This module does not know models or texts.
+Each is a pure function of the logits of both, [..., V] and [..., V] -> [...], zero where q = p, in natural units. Zhou
+et al. compare all of them for drafts (DistillSpec, 2310.08461); the best choice depends on the pair. This module does
+not know models or texts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Forward KL, sum_v p log(p / q): the draft is to cover all that the target may say.
+    """Forward KL, sum_v p log(p / q): the draft must cover all that the target may generate.
 
-    Its gradient is q - p, which never vanishes while they differ, so it is the one to begin with. Hinton et al.
+    Its gradient is q - p, which never vanishes while they differ, so it is the loss to start with. Hinton et al.
     1503.02531 (there with a temperature).
     """
     log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
@@ -25,9 +25,9 @@ def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Reverse KL, sum_v q log(q / p): the draft is to say nothing that the target would not.
+    """Reverse KL, sum_v q log(q / p): the draft must avoid tokens that the target would not generate.
 
-    A draft too small for all of p spends itself on its likeliest tokens. Gu et al. (MiniLLM) 2306.08543.
+    A draft too small for all of p concentrates on its likeliest tokens. Gu et al. (MiniLLM) 2306.08543.
     """
     log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
@@ -44,10 +44,11 @@ def jsd(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Total variation, sum_v |p - q| / 2 = 1 - alpha: the very thing that decides how much is accepted.
+    """Total variation, sum_v |p - q| / 2 = 1 - alpha: it determines acceptance directly.
 
     (Leviathan et al. 2211.17192, corollary 3.6.) Its gradient vanishes where p and q have nothing in common, so a draft
-    does not learn from it what it does not know yet: it is for a draft that agrees already.
+    cannot learn
+    new tokens from it: it is for a draft that already agrees.
     """
     return (target_logits.softmax(-1) - draft_logits.softmax(-1)).abs().sum(-1) / 2
 

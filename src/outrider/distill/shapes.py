@@ -1,8 +1,8 @@
-"""What drafts of different shapes would cost, before any of them is trained.
+"""The cost of drafts of different shapes, before any of them is trained.
 
-The latency of a draft does not depend on what its weights are, so random ones do. Yan et al. 2402.01528 find that it
-follows the depth far more than the width, since the layers come one after the other and each is too small to fill the
-machine; whether that holds here is what is measured.
+The latency of a draft does not depend on the values of its weights, so random weights suffice. Yan et al. 2402.01528
+find that it follows the depth far more than the width, since the layers come one after the other and each is too small
+to fill the machine; this module measures whether that holds here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _AT_ONCE = 6  # drafts in memory
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
-    """A shape and what it costs here.
+    """A shape and its cost on this machine.
 
     Attributes:
         draft_s: seconds for a drafted token.
-        break_even: the least alpha at which its best K would be as fast as plain decoding; None where none is enough.
+        break_even: the least alpha at which its best K would be as fast as plain decoding; None where no alpha
+            suffices.
     """
 
     shape: Shape
@@ -54,7 +55,7 @@ def default_shapes(target: LM) -> list[Shape]:
 
 
 def num_passes(num_shapes: int) -> int:
-    """How often ``measure_shapes`` will call ``on_pass``."""
+    """The number of times ``measure_shapes`` will call ``on_pass``."""
     return -(-num_shapes // _AT_ONCE) * (_NUM_PASSES + 1)
 
 
@@ -72,7 +73,7 @@ def measure_shapes(
 
     Args:
         k: tokens drafted in a timed round.
-        on_pass: called now and then, for a progress bar.
+        on_pass: called regularly, for a progress bar.
     """
     ks = [other for other in target.execution.favoured_k if other > 0]
     plain_s, others_s = 0.0, dict.fromkeys(ks, 0.0)
@@ -82,7 +83,7 @@ def measure_shapes(
         drafts = [_random_draft(target, shape) for shape in part]
         arms = [CostArm(target, ModelDrafter(draft), k) for draft in drafts]
         if begin == 0:
-            # The rest of a round is the target's affair, so it is timed with one draft only.
+            # The rest of a round depends on the target only, so it is timed with one draft.
             arms += [CostArm(target, ModelDrafter(drafts[0]), other) for other in ks]
             arms.append(CostArm(target, NoDrafter(), 0))
         timed = time_rounds(arms, REJECTION, num_rows=num_rows, length=length, num_passes=_NUM_PASSES, on_pass=on_pass)
@@ -104,11 +105,11 @@ def _random_draft(target: LM, shape: Shape) -> LM:
 
 
 def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) -> float | None:
-    """The least alpha at which speculation with the best K is as fast as plain decoding; None where there is none.
+    """The least alpha at which speculation with the best K is as fast as plain decoding; None where none suffices.
 
     Args:
         draft_s: seconds for a drafted token.
-        others_s: K -> seconds of the rest of a round, the verify above all.
+        others_s: K -> seconds of the rest of a round, mainly the verify.
         plain_s: seconds of a plain round.
     """
 
@@ -126,7 +127,7 @@ def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) ->
 
 
 def worth_training(costs: Sequence[ShapeCost], budget_s: float = math.inf) -> list[ShapeCost]:
-    """The shapes within the budget that no other beats: none has as many parameters for less time."""
+    """The shapes within the budget that no other beats: no other has at least as many parameters for less time."""
     within = [one for one in costs if one.draft_s <= budget_s]
     return [
         one

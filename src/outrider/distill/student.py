@@ -1,7 +1,7 @@
-"""A draft before it is trained: its shape, and the weights it begins with.
+"""A draft before training: its shape and initial weights.
 
-A draft is of the target's own architecture, with fewer layers and a smaller width, so that whatever runs the target
-runs the draft too.
+A draft has the target's own architecture, with fewer layers and a smaller width, so that whatever runs the target runs
+the draft too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.errors import OptionError
 
-# Weights that are several matrices in one: their leading part is not made of leading parts.
+# Weights that combine several matrices: their leading part is not composed of leading parts.
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # of a weight's name, in most of Transformers
 
@@ -49,10 +49,10 @@ def default_shape(target_config: Any) -> Shape:
 
 
 def draft_config(target_config: Any, shape: Shape) -> Any:
-    """The configuration of a draft: the target's, with other numbers of layers and heads, and other widths.
+    """The configuration of a draft: the target's, with different numbers of layers and heads, and different widths.
 
     Raises:
-        OptionError: the width does not divide into heads, or there is no feed-forward width to be chosen.
+        OptionError: the width does not divide into heads, or the architecture has no feed-forward width to choose.
     """
     source = target_config.get_text_config(decoder=True)
     config = copy.deepcopy(source)
@@ -63,12 +63,12 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     config.hidden_size = shape.hidden_size
     config.num_attention_heads = max(1, round(num_heads * shape.hidden_size / source.hidden_size))
     if getattr(source, "head_dim", None) is None and shape.hidden_size * num_heads % source.hidden_size:
-        # Heads share the width among them, and keep their size, so that they can be the target's.
+        # Heads divide the width and keep their size, so that they can be the target's.
         raise OptionError(
             "hidden_size", shape.hidden_size, f"a multiple of {head_size(source)}, the target's head size"
         )
     if num_kv is not None:
-        # As many queries to a key as in the target, where that divides; else a key for each.
+        # As many queries per key as in the target, if that divides; otherwise a key for each.
         per_key = num_heads // num_kv
         is_whole = config.num_attention_heads % per_key == 0
         config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
@@ -77,7 +77,7 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
         config.intermediate_size = shape.intermediate_size or in_proportion
     elif shape.intermediate_size is not None:
         raise OptionError(
-            "intermediate_size", shape.intermediate_size, f"{source.model_type} has no such number: leave it out"
+            "intermediate_size", shape.intermediate_size, f"{source.model_type} has no such parameter: leave it out"
         )
     if getattr(source, "layer_types", None):
         config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, shape.num_layers)]
@@ -91,7 +91,7 @@ def head_size(config: Any) -> int:
 
 
 def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Which layers of the target a draft begins with: evenly spread, the first and the last among them."""
+    """The target's layers that initialise a draft: evenly spread, including the first and the last."""
     if num_layers == 1:
         return [0]
     return [round(i * (num_target_layers - 1) / (num_layers - 1)) for i in range(num_layers)]
@@ -109,13 +109,13 @@ def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
 
 @torch.no_grad()
 def copy_slices(target: Any, draft: Any) -> None:
-    """Begin with what the target knows: of some of its layers, the leading part of every weight.
+    """Initialise from the target: from some of its layers, the leading part of every weight.
 
-    The leading features and heads of the one become the features and heads of the other. That is not a good model, but
-    a better beginning than random numbers (its embeddings are related to each other as the target's are).
+    The leading features and heads of the target become the features and heads of the draft. That is not a good model,
+    but a better start than random numbers (its embeddings are related to each other as the target's are).
 
     Raises:
-        OptionError: the target's weights are not of a form whose parts mean something.
+        OptionError: parts of the target's weights have no meaning by themselves.
     """
     source = target.state_dict()
     num_target = target.config.get_text_config(decoder=True).num_hidden_layers

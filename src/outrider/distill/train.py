@@ -1,8 +1,8 @@
 """Train a draft for a target: Hugging Face's Trainer, with the target's distribution for a label.
 
-What is watched is what the draft is for: alpha on sequences that are not trained on, and the tokens per second that
-follow from it and from the measured cost of a round. The weights that did best are what is kept. A run that is killed
-goes on from its last checkpoint when it is started again.
+Training monitors the purpose of the draft: alpha on held-out sequences, and the tokens per second that follow from it
+and from the measured cost of a round. The best weights are kept. A killed run resumes from its last checkpoint when it
+is started again.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ def distil(
     on_step: OnStep | None = None,
     on_check: OnCheck | None = None,
 ) -> list[Check]:
-    """Train ``draft`` in place, and keep the best of it in ``output``.
+    """Train ``draft`` in place, and keep its best weights in ``output``.
 
     Args:
-        draft: of Hugging Face, in float32, with the target's tokens.
-        output: becomes a checkpoint of Hugging Face, in ``save_dtype``; what a resumed run needs is in
-            ``output/training``.
+        draft: a Hugging Face model in float32, with the target's tokens.
+        output: becomes a Hugging Face checkpoint, in ``save_dtype``; the state for resuming is in ``output/training``.
         held_out: texts to measure alpha on.
-        on_step: told the part of the budget that is spent.
-        on_check: told each check as it is made.
+        on_step: called with the part of the budget that is spent.
+        on_check: called with each check.
 
     Returns:
-        All checks, those before an interruption included. The first is of the draft before training.
+        All checks, including those before an interruption. The first is of the draft before training.
     """
     draft.to(target.device)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -80,7 +79,7 @@ def distil(
         max_steps=budget.num_steps or 2**31 - 1,
         train_sampling_strategy="sequential",
         max_grad_norm=1.0,
-        save_strategy="no",  # the watch says when
+        save_strategy="no",  # the watch decides when
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -88,9 +87,7 @@ def distil(
         use_cpu=target.device.type == "cpu",
         seed=recipe.seed,
     )
-    arguments._n_gpu = min(
-        1, arguments.n_gpu
-    )  # several GPUs have a process each, or the batch would not be what it says
+    arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs have a process each
     trainer = Trainer(
         model=draft,
         args=arguments,
@@ -113,8 +110,8 @@ def distil(
 
 
 def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """The mean loss over all places, some places at a time: what a loss needs for its gradient is several times as
-    large as the logits, and made again when it is needed."""
+    """The mean loss over all places, some places at a time: the gradient needs intermediate results several times as
+    large as the logits, which are recomputed on demand."""
     places = max(1, _LOSS_NUMBERS // (target_logits.shape[0] * target_logits.shape[-1]))
 
     def part(p: Tensor, q: Tensor) -> Tensor:
@@ -134,17 +131,17 @@ def _rate(spent: float) -> float:
 
 
 def check_same_run(output: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a run into its folder, or compare them to those that are there.
+    """Write the settings of a run into its folder, or compare them with the existing ones.
 
     Raises:
-        FileError: another run has been there.
+        FileError: the folder belongs to another run.
     """
     path = output / "training" / "settings.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (output / "config.json").exists():
-            raise FileError(f"{output} holds a model already: choose another folder") from None
+            raise FileError(f"{output} already holds a model: choose another folder") from None
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(settings, indent=2).encode())
         return
