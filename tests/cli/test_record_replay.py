@@ -126,14 +126,14 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
         for where in ((log,), foreign)
     ]
     assert arms[0] == arms[1]
-    assert "taken to be greedy" in outrider("replay", *foreign, "-k", 1).out
+    assert "assumed to be greedy" in outrider("replay", *foreign, "-k", 1).out
     options = ("-k", 2, "--output", counts, "--output-format", "cumulative", "--batch-size", 2, "--dtype", "float64")
     assert outrider("replay", log, *options).code == 0
     assert counts.read_text().startswith("[")
     ended = outrider("analyze", counts, "--tokens-per-prompt", 12, "-k", 2, "--json", "-")
     (arm,) = only_document(ended.out, "analyze")["arms"]
     assert arm["tau"]["value"] == pytest.approx(arms[0][1]["tau"]["value"])
-    assert "Note: where a prompt ends is guessed" in outrider("analyze", counts).out
+    assert "Note: the ends of prompts are guessed" in outrider("analyze", counts).out
 
 
 def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "--output", log / "index.jsonl"), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--json", tmp_path / "." / "r"), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--seed", -1), "--seed = -1"),
-        (("replay", log, "-k", 2, "--output-format", "cumulative"), "give that, too"),
+        (("replay", log, "-k", 2, "--output-format", "cumulative"), "give that too"),
         (("analyze", prompts, "--json", prompts), "choose another file"),
         (("replay", tmp_path / "nowhere"), "make one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
@@ -259,4 +259,4 @@ def test_texts_of_another_number_than_prompts(outrider: Outrider, prompts: Path,
     tensors.write_text(f"{torch.tensor([[1, 2]])}\n")
     assert "has 1 texts, but" in outrider("replay", tensors, *options).error
     tensors.write_text(f"{torch.tensor([[1, 2], [1, 2], [1, 999999]])}\n")
-    assert "text 2: it is empty, or has ids that fable does not know" in outrider("replay", tensors, *options).error
+    assert "text 2: it is empty, or has ids unknown to fable" in outrider("replay", tensors, *options).error

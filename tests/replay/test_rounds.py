@@ -94,7 +94,7 @@ def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
     path = tmp_path / "rounds.txt"
     path.write_text("[3]\n[4]\n[2]\n[4]\n")
     found = read_file(path)
-    assert len(found.notes) == 2 and "guessed from a decrease" in found.notes[0]
+    assert len(found.notes) == 2 and "guessed from decreases" in found.notes[0]
     ((_, prompts),) = found.arms.items()
     assert [one.counts.accepted for one in prompts] == [(1, 0, 1), (0, 2)]
     assert prompts[0].counts.drafted == (0, 0, 2)
@@ -154,7 +154,7 @@ def test_what_are_no_rounds(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(FileError, match="line 2: neither a line of replay --output nor of generate --output"):
         read_file(path)
     assert len(read_file(_lines(path, [GOOD, ORIGINS])).arms) == 2
-    with pytest.raises(FileError, match="line 3: prompt 0 already occurs, on line 1"):
+    with pytest.raises(FileError, match="line 3: prompt 0 already occurs on line 1"):
         read_file(_lines(path, [GOOD, ORIGINS, GOOD]))
     path.write_text(" \n")
     with pytest.raises(FileError, match="has no rounds in it"):

@@ -3,7 +3,7 @@
 At contexts from real texts p and q are computed over the full vocabulary, and two laws are compared with p:
 
 - ``identity_gap``: min(p, q) + (1 - sum min(p, q)) residual, the law of one token under ``rejection``;
-- ``round_gap``: the law of three tokens of which the first come from one round with two drafted tokens. For that p and
+- ``round_gap``: the law of three tokens, the first from one round with two drafted tokens. For that p and
   q are restricted to a few tokens that both find likely, and every draft is followed. The rule itself is evaluated: its
   draws and its verdict are piecewise constant in its uniform numbers, and bisection locates the edges of the pieces, so
   that the law is a sum over pieces. This assumes that each coin has one edge, whatever the other coins are, and that

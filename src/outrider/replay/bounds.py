@@ -35,7 +35,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of p at M places.
+    """The known part of p at M places.
 
     Attributes:
         ids, probs: the token that stands there, and p of it. [M], [M]
