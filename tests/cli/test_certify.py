@@ -37,7 +37,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
         assert again[key] == first[key], key
     first["weights"]["draft"] = "0" * 64
     file.write_text(json.dumps(first))
-    assert "the weights are other ones now" in outrider("certify", "--again", file).error
+    assert "the weights have changed" in outrider("certify", "--again", file).error
     prompts.write_text("The queen\n")
     assert "the weights and prompts are other ones now" in outrider("certify", "--again", file).error
     for name, value in {"num_tokens": "400", "threads": "2", "draft": "ngram", "prompts": 5, "seed": None}.items():
@@ -56,7 +56,7 @@ def test_what_was_asked_for_is_asked_for_again(outrider: Outrider, prompts: Path
     document["options"]["detect_tv"] = 0.001
     file.write_text(json.dumps(document))
     ended = outrider("certify", "--again", file)
-    assert ended.code == 1 and "more than the 0.10% asked for" in ended.out
+    assert ended.code == 1 and "more than the requested 0.10%" in ended.out
 
 
 def test_what_is_wrong_is_not_certified(
@@ -80,7 +80,7 @@ def test_temperature_zero(outrider: Outrider, prompts: Path) -> None:
     assert ended.code == 0
     document = only_document(ended.out, "certify")
     assert document["statistical"] is None and document["is_certified"]
-    assert "nothing is left to chance" in ended.err
+    assert "no randomness" in ended.err
 
 
 def test_the_sample_that_a_deviation_needs(outrider: Outrider, prompts: Path) -> None:

@@ -87,7 +87,7 @@ def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, t
     assert ended.code == 0 and document["statistical"] is None and document["greedy"][0]["num_texts"] == 9
     rows = [{"prompt": row["prompt"], "text": row["text"], "options": {"temperature": 0}} for row in _lines(path)]
     ended = outrider("certify-samples", "fable", _write(path, rows))
-    assert ended.code == 0 and "cut into tokens anew" in ended.out and "9 of 9 texts the same" in ended.out
+    assert ended.code == 0 and "tokenized again" in ended.out and "9 of 9 texts the same" in ended.out
     rows[4]["text"] = " and" * 5
     ended = outrider("certify-samples", "fable", _write(path, rows))
     assert ended.code == 1 and "line 5 differs from token 0 on" in ended.out and ": bug" in ended.out

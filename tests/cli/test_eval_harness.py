@@ -34,7 +34,7 @@ def test_the_table(outrider: Outrider, folder: Path) -> None:
     text = " ".join(ended.out.split())
     assert "difference of 0.6 or more" in text
     assert "Scored once: endings, pages. The likelihood of given text is the target's own" in text
-    assert "Not the mean of a number for each document, so no test: answers: bleu." in text
+    assert "Not a mean over documents, so not tested: answers: bleu." in text
     assert text.endswith("Verdict, 5% error for each claim: all equivalent within 0.6 (1 of 1); none shown to differ.")
 
 
@@ -67,7 +67,7 @@ def test_groups(outrider: Outrider, tmp_path: Path) -> None:
     }
     text = " ".join(ended.out.split())
     assert "group fables: exact_match" in text
-    assert "so no test: answers: bleu; few: bleu; group fables: bleu." in text
+    assert "so not tested: answers: bleu; few: bleu; group fables: bleu." in text
     assert "not all shown to be equivalent within 0.05 (0 of 4 are, each by itself); none shown to differ." in text
 
 

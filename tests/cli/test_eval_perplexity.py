@@ -81,7 +81,7 @@ def test_the_context_is_the_shorter_one(outrider: Outrider, tmp_path: Path) -> N
     arguments: tuple[Any, ...] = ("eval", "perplexity", path, "--target", target, "--draft", draft)
     document = only_document(outrider(*arguments, "--json", "-").out, "eval-perplexity")
     assert (document["options"]["context"], document["num_windows"], document["num_tokens"]) == (40, 3, 120)
-    assert "can take 40 tokens" in outrider(*arguments, "--context", 41).error
+    assert "accepts 40 tokens" in outrider(*arguments, "--context", 41).error
 
 
 def test_bad_input(outrider: Outrider, text: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_bad_input(outrider: Outrider, text: Path, tmp_path: Path) -> None:
     assert "not UTF-8" in outrider("eval", "perplexity", latin).error
     empty = tmp_path / "empty"
     empty.write_text("\n\n")
-    assert "has no text in it" in outrider("eval", "perplexity", empty).error
+    assert "contains no text" in outrider("eval", "perplexity", empty).error
     empty.write_text("a")
     assert "only one token" in outrider("eval", "perplexity", empty).error
     assert "--context = 0 is not possible" in outrider("eval", "perplexity", text, "--context", 0).error

@@ -64,7 +64,7 @@ def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, monkeypatch: 
 
     monkeypatch.setattr("outrider.replay.plan.time_rounds", time_rounds)
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "2", "--draft", "fable")
-    assert "Best: none. fable at K = 2 comes nearest" in ended.out
+    assert "Best: none. fable at K = 2 comes closest" in ended.out
     assert "outrider generate --target fable --draft none" in ended.out
 
 
@@ -77,13 +77,13 @@ def test_every_option_that_matters_is_in_the_command(outrider: Outrider, prompts
 
 
 def test_bad_options(outrider: Outrider, prompts: Path) -> None:
-    assert "let 1 be among" in outrider("plan", "--measure", "--batch-size", 4).error
+    assert "include 1 in" in outrider("plan", "--measure", "--batch-size", 4).error
     assert "like 1-8" in outrider("plan", "-k", "auto").error
     assert "like 1,4" in outrider("plan", "--batch-size", "0").error
     assert "like 1,4" in outrider("plan", "--context", "x").error
     assert "name the drafts" in outrider("plan", "--draft", "none").error
-    assert "can take 1024" in outrider("plan", "--context", "1000", "-k", 8).error
-    assert "without --prompts" in outrider("plan", "--log", prompts, "--prompts", prompts).error
+    assert "accepts 1024" in outrider("plan", "--context", "1000", "-k", 8).error
+    assert "leave out --prompts" in outrider("plan", "--log", prompts, "--prompts", prompts).error
 
 
 def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -99,4 +99,4 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     tau = [one["settings"][0]["choices"][0]["tau"]["value"] for one in (document, again)]
     assert tau[0] == tau[1] > 1
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
-    assert "it is of fable, not of this fable-draft" in other.error
+    assert "it was recorded from fable, not from this fable-draft" in other.error

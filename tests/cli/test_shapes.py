@@ -29,4 +29,4 @@ def test_bad_options(outrider: Outrider) -> None:
     assert "like 2x192" in outrider("shapes", "--shape", "wide").error
     assert "hidden_size = 0" in outrider("shapes", "--shape", "1x0").error
     assert "above 0" in outrider("shapes", "--budget-ms", "-1").error
-    assert "can take 1024" in outrider("shapes", "--context", 1020).error
+    assert "accepts 1024" in outrider("shapes", "--context", 1020).error

@@ -29,7 +29,7 @@ def alpha(
     plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """The probability that a drafted token stands, at every place of given texts. Nothing is generated."""
+    """The probability that a drafted token is accepted, at every place of given texts. Nothing is generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
     check_batch_size(batch_size)
     check_json_target(json_target)
@@ -64,7 +64,7 @@ def alpha(
     for name, alphas in results.items():
         for one in alphas:
             value, sampling = one.alpha.value, one.sampling
-            top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # where it changes nothing
+            top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # no effect at temperature 0
             row = f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"
             table.add_row(name, *row)
     console.print(table)
@@ -78,7 +78,7 @@ def alpha(
 
 
 def _numbers(name: str, text: str) -> list[float]:
-    """Numbers with commas between them, each once and in order; the options themselves check their range.
+    """Comma-separated numbers, each once and in order; the options themselves check their range.
 
     Raises:
         OptionError
@@ -86,4 +86,4 @@ def _numbers(name: str, text: str) -> list[float]:
     try:
         return sorted({float(part) for part in text.split(",")})
     except ValueError:
-        raise OptionError(name, text, "numbers with commas between them, like 0,0.5,1") from None
+        raise OptionError(name, text, "comma-separated numbers, like 0,0.5,1") from None

@@ -1,4 +1,4 @@
-"""``outrider analyze``: what a file of rounds says."""
+"""``outrider analyze``: tokens per round and acceptance, from a file of rounds."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def analyze(
         Path,
         typer.Argument(
             help="Rounds: the --output of replay or of generate; or lines of cumulative counts like [3, 5] "
-            "(decoding-speculative-decoding), in which the ends of prompts are guessed from a decrease, unless "
+            "(decoding-speculative-decoding), where decreases are taken as ends of prompts, unless "
             "--tokens-per-prompt is given."
         ),
     ],
     tokens_per_prompt: Annotated[
-        int | None, typer.Option(help="For cumulative counts: every prompt was written to so many tokens.")
+        int | None, typer.Option(help="For cumulative counts: tokens generated for every prompt.")
     ] = None,
     num_draft_tokens: Annotated[
         int | None,
-        typer.Option("-k", "--num-draft-tokens", help="For cumulative counts: K. Default: the most that were kept."),
+        typer.Option("-k", "--num-draft-tokens", help="For cumulative counts: K. Default: the most accepted."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot rounds and positions: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Tokens per round, over prompts and categories, and how often each drafted position stands."""
+    """Tokens per round, over prompts and categories, and the acceptance of each drafted position."""
     for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
         if value is not None and value < 1:
             raise OptionError(name, value, "a whole number >= 1")
@@ -80,7 +80,7 @@ def analyze(
             )
         console.print(positions)
     console.print(
-        "tau: tokens per round, with an interval over the prompts; intervals of positions take rounds as independent",
+        "tau: tokens per round, with an interval over the prompts; intervals of positions treat rounds as independent",
         style="dim",
     )
     for note in found.notes:

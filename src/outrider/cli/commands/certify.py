@@ -1,4 +1,4 @@
-"""``outrider certify``: is the text of this pair, with these options, distributed as the target's own?"""
+"""``outrider certify``: does this pair, with these options, sample from the target's own distribution?"""
 
 from __future__ import annotations
 
@@ -81,21 +81,19 @@ def certify(
     budget: Annotated[
         str | None,
         typer.Option(
-            help=f"About how long it may take: 90s, 5m. Default: {_DEFAULT_BUDGET}.", rich_help_panel=_STATISTICS
+            help=f"Approximate time to spend: 90s, 5m. Default: {_DEFAULT_BUDGET}.", rich_help_panel=_STATISTICS
         ),
     ] = None,
     detect_tv: Annotated[
         float | None,
-        typer.Option(help="Total variation to be found out with 99%: sets the sample.", rich_help_panel=_STATISTICS),
+        typer.Option(help="Total variation to detect with 99%: sets the sample.", rich_help_panel=_STATISTICS),
     ] = None,
     num_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to test, in the place of a budget.", rich_help_panel=_STATISTICS)
+        int | None, typer.Option(help="Tokens to test, instead of a budget.", rich_help_panel=_STATISTICS)
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
-    again: Annotated[
-        Path | None, typer.Option(help="Run a certificate once more, from the JSON document of it.")
-    ] = None,
+    again: Annotated[Path | None, typer.Option(help="Run a certificate again, from its JSON document.")] = None,
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
@@ -138,7 +136,7 @@ def certify(
     inputs = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
     if stored is not None and stored != inputs:
         what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != inputs[name])
-        raise FileError(f"{again}: the {what} are other ones now, so it cannot be run again")
+        raise FileError(f"{again}: the {what} have changed, so it cannot be run again")
     pilot = fly(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
@@ -171,13 +169,13 @@ def job_of(
     batch_size: int,
     seed: int,
 ) -> tuple[Decoder, Job]:
-    """What is to be certified.
+    """The job to certify.
 
     Args:
         texts: prompts; None for the built-in ones.
 
     Raises:
-        PromptError: it says which.
+        PromptError: names the prompt.
     """
     from dataclasses import replace
 
@@ -213,13 +211,13 @@ def _num_tokens(job: Job, pilot: Pilot, detect_tv: float | None, budget_s: float
     if detect_tv is None:
         return pilot.num_tokens_for(budget_s)
     if job.is_greedy:
-        raise OptionError("--detect-tv", detect_tv, "at temperature 0 nothing is left to chance; leave it out")
+        raise OptionError("--detect-tv", detect_tv, "there is no randomness at temperature 0; leave it out")
     return pilot.num_tokens_to_detect(detect_tv, job.level)
 
 
 @contextmanager
 def _telling(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
-    """One bar over the tokens of the sample and of all controls: a control that is found out early is a jump."""
+    """One bar over the tokens of the sample and of all controls: a control that is detected early is a jump."""
     from outrider.certify.controls import CONTROLS
 
     done: dict[str, int] = {}
@@ -256,7 +254,7 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(is_ok))
     statistical = certificate.statistical
     if statistical is None:
-        table.add_row("statistical", "nothing is left to chance", "-")
+        table.add_row("statistical", "no randomness", "-")
     else:
         for row in statistical_rows(statistical):
             table.add_row(*row)
@@ -272,14 +270,14 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         tell_deviation(console, statistical, "the draft")
         wanted, least = statistical.wanted, statistical.detectable
         if wanted is not None and (least is None or least > wanted):
-            console.print(f"That is more than the {wanted:.2%} asked for: test more (--num-tokens).")
+            console.print(f"That is more than the requested {wanted:.2%}: test more (--num-tokens).")
     if certificate.is_idle:
         console.print(
-            "No drafted token stood, or no mistake would have shown: with these options nothing is certified."
+            "No drafted token was accepted, or no control is effective: nothing is certified with these options."
         )
     elif any(not control.is_ok for control in certificate.controls):
         more = "prompts, or longer texts (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
-        console.print(f"A known mistake was not found out, so that nothing is certified: take more {more}.")
+        console.print(f"A deliberate mistake was not detected, so nothing is certified: use more {more}.")
     false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
     console.print(("CERTIFIED" if certificate.is_certified else "NOT CERTIFIED") + false_alarm, style="bold")
 

@@ -45,14 +45,12 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 @flat
 def certify_samples(
-    target: Annotated[
-        str, typer.Argument(help="Known name, folder or hub id of the model that the texts are said to be of.")
-    ],
+    target: Annotated[str, typer.Argument(help="Known name, folder or hub id of the model that the texts come from.")],
     file: Annotated[Path, typer.Argument(help="JSON lines: prompt_ids or prompt; token_ids or text; perhaps options.")],
     machine: MachineOptions,
     sampling: SamplingOptions,
     draft: Annotated[
-        str, typer.Option(help="The draft that the system used: where deviations are looked for first.")
+        str, typer.Option(help="The draft that the system used: deviations are tested first towards it.")
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     batch_size: BatchSizeOption = 8,
@@ -60,10 +58,10 @@ def certify_samples(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Hold texts of any system against the law of its target. Exit code 0: consistent, 1: not.
+    """Test whether texts of any system follow the law of its target. Exit code 0: consistent, 1: not.
 
-    Sampling options are those that the texts are said to be sampled with, where their lines do not say. Each text must
-    have been sampled with randomness of its own."""
+    Sampling options are those of the texts, for lines without options of their own. Each text must have been sampled
+    with its own randomness."""
     check_outputs({"--html": html, "--json": json_target}, [file, machine.models])
     check_json_target(json_target)
     check_batch_size(batch_size)
@@ -102,7 +100,7 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
     """Token ids and options of each line.
 
     Args:
-        sampling: where a line does not say.
+        sampling: for lines without options of their own.
 
     Raises:
         FileError: an option or a prompt of a line is not possible.
@@ -126,7 +124,7 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
         if isinstance(line.output, tuple):
             yield Sample(line.number, prompt_ids, line.output, law)
             continue
-        # The last token of the prompt may have grown by the first characters of the output: then it is judged, too.
+        # The last token of the prompt may include the first characters of the output: then it is judged too.
         differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
         num_shared = next(differing, len(prompt_ids))
         yield Sample(line.number, whole[:num_shared], whole[num_shared:], law)
@@ -148,7 +146,7 @@ def _judge(
     greedy = [one for one in samples if one.sampling.temperature == 0]
     sampled = [one for one in samples if one.sampling.temperature > 0]
     if len(sampled) == 1 or not samples:
-        raise FileError(f"{file}: the tests need two sampled texts or more, since some settle how others are tested")
+        raise FileError(f"{file}: the tests need two sampled texts or more, since some determine how others are tested")
     statistical, greedy_reports = None, []
     with progress_bar("texts", len(samples)) as advance:
         if greedy:
@@ -185,12 +183,12 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
         tell_differences(console, one, "line", decoder.tokenizer)
     if is_text:
         console.print(
-            "Texts were cut into tokens anew, perhaps into other ones than were sampled: a right system can fail. "
+            "Texts were tokenized again, perhaps into tokens other than those sampled: a right system can fail. "
             "Token ids are better."
         )
     if report.num_repeats:
         console.print(
-            f"Repeats among the sampled texts: {report.num_repeats}. If they share a seed or were kept from an earlier "
-            "answer, rather than being sampled anew, the tests do not hold: leave them out."
+            f"Repeats among the sampled texts: {report.num_repeats}. If they share a seed or come from a cache, rather "
+            "than being sampled again, the tests are not valid: leave them out."
         )
     console.print(("CONSISTENT" if report.is_consistent else "NOT CONSISTENT") + false_alarm, style="bold")

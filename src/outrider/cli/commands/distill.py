@@ -40,29 +40,27 @@ def distill(
         str,
         typer.Option(
             help="Weights to begin with: target (some of its layers, part of its width), scratch (random), or a "
-            "draft that is there (known name, folder, hub id).",
+            "existing draft (known name, folder, hub id).",
             rich_help_panel=_SHAPE,
         ),
     ] = "target",
-    data: Annotated[Path | None, typer.Option(help="Text file to train on, and to let the target go on from.")] = None,
-    written: Annotated[int, typer.Option(help="Sequences that the target writes first.")] = 1024,
-    written_fraction: Annotated[
-        float, typer.Option(help="With --data: how many of the training sequences are of those.")
-    ] = 0.5,
+    data: Annotated[Path | None, typer.Option(help="Text file to train on, and to prompt the target with.")] = None,
+    written: Annotated[int, typer.Option(help="Sequences that the target generates first.")] = 1024,
+    written_fraction: Annotated[float, typer.Option(help="With --data: their share of the training sequences.")] = 0.5,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel=_TRAINING)] = 256,
-    steps: Annotated[int | None, typer.Option(help="Train so many steps.", rich_help_panel=_TRAINING)] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.", rich_help_panel=_TRAINING)] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Train so many minutes (default: 10).", rich_help_panel=_TRAINING)
+        float | None, typer.Option(help="Minutes of training (default: 10).", rich_help_panel=_TRAINING)
     ] = None,
     loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd or tv.", rich_help_panel=_TRAINING)] = "kl",
     batch_size: Annotated[
         int, typer.Option(help="Sequences in a step, on each device.", rich_help_panel=_TRAINING)
     ] = 8,
     learning_rate: Annotated[
-        float, typer.Option(help="The highest; it rises and falls.", rich_help_panel=_TRAINING)
+        float, typer.Option(help="The highest rate of the schedule.", rich_help_panel=_TRAINING)
     ] = 2e-3,
     patience: Annotated[
-        int, typer.Option(help="End after so many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
+        int, typer.Option(help="End after this many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
     ] = 8,
     seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0,
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
@@ -72,7 +70,7 @@ def distill(
     ] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Train a draft whose distribution is near the target's; alpha and tokens per second tell how near."""
+    """Train a draft whose distribution is close to the target's, measured by alpha and tokens per second."""
     for name, value in (("--written", written), ("--length", length)):
         if value < 2:
             raise OptionError(name, value, "a whole number >= 2")
@@ -104,9 +102,9 @@ def distill(
     decoder = load(target, device=device, models_file=models)
     lm = decoder.target
     if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index or 0):
-        raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, which the trainer follows, too")
+        raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, which the trainer also follows")
     if length > lm.context_len:
-        raise OptionError("--length", length, f"{lm.name} can take {lm.context_len} tokens")
+        raise OptionError("--length", length, f"{lm.name} accepts {lm.context_len} tokens")
     draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
     text = None if data is None else _text(decoder, data, length, written_fraction)
     options: dict[str, Any] = {
@@ -199,12 +197,12 @@ def _new_draft(
             copy_slices(target, draft)
         return draft
     if (layers, hidden_size, intermediate_size) != (None, None, None):
-        raise OptionError("--init", init, "a draft that is there has its shape already: leave out the widths")
+        raise OptionError("--init", init, "an existing draft has its own shape: leave out the widths")
     checkpoint = load_checkpoint(resolve(init, models), device=str(decoder.target.device), dtype="float32")
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
     if length > context_len(checkpoint.model.config):
-        raise OptionError("--length", length, f"{init} can take {context_len(checkpoint.model.config)} tokens")
+        raise OptionError("--length", length, f"{init} accepts {context_len(checkpoint.model.config)} tokens")
     return checkpoint.model
 
 
@@ -214,15 +212,15 @@ def _text(decoder: Decoder, data: Path, length: int, written_fraction: float) ->
 
     text = text_tokens(decoder.tokenizer, data)
     if written_fraction < 1 and len(text) < 2 * length:
-        raise OptionError("--length", length, f"{data} has only {len(text)} tokens, to train on and to check with")
+        raise OptionError("--length", length, f"{data} has only {len(text)} tokens, for training and for checks")
     return text
 
 
 def _data(
     decoder: Decoder, text: Tensor | None, output: Path, written: int, written_fraction: float, length: int, seed: int
 ) -> tuple[Mixture, list[Text]]:
-    """What to train on, and what is held out: of what the target wrote, if it wrote anything, since a draft will meet
-    such text."""
+    """Training data, and held-out data: from the target's own sequences, if there are any, since a draft works on such
+    text."""
     from accelerate import PartialState
 
     from outrider.distill.data import (
@@ -240,7 +238,7 @@ def _data(
         return Mixture(rest, None, length, 0.0, seed, start), held_out
     processes, folder = PartialState(), output / "training"
     share = processes.process_index, processes.num_processes
-    with progress_bar("sequences that the target writes", written // share[1]) as advance:
+    with progress_bar("sequences generated by the target", written // share[1]) as advance:
         write_sequences(
             decoder, text, folder, num_sequences=written, length=length, seed=seed, share=share, on_done=advance
         )
@@ -253,5 +251,5 @@ def _data(
 def _line(check: Check) -> str:
     loss = "" if check.loss is None else f", loss {check.loss:.3f}"
     with_k = f"{check.tokens_per_s:.0f} tokens/s predicted (K = {check.k})"
-    alpha = f"alpha {check.alpha.value:.3f}"  # with three digits: its interval says nothing of the change between two
+    alpha = f"alpha {check.alpha.value:.3f}"  # three digits: its interval does not apply to changes between checks
     return f"step {check.step}, {check.seconds / 60:.1f} min{loss}, {alpha}, {with_k}"

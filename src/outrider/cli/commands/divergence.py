@@ -29,7 +29,7 @@ from outrider.errors import OptionError
 
 @dataclass(frozen=True)
 class _GreedyOptions(SamplingOptions):
-    """Greedy, unless another temperature is asked for."""
+    """Greedy, unless another temperature is given."""
 
     temperature: Annotated[
         float, typer.Option("-t", "--temperature", help="Above 0 only with --acceptance gumbel.")
@@ -55,7 +55,7 @@ def divergence(
     k = single_k(num_draft_tokens, pair, sampling, seed)
     draft = pair.compared_draft
     if sampling.temperature > 0 and pair.acceptance != "gumbel":
-        remedy = f"under {pair.acceptance} sampled texts differ, by right: take 0, or --acceptance gumbel"
+        remedy = f"under {pair.acceptance} sampled texts may differ: use 0, or --acceptance gumbel"
         raise OptionError("--temperature", sampling.temperature, remedy)
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @flat
 def harness(
-    tasks: Annotated[str, typer.Option(help="Names, with commas between them: gsm8k,hellaswag.")],
+    tasks: Annotated[str, typer.Option(help="Comma-separated names: gsm8k,hellaswag.")],
     pair: PairOptions,
     sampling: TaskSamplingOptions,
     num_draft_tokens: NumDraftTokensOption = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with your own task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all.")] = None,
     num_fewshot: Annotated[
         int | None,
-        typer.Option(help="Solved examples in each prompt (a task that says 0 keeps it). Default: the task's."),
+        typer.Option(help="Solved examples in each prompt (a task with 0 keeps it). Default: the task's."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompts into the model's chat template.")] = False,
     max_new_tokens: Annotated[
@@ -57,13 +57,13 @@ def harness(
 ) -> None:
     """Tasks of the lm-evaluation-harness, by plain and speculative decoding, on the same documents.
 
-    Text is sampled as the task says, but for the sampling options given here. Tasks that score the likelihood of given
-    text are run once: a draft has no part in them.
+    Text is sampled as the task specifies, except for the sampling options given here. Tasks that score the likelihood
+    of given text are run once, without a draft.
     """
     k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise OptionError("--tasks", tasks, "name one or more, with commas between them")
+        raise OptionError("--tasks", tasks, "name one or more, separated by commas")
     if limit is not None and limit < 1:
         raise OptionError("--limit", limit, "a whole number >= 1")
     if num_fewshot is not None and num_fewshot < 0:
@@ -82,7 +82,7 @@ def harness(
 
     loaded, groups = load_tasks(names, include_path)
     set_fewshot(loaded, num_fewshot)
-    decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # by each of two arms, but most answers are shorter
+    decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # per arm; most answers are shorter
     drafted = None
     if any(map(is_generated, loaded.values())):
         drafted = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
@@ -187,27 +187,26 @@ def _number(value: float | None) -> str:
 
 
 def _notes(scores: Sequence[Score], margin: float) -> list[str]:
-    """What the table does not say by itself."""
+    """Notes that explain the table."""
     notes = []
     if any(score.paired for score in scores):
         notes.append(
-            f"p equal: two one-sided tests against a difference of {margin:g} or more; below 0.05 that row, taken by "
-            "itself, is equivalent within the margin. p diff.: against no difference at all."
+            f"p equal: two one-sided tests against a difference of {margin:g} or more; below 0.05 that row by itself "
+            "is equivalent within the margin. p diff.: against no difference at all."
         )
     once = dict.fromkeys(score.task for score in scores if score.speculative is None)
     if once:
         notes.append(
-            f"Scored once: {', '.join(once)}. The likelihood of given text is the target's own: "
-            "a draft has no part in it."
+            f"Scored once: {', '.join(once)}. The likelihood of given text is the target's own: no draft is used."
         )
     unpaired = [score.label for score in scores if score.speculative is not None and not score.paired]
     if unpaired:
-        notes.append(f"Not the mean of a number for each document, so no test: {'; '.join(unpaired)}.")
+        notes.append(f"Not a mean over documents, so not tested: {'; '.join(unpaired)}.")
     return notes
 
 
 def _verdict_text(overall: Verdict, margin: float) -> str:
-    """The two claims that are made of all rows together."""
+    """The two claims about all rows together."""
     counts = f"{overall.num_equivalent} of {overall.num_compared}"
     if overall.is_equivalent:
         equivalent = f"all equivalent within {margin:g} ({counts})"

@@ -1,4 +1,4 @@
-"""``outrider eval perplexity``: how likely target and draft find a text, and how far they agree on it."""
+"""``outrider eval perplexity``: the likelihood of a text under target and draft, and their agreement on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def perplexity(
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from window to window. Default: the context; less gives each token more before it."),
+        typer.Option(help="Tokens from window to window. Default: the context; less gives each token more context."),
     ] = None,
     batch_size: BatchSizeOption = 8,
     json_target: JsonOption = None,
@@ -50,19 +50,19 @@ def perplexity(
 
     text = read_text(file)
     if not text.strip():
-        raise FileError(f"{file} has no text in it")
+        raise FileError(f"{file} contains no text")
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, name))
     target, drafter, most = decoder.target, decoder.drafter, decoder.context_len
     draft = drafter.lm
     if context is not None and context > most:
-        raise OptionError("--context", context, f"{target.name} with {name} can take {most} tokens")
+        raise OptionError("--context", context, f"{target.name} with {name} accepts {most} tokens")
     context = most if context is None else context
     if stride is not None and stride > context:
         raise OptionError("--stride", stride, f"at most the {context} tokens of a window, or some would be left out")
     ids = encode(decoder.tokenizer, text)
     if len(ids) < 2:
-        raise FileError(f"{file} has only one token: the second and those after it are judged")
+        raise FileError(f"{file} has only one token: scoring starts at the second")
     pieces = windows(ids, context, stride or context)
     num_bytes = len(text.encode()) - len(_first_text(decoder.tokenizer, ids).encode())
     with progress_bar("windows", len(pieces)) as advance:
@@ -79,8 +79,7 @@ def perplexity(
         console.print(f"The draft {name!r} has no probabilities of its own: this is the target alone.")
     else:
         console.print(
-            f"Agreement, the share of tokens before which both think the same most probable: "
-            f"{interval_text(result.agreement, 3)}"
+            f"Agreement, the share of positions with the same most probable token: {interval_text(result.agreement, 3)}"
         )
         console.print(f"alpha = 1 - TV at temperature 1: {interval_text(result.alpha, 3)}")
     console.print("The intervals are over the windows", style="dim")
@@ -90,6 +89,6 @@ def perplexity(
 
 
 def _first_text(tokenizer: Any, ids: list[int]) -> str:
-    """The text of the first token, which is not judged; none, where it is a special one."""
+    """The text of the first token, which is not scored; empty if it is a special token."""
     text: str = tokenizer.decode(ids[:1], skip_special_tokens=True)
     return text

@@ -83,7 +83,7 @@ def latency(
 
 
 def _memory_text(peak_bytes: int | None) -> str:
-    return "peak memory is not known" if peak_bytes is None else f"peak memory {peak_bytes / 2**20:.0f} MiB"
+    return "peak memory unknown" if peak_bytes is None else f"peak memory {peak_bytes / 2**20:.0f} MiB"
 
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:

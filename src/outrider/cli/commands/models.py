@@ -14,10 +14,8 @@ from outrider.errors import OptionError
 
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
-    context: Annotated[
-        int, typer.Option(help="Tokens for which the cache is reckoned, at most the model's own.")
-    ] = 2048,
-    batch_size: Annotated[int, typer.Option(help="Sequences for which the cache is reckoned.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens in the cache, at most the model's context.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
     json_target: JsonOption = None,
 ) -> None:
@@ -71,7 +69,7 @@ def models(
             row["about"] or row["location"],
         )
     console.print(table)
-    console.print("The cache is taken in one piece; compiled, its length is a power of two.", style="dim")
+    console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
     console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     options = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
     write_json(json_target, "models", options, {"models": rows})

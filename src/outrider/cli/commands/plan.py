@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _NUM_ROWS_SHOWN = 10
-_MOST_PROBS = 4096  # of p that is kept where a rule needs all of it
+_MOST_PROBS = 4096  # kept of p where a rule needs all of it
 
 
 @flat
@@ -40,12 +40,10 @@ def plan(
         str | None,
         typer.Option("-k", "--num-draft-tokens", help="K to choose among, like 1-8. Default: 1-16; compiled, a few."),
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts that the target goes on from. Default: 15 sentences.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
         Path | None,
-        typer.Option(help="What the target has said already (outrider record --probs N), and its sampling options."),
+        typer.Option(help="Recorded output of the target (outrider record --probs N), with its sampling options."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
     batch_size: Annotated[str, typer.Option(help="Rows at once, one or several: 1,4.")] = "1",
@@ -54,7 +52,7 @@ def plan(
         bool,
         typer.Option(
             "--measure",
-            help="Then run the pairs at K = 1, 2, 4, 8 and the best, to hold the prediction against; rounds are timed "
+            help="Then run the pairs at K = 1, 2, 4, 8 and the best, to check the prediction; rounds are timed "
             "again between them, so that both see the machine in the same state.",
         ),
     ] = False,
@@ -62,9 +60,9 @@ def plan(
     what_if: Annotated[
         str | None,
         typer.Option(
-            help="Measure nothing; take these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
-            "token stands; c, the time of a draft step over that of a plain step; v, the same of a verify (default: "
-            "1); c_ops, the operations of a draft step over those of a plain step (default: c)."
+            help="Measure nothing; use these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
+            "token is accepted; c, the time of a draft step over that of a plain step; v, the same of a verify "
+            "(default: 1); c_ops, the operations of a draft step over those of a plain step (default: c)."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
@@ -90,9 +88,9 @@ def plan(
     if not names:
         raise OptionError("--draft", "none", "name the drafts to choose among; 'none' is always one of the answers")
     if measure and 1 not in sizes:
-        raise OptionError("--measure", batch_size, "pairs are run one prompt at a time: let 1 be among --batch-size")
+        raise OptionError("--measure", batch_size, "pairs are run one prompt at a time: include 1 in --batch-size")
     if log is not None and prompts is not None:
-        raise OptionError("--log", str(log), "it goes without --prompts, since it holds what was said")
+        raise OptionError("--log", str(log), "leave out --prompts: the log has its own")
 
     from outrider.decoding.costs import tokens_needed
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
@@ -105,7 +103,7 @@ def plan(
     lms = [decoder.target, *(lm for drafter in drafters.values() for lm in drafter.models)]
     for lm in lms:
         if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
-            raise OptionError("--context", max(contexts), f"{lm.name} can take {lm.context_len} tokens")
+            raise OptionError("--context", max(contexts), f"{lm.name} accepts {lm.context_len} tokens")
     records, header = _said(decoder, pair, _texts(prompts), options) if log is None else _read(log, decoder)
     if log is not None:
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
@@ -123,7 +121,7 @@ def plan(
     for costs, found in results:
         _show(console, decoder, pair, options, costs, found)
     if is_bounded:
-        console.print("The log knows only part of p: what is shown is the least that is to be expected.", style="dim")
+        console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
     predicted: list[Choice] = []
     is_interrupted = False
@@ -165,7 +163,7 @@ def _wholes(name: str, text: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if numbers[0] < 1:
-        raise OptionError(name, text, "whole numbers >= 1 with commas between them, like 1,4")
+        raise OptionError(name, text, "comma-separated whole numbers >= 1, like 1,4")
     return numbers
 
 
@@ -178,10 +176,10 @@ def _texts(prompts: Path | None) -> list[str]:
 def _said(
     decoder: Decoder, pair: PairOptions, texts: Sequence[str], options: dict[str, Any]
 ) -> tuple[list[Record], Header]:
-    """What the target says to the prompts, as a log has it."""
+    """The target's answers to the prompts, as in a log."""
     from outrider.replay.record import header_of, record_batch
 
-    # One number for each token is enough where a rule looks at p and q of that token alone.
+    # One number for each token suffices if a rule uses p and q of that token alone.
     num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if pair.acceptance == "gumbel" else 1
     seed = options["seed"]
     without_seed = {name: value for name, value in options.items() if name != "seed"}
@@ -202,20 +200,22 @@ def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
     log = Log.open(path)
     is_same = decoder.tokenizer is None or log.header.tokenizer in (None, fingerprint(decoder.tokenizer))
     if log.header.target != decoder.target.name or not is_same:
-        raise OptionError("--log", str(path), f"it is of {log.header.target}, not of this {decoder.target.name}")
+        raise OptionError(
+            "--log", str(path), f"it was recorded from {log.header.target}, not from this {decoder.target.name}"
+        )
     return list(log), log.header
 
 
 def _counts(
     drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
 ) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
-    """The rounds to expect of each draft and K; where not all of p is known, with drafted tokens standing as seldom as
-    they can. Says whether it is so."""
+    """The expected rounds of each draft and K; if only part of p is known, with acceptance as rare as possible. Also
+    returns whether that is so."""
     from outrider.replay.replay import replay, summarise
 
     counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
     is_bounded = False
-    with progress_bar("what the drafts say", len(drafters) * len(records)) as advance:
+    with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
             replayed = replay(records, header, drafter, acceptance, ks)
             expected = summarise(counted(replayed, advance), ks).expected
@@ -263,16 +263,16 @@ def _show(
         console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
         command = _command(pair, options, best.draft, best.k)
     else:
-        console.print(f"Best: none. {best.draft} at K = {best.k} comes nearest, with {best.speed_up.value:.2f}.")
+        console.print(f"Best: none. {best.draft} at K = {best.k} comes closest, with {best.speed_up.value:.2f}.")
         command = _command(pair, options, "none", None)
     same = [one for one in found if one.draft == best.draft]
     free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
-    console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it agreed always: {agreeing:.2f}.")
+    console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it always agreed: {agreeing:.2f}.")
     console.print(f"  {command}", style="bold", soft_wrap=True)
 
 
 def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int | None) -> str:
-    """The options of ``outrider generate`` that the prediction is for; those that are at their default are left out."""
+    """The options of ``outrider generate`` that the prediction applies to, without those at their default."""
     words = ["outrider", "generate", "--target", pair.target, "--draft", draft]
     if k is not None:
         words += ["-k", str(k), "--acceptance", pair.acceptance]

@@ -1,4 +1,4 @@
-"""``outrider record``: what a target says to many prompts, kept for drafts to be judged by."""
+"""``outrider record``: a target's answers to many prompts, recorded to judge drafts by."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def record(
     tensors: Annotated[
         Path | None,
         typer.Option(
-            help="In the end, write the token ids as printed tensors, too (decoding-speculative-decoding). "
-            "Of greedy text only."
+            help="At the end, also write the token ids as printed tensors (decoding-speculative-decoding). "
+            "Greedy text only."
         ),
     ] = None,
 ) -> None:
-    """Write down what the target alone says, with probabilities, as a log for ``outrider replay``."""
+    """Record the output of the target alone, with probabilities, as a log for ``outrider replay``."""
     check_batch_size(batch_size)
     if probs is not None and probs < 1:
         raise OptionError("--probs", probs, "a whole number >= 1")
@@ -74,7 +74,7 @@ def record(
             raise OptionError(
                 "--tensors",
                 str(tensors),
-                "such a file does not say how its texts were written, and is read as greedy: record with -t 0, and "
+                "such a file has no sampling options, and is read as greedy: record with -t 0, and "
                 "without --repetition-penalty, --logit-bias and --chat",
             )
         check_outputs({"--tensors": tensors}, [prompts, output])
@@ -156,7 +156,7 @@ def _write(
                 writer.append(records)
                 if is_interrupted:
                     return True
-    except KeyboardInterrupt:  # while probabilities were computed: this batch is lost, those before it are not
+    except KeyboardInterrupt:  # while computing probabilities: only this batch is lost
         return True
     finally:
         writer.flush()

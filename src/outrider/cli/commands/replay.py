@@ -55,11 +55,11 @@ def replay(
     output_format: Annotated[
         str,
         typer.Option(
-            help="Of --output: outrider; or cumulative, lines like [3, 5] of the tokens that each of --batch-size "
-            "prompts has so far (decoding-speculative-decoding; one draft, one K)."
+            help="Of --output: outrider; or cumulative, lines like [3, 5] with the tokens so far of each of "
+            "--batch-size prompts (decoding-speculative-decoding; one draft, one K)."
         ),
     ] = "outrider",
-    seed: Annotated[int, typer.Option(help="Sampled text leaves rounds to chance: --output draws them.")] = 0,
+    seed: Annotated[int, typer.Option(help="For sampled text --output draws rounds at random.")] = 0,
     log_format: Annotated[
         str,
         typer.Option(
@@ -72,7 +72,7 @@ def replay(
         Path | None, typer.Option(help="With --format tensors: the prompts, in the order of the log.")
     ] = None,
     tokenizer_of: Annotated[
-        str | None, typer.Option(help="With --format tensors: the model whose tokens the ids are.")
+        str | None, typer.Option(help="With --format tensors: the model that the ids belong to.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
@@ -92,7 +92,7 @@ def replay(
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
         raise OptionError("--format", log_format, "tensors go with --prompts and --tokenizer-of, a log without")
     if output_format == "cumulative" and output is None:
-        raise OptionError("--output-format", output_format, "it is of the file that --output names: give that, too")
+        raise OptionError("--output-format", output_format, "it applies to --output: give that too")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     check_outputs({"--output": output, "--json": json_target, "--plot": plot}, [log, prompts, drafts.models])
@@ -120,7 +120,7 @@ def replay(
         records = Log.open(log)
         header = records.header
     if not len(records):
-        raise FileError(f"{log} has no records yet: go on with outrider record")
+        raise FileError(f"{log} has no records yet: resume outrider record")
     names = drafts.names(header.target)
     if output_format == "cumulative" and len(names) * len(ks) > 1:
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
@@ -148,7 +148,7 @@ def replay(
     title = f"{header.target}, {len(records)} prompts, temperature {header.sampling.temperature:g}, {drafts.acceptance}"
     _show(console, title, arms, dict(zip(names, summaries, strict=True)))
     if log_format == "tensors":
-        console.print("Note: the texts are taken to be greedy, each as long as it was allowed to be")
+        console.print("Note: the texts are assumed to be greedy, each ended by its length limit")
     if plot is not None:
         points = {
             name: [(k, summary.expected[k].tau) for k in ks] for name, summary in zip(names, summaries, strict=True)
@@ -181,7 +181,7 @@ def replay(
 
 
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
-    """A log of printed tensors as if it had been recorded, greedily: each text ended where it ends by its length."""
+    """A log of printed tensors as if recorded greedily, with each text ended by its length."""
     from outrider.models.loading import load_tokenizer
     from outrider.models.registry import resolve
     from outrider.options import Sampling
@@ -197,7 +197,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     prompt_ids = [tuple(encode(tokenizer, line.text)) for line in lines]
     for index, ids in enumerate(texts):
         if not ids or max(ids) >= num_tokens:
-            raise FileError(f"{log}, text {index}: it is empty, or has ids that {tokenizer_of} does not know")
+            raise FileError(f"{log}, text {index}: it is empty, or has ids unknown to {tokenizer_of}")
     max_new_tokens = max(map(len, texts))
     header = Header(
         target=str(log),
@@ -289,7 +289,7 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
     console.print(table)
     console.print(
         "tau: tokens per round, expected given the texts, with an interval over the prompts; alpha: E sum min(p, q)"
-        + ("; a to b: between these, by what the log knows of p" if any(one.upper for _, one in arms) else ""),
+        + ("; a to b: bounds from the recorded part of p" if any(one.upper for _, one in arms) else ""),
         style="dim",
     )
 

@@ -1,4 +1,4 @@
-"""``outrider shapes``: what drafts of different shapes would cost, before any is trained."""
+"""``outrider shapes``: the cost of drafts of different shapes, before any is trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shapes(
     plot: Annotated[Path | None, typer.Option(help="Plot the latencies: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Time drafts with random weights beside the target, and name the shapes that are worth training."""
+    """Time drafts with random weights beside the target, and name the shapes worth training."""
     if budget_ms is not None and not 0 < budget_ms < math.inf:
         raise OptionError("--budget-ms", budget_ms, "a number above 0")
     for name, value in (("--batch-size", batch_size), ("--context", context)):
@@ -52,7 +52,7 @@ def shapes(
         check_plot_file(plot)
     lm = machine.load(target).target
     if context + tokens_needed(max(lm.execution.favoured_k)) > lm.context_len:
-        raise OptionError("--context", context, f"{lm.name} can take {lm.context_len} tokens")
+        raise OptionError("--context", context, f"{lm.name} accepts {lm.context_len} tokens")
     wanted = asked or default_shapes(lm)
     with progress_bar("timing rounds", num_passes(len(wanted))) as advance:
         costs = measure_shapes(lm, wanted, num_rows=batch_size, length=context, on_pass=lambda: advance(1))
@@ -69,7 +69,7 @@ def shapes(
     console.print(table)
     console.print(
         "alpha needed: to be as fast as plain decoding (- : cannot be); worth it: within the budget, "
-        "and none has as many parameters for less time",
+        "and no other has as many parameters for less time",
         style="dim",
     )
     for cost in best:

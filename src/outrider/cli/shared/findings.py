@@ -1,4 +1,4 @@
-"""What ``certify``, ``certify-samples`` and ``divergence`` found, in rows and sentences."""
+"""The findings of ``certify``, ``certify-samples`` and ``divergence``, in rows and sentences."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def greedy_row(report: GreedyReport) -> tuple[str, str, str]:
 
 
 def tell_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
-    """What was found of a deviation, and what would have been.
+    """The estimated deviation, and the limit of detection.
 
     Args:
-        towards: what the tests lean to.
+        towards: the direction of the tests.
     """
     least = report.detectable
     console.print(
         f"{report.num_tokens} tokens of {report.num_texts} texts. "
-        f"With 99% a deviation towards {towards} would have been found out "
-        + ("only if larger than all the way there." if least is None else f"from {least:.2%} on (total variation).")
+        f"A deviation towards {towards} would have been detected with 99% "
+        + ("only if larger than its whole distance." if least is None else f"from {least:.2%} on (total variation).")
     )
     if report.estimate is not None and report.estimate_std is not None:
         console.print(
@@ -56,7 +56,7 @@ def tell_differences(console: Console, report: GreedyReport, what: str, tokenize
     """Where texts part from those of plain decoding, and why.
 
     Args:
-        what: has the index that a difference states: "prompt", "line".
+        what: what the index of a difference counts: "prompt", "line".
     """
     for one in report.differences:
         margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
@@ -74,7 +74,7 @@ def write_findings(
     html: Path | None,
     render: Callable[[Mapping[str, Any]], str],
 ) -> None:
-    """The document, and the page of it, where they were asked for."""
+    """The document, and its page, if requested."""
     if json_target is not None:
         write_document(json_target, document)
     if html is not None:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 _Item = TypeVar("_Item")
-_FILE_WIDTH = 120  # of tables that go to a file or a pipe, which have no width of their own
+_FILE_WIDTH = 120  # of tables written to a file or a pipe, which have no width
 
 
 def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
-    """The console for what people read. With ``--json -`` it is standard error, so that the document stands alone.
+    """The console for human-readable output. With ``--json -`` it is standard error, so that standard output holds the
+    document only.
 
     Args:
         has_colours: True writes them to a file or a pipe too (for ``less -R``); None only to a terminal.
@@ -63,14 +64,14 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
 
 
 def counted(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
-    """The same items, each told to a progress bar when it has been dealt with."""
+    """The same items, each reported to a progress bar when it has been processed."""
     for item in items:
         yield item
         advance(1)
 
 
 def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
-    """Take measurements to the end, or to Ctrl-C, with a progress bar. Says whether it was interrupted."""
+    """Take measurements to the end, or to Ctrl-C, with a progress bar. Returns whether it was interrupted."""
     done: list[Measurement] = []
     with progress_bar(what, total) as advance:
         try:
@@ -89,11 +90,11 @@ def check_json_target(json_target: str | None) -> None:
 
 
 def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Path | None]) -> None:
-    """Find out before the work that one output would overwrite another, or what is read.
+    """Check before the work that no output overwrites another, or an input.
 
     Args:
-        outputs: by option; None and "-" are none.
-        inputs: files, and folders of which no file may be overwritten.
+        outputs: by option; None and "-" are ignored.
+        inputs: files, and folders with files that must not be overwritten.
 
     Raises:
         OptionError
@@ -104,7 +105,7 @@ def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Pat
             continue
         path = Path(output).resolve()
         if path.exists() and not path.is_file() and not path.is_dir():
-            continue  # a device or a pipe, which nothing is overwritten in
+            continue  # a device or a pipe, where nothing is overwritten
         if any(path == other or other in path.parents for other in taken):
             raise OptionError(
                 option, str(output), "this command reads it, or writes it for another option: choose another file"
@@ -115,7 +116,7 @@ def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Pat
 def write_json(
     json_target: str | None, command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
 ) -> None:
-    """Write the document of a command, if one was asked for. See ``make_document``."""
+    """Write the document of a command, if requested. See ``make_document``."""
     if json_target is not None:
         write_document(json_target, make_document(command, options, body, target))
 
@@ -126,7 +127,7 @@ def make_document(
     """The document of a command, as it will be read back from JSON. Its form is described in docs/json.md.
 
     Args:
-        target: the model that ran, if one did: its device and dtype belong to where the result comes from.
+        target: the model that ran, if any: its device and dtype are part of the provenance.
     """
     from outrider.system.provenance import provenance
 
@@ -159,7 +160,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The options of a command, as they are written into its document and read back from it."""
+    """The options of a command, as written into its document and read back from it."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
     if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
@@ -167,6 +168,6 @@ def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> di
 
 
 def _as_read(value: dict[str, Any]) -> dict[str, Any]:
-    """What comes back when it is written as JSON and read."""
+    """The value after writing it as JSON and reading it back."""
     back: dict[str, Any] = json.loads(json_text(value))
     return back

@@ -1,4 +1,4 @@
-"""The pairs that a plan speaks of, run, to hold what it predicts against."""
+"""Runs of the pairs of a plan, to check its predictions."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def run_pairs(
     seed: int,
     time_rounds: Callable[[Sequence[int], Callable[[], None], int], Costs],
 ) -> tuple[list[ArmSummary], Costs | None]:
-    """Run pairs at some K and the best one, arms in turn, on the same prompts with other seeds than those that the
-    prediction rests on. Rounds are timed again between the prompts, since a machine is not as fast in one minute as in
-    the next, and not in the same way for all of its work.
+    """Run pairs at some K and the best one, arms in turn, on the same prompts with seeds other than those of the
+    prediction. Rounds are timed again between the prompts, since the speed of a machine changes from minute to minute,
+    and differently for different kinds of work.
 
     Args:
-        time_rounds: takes the K, what is to be done before each pass, and the number of passes.
+        time_rounds: takes the K, a function to call before each pass, and the number of passes.
 
     Returns:
-        What was measured, and the costs from the same minutes; None if it was interrupted.
+        The measurements, and the costs from the same minutes; None if interrupted.
     """
     from outrider.bench.report import summarise
     from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up

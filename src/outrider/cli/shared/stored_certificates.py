@@ -13,11 +13,11 @@ from outrider.cli.shared.options import PairOptions, SamplingOptions
 from outrider.errors import FileError, OptionError
 from outrider.system.files import read_text
 
-INPUTS = ("weights", "prompts_sha256")  # what must be the same to run a certificate again
+INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 
 
 class OwnOptions(NamedTuple):
-    """The options of ``certify`` that other commands do not have in a group."""
+    """The options of ``certify`` outside the groups shared with other commands."""
 
     prompts: Path | None
     num_draft_tokens: int | str
@@ -39,23 +39,23 @@ def check_alone(context: typer.Context) -> None:
 
 
 def read_certificate(path: Path) -> tuple[PairOptions, SamplingOptions, OwnOptions, dict[str, Any]]:
-    """What a certificate was made with: its options, and INPUTS.
+    """The options of a certificate, and its INPUTS.
 
     Raises:
-        FileError: it is no certificate.
+        FileError: it is not a certificate.
     """
     try:
         document = json.loads(read_text(path))
         is_one = isinstance(document, dict) and document.get("schema") == "outrider/certify/1"
         if not is_one:
-            raise FileError(f"{path} is not a certificate: give a file that outrider certify --json has written")
+            raise FileError(f"{path} is not a certificate: give a file written by outrider certify --json")
         options = document["options"]
         pair, sampling, own = (_group(kind, options) for kind in (PairOptions, SamplingOptions, OwnOptions))
         return pair, sampling, own, {name: document[name] for name in INPUTS}
     except json.JSONDecodeError as error:
         raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
     except (KeyError, TypeError) as error:
-        raise FileError(f"{path} is not a whole certificate: {error} is missing in it, or not as it was") from None
+        raise FileError(f"{path} is not a complete certificate: {error} is missing or has changed") from None
 
 
 def _group(kind: Any, options: dict[str, Any]) -> Any:
@@ -64,7 +64,7 @@ def _group(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value of a stored certificate, if it is of the kind that the option has. Raises TypeError."""
+    """A value of a stored certificate, if it has the type of the option. Raises TypeError."""
     if not _is_of(value, hint):
         raise TypeError(f"{name} = {value!r}")
     return Path(value) if Path in (hint, *get_args(hint)) and value is not None else value

@@ -1,4 +1,4 @@
-"""``outrider plan --what-if``: is a draft worth it, and with which K, by numbers that are known or guessed?"""
+"""``outrider plan --what-if``: does a draft pay, and with which K, given known or assumed numbers?"""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
         gain = f"{best.speed_up:.2f} times as fast as plain decoding"
         console.print(f"Best: K = {best.k}, {gain}: outrider generate -k {best.k}")
     free, agreeing = (f"{limit.speed_up:.2f} (K = {limit.k})" if limit else "none either" for limit in limits.values())
-    console.print(f"If the draft took no time: {free}; if it agreed always: {agreeing}.")
+    console.print(f"If the draft took no time: {free}; if it always agreed: {agreeing}.")
     console.print("tau: tokens per round; the ratios are to plain decoding; v is the same for every K", style="dim")
     if plot is not None:
         plot_prediction([(one.k, one.speed_up) for one in predictions], plot, title)
@@ -63,7 +63,7 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest, among equals that of the least K; None where plain decoding is as fast."""
+    """The fastest, with the least K among equals; None if plain decoding is as fast."""
     best = max(predictions, key=lambda one: (one.speed_up, -one.k))
     return best if best.speed_up > 1 else None
 
