@@ -1,0 +1,123 @@
+"""Many prompts through few slots, taken as slots become free; and threads that share one decoder."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import toys
+from outrider.api import Decoder, load
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
+from outrider.records import Completion
+from pairs import embedded, random_llama, word_tokenizer
+from toys import llama_pair, table_pair
+
+OPTIONS = {"seed": 5, "max_new_tokens": 12}
+
+
+def _decoder(**model: object) -> Decoder:
+    return load(
+        random_llama(**model), random_llama(seed=1), tokenizer=word_tokenizer(), draft_tokenizer=word_tokenizer()
+    )
+
+
+def _prompts(num_prompts: int) -> list[str]:
+    return [" ".join(f"w{(7 * i + j) % 90}" for j in range(1 + i % 9)) for i in range(num_prompts)]
+
+
+def test_each_prompt_as_if_it_were_alone() -> None:
+    """With options of its own, in any order, each once."""
+    decoder = _decoder()
+    own = [{"max_new_tokens": 1 + i % 12, "seed": i, "temperature": (0.0, 1.0, 0.7)[i % 3]} for i in range(30)]
+    done = dict(decoder.complete(zip(_prompts(30), own, strict=True), num_slots=4))
+    assert sorted(done) == list(range(30))
+    for i, prompt in enumerate(_prompts(30)):
+        (alone,) = decoder.generate(prompt, **own[i])
+        one = done[i]
+        assert isinstance(one, Completion)
+        assert (one.token_ids, one.text, one.seed, one.finish_reason) == (
+            alone.token_ids,
+            alone.text,
+            i,
+            alone.finish_reason,
+        )
+
+
+def test_prompts_are_taken_as_slots_become_free() -> None:
+    """Far fewer are held than there are."""
+    taken = 0
+
+    def endless() -> Iterator[list[int]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield [taken % 90]
+
+    stream = _decoder().complete(endless(), num_slots=2, **OPTIONS)
+    for number, _ in zip(range(40), stream, strict=False):
+        assert taken <= number + 8
+    stream.close()
+
+
+def test_a_longer_prompt_than_any_before_waits_for_a_larger_cache() -> None:
+    decoder = _decoder()
+    prompts = [[1], [2, 3], list(range(40)), [4], list(range(50, 90)), [5]]
+    done = dict(decoder.complete(prompts, num_slots=2, **OPTIONS))
+    for i, prompt in enumerate(prompts):
+        assert done[i].token_ids == decoder.generate([prompt], **OPTIONS)[0].token_ids
+
+
+def test_errors_of_single_prompts_do_not_end_the_others() -> None:
+    """A model that gives NaN after one word, an option that is out of range, a prompt that is too long."""
+    decoder = _decoder(tie_word_embeddings=False)
+    with torch.no_grad():
+        decoder.target.model.get_input_embeddings().weight[77] = torch.nan
+    prompts = ["w1 w2", "w77", ("w3", {"top_p": 7}), "w1 " * 100, "", "w4", ("w5", {"wrong": 1})]
+    bias = {"logit_bias": {77: -1e9}}
+    done = dict(decoder.complete(prompts, num_slots=2, **OPTIONS, **bias))
+    kinds: dict[int, type] = {1: NumericsError, 2: OptionError, 3: PromptError, 4: PromptError, 6: OptionError}
+    for i in range(len(prompts)):
+        one = done[i]
+        assert isinstance(one, kinds.get(i, Completion)), (i, one)
+    assert isinstance(done[1], OutriderError) and "position 1 of the text" in str(done[1])
+    assert done[0].token_ids == decoder.generate(["w1 w2"], **OPTIONS, **bias)[0].token_ids
+
+
+def test_options_of_the_call_are_checked_at_once() -> None:
+    decoder = _decoder()
+    with pytest.raises(OptionError, match="did you mean temperature"):
+        decoder.complete([], temprature=1.0)
+    with pytest.raises(OptionError, match="num_slots = 0"):
+        decoder.complete([], num_slots=0)
+    with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
+        decoder.complete([], num_draft_tokens="much")
+    assert list(decoder.complete([])) == []
+
+
+def test_more_prompts_than_slots() -> None:
+    """stream_many and generate refill them; the text is that of all at once."""
+    decoder = embedded("float64")
+    prompts, seeds = ["The king", "The fox", "Once", "A miller", "He said"], [1, 2, 3, 4, 5]
+    few = decoder.generate(prompts, seed=seeds, max_new_tokens=[5, 9, 14, 3, 8], num_slots=2)
+    many = decoder.generate(prompts, seed=seeds, max_new_tokens=[5, 9, 14, 3, 8], num_slots=5)
+    assert [one.token_ids for one in few] == [one.token_ids for one in many]
+
+
+@pytest.mark.parametrize("execution", ["eager", "captured", "compiled"])
+def test_eight_threads_may_share_a_decoder(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets the texts that it gets alone. (Compiled, with a table for a model, which takes a moment to compile.)"""
+    monkeypatch.setattr(toys, "execution", toys.EXECUTIONS[execution])
+    target, drafter = table_pair(8) if execution == "compiled" else llama_pair()
+    assert isinstance(drafter, ModelDrafter)
+    decoder = Decoder(target, None, frozenset(), drafter, num_draft_tokens=2)
+    jobs = [[(1 + i) % 8, 2, 3] for i in range(16)]
+
+    def write(i: int) -> tuple[int, ...]:
+        return decoder.generate([jobs[i]], seed=i, max_new_tokens=24)[0].token_ids
+
+    alone = [write(i) for i in range(len(jobs))]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert list(pool.map(write, range(len(jobs)))) == alone

@@ -1,0 +1,97 @@
+"""A stream that is cut and resumed goes on as if it had not been: tokens and text."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.api import Decoder, load
+from outrider.errors import OptionError
+from pairs import byte_level_tokenizer, embedded, random_llama
+
+RULES = ["rejection", "block", "gumbel"]
+
+
+def _parts(decoder: Decoder, prompt: str, cut: int, **options: object) -> tuple[str, str, tuple[int, ...]]:
+    """The text before the cut, after so many chunks; the text after it; and all tokens."""
+    before, ids = "", []
+    for number, chunk in enumerate(decoder.stream(prompt, **options)):
+        if number == cut:
+            break
+        before += chunk.text
+        ids += chunk.token_ids
+    after = list(decoder.stream(prompt, resume_ids=ids, **options))
+    return before, "".join(chunk.text for chunk in after), (*ids, *(i for chunk in after for i in chunk.token_ids))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_stop_string_across_the_cut(rule: str) -> None:
+    """Wherever it is cut; and after a cut within the stop string the part before it was held back, and is not text."""
+    decoder = embedded("float64", rule)
+    options = {"seed": 3, "max_new_tokens": 48, "temperature": 0.9}
+    (whole,) = decoder.generate("Once upon a time", **options)
+    stop = whole.text[60:74]
+    (uncut,) = decoder.generate("Once upon a time", stop=stop, **options)
+    assert uncut.finish_reason == "stop" and uncut.text == whole.text[: whole.text.index(stop)]
+    num_chunks = len(list(decoder.stream("Once upon a time", stop=stop, **options)))
+    for cut in range(1, num_chunks):
+        before, after, ids = _parts(decoder, "Once upon a time", cut, stop=stop, **options)
+        assert before + after == uncut.text
+        assert ids == uncut.token_ids
+
+
+def test_a_cut_within_a_character() -> None:
+    """Each character is several tokens; cut after every token. The characters that were complete before the cut, and
+    the text after it, are the whole text."""
+    tokenizer = byte_level_tokenizer()
+    decoder = load(random_llama(len(tokenizer)), tokenizer=tokenizer, acceptance="gumbel")
+    prompt, letters = tokenizer("a").input_ids, tokenizer("🐉 é 你好").input_ids
+    for cut in range(1, len(letters)):
+        chunks = list(decoder.stream(prompt, resume_ids=letters[:cut], seed=1, max_new_tokens=cut + 4))
+        whole = tokenizer.decode([*letters[:cut], *(i for chunk in chunks for i in chunk.token_ids)])
+        given = tokenizer.decode(letters[:cut]).rstrip("\ufffd")
+        assert given + "".join(chunk.text for chunk in chunks) == whole
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_many_at_once(rule: str) -> None:
+    decoder = embedded("float64", rule)
+    prompts, options = ["The king", "The fox"], {"seed": [1, 2], "max_new_tokens": 20}
+    whole = decoder.generate(prompts, **options)
+    said: list[list[int]] = [[], []]
+    for number, chunk in enumerate(decoder.stream_many(prompts, **options)):
+        if number == 4:
+            break
+        said[chunk.row] += chunk.token_ids
+    rest = decoder.generate(prompts, resume_ids=said, **options)
+    assert [(*ids, *one.token_ids) for ids, one in zip(said, rest, strict=True)] == [one.token_ids for one in whole]
+    assert [one.num_prompt_tokens for one in rest] == [one.num_prompt_tokens for one in whole]
+
+
+def test_what_cannot_be_resumed() -> None:
+    decoder = embedded()
+    (done,) = decoder.generate("Once", seed=1, max_new_tokens=8, temperature=0.0)
+    for options, message in (
+        ({"max_new_tokens": 8}, "8 tokens' is not possible: the text has ended"),
+        ({"max_new_tokens": 20, "stop": done.text[:4]}, "the text has ended with this token"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            decoder.stream("Once", resume_ids=done.token_ids, **options)
+    with pytest.raises(OptionError, match="token ids from 0 to"):
+        decoder.stream("Once", resume_ids=[-1])
+    with pytest.raises(OptionError, match="one list for each of the 2 prompts"):
+        decoder.stream_many(["a", "b"], resume_ids=[[1]])
+
+
+def test_a_stream_that_is_left_suspended_is_silent_at_exit(tmp_path: Path) -> None:
+    """It prints nothing about ignored exceptions when the interpreter ends."""
+    code = (
+        "import outrider\n"
+        "decoder = outrider.load('fable', 'fable-draft', device='cpu')\n"
+        "stream = decoder.stream('Once upon a time', seed=1)\n"
+        "many = decoder.complete(['The king', 'The fox'], seed=1, max_new_tokens=9)\n"
+        "next(stream); next(many)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
