@@ -1,4 +1,7 @@
-"""What all tests share: one thread, property tests that draw the same examples every time, and executions.
+"""What all tests share: threads, property tests that draw the same examples every time, and executions.
+
+No verdict may depend on the processor, the number of threads or the load. One thread is the default, since there is a
+worker for each core; OMP_NUM_THREADS asks for more.
 
 The tests of the core (marked ``each_execution``) run with every execution of ``--executions``. Compiling takes so long
 that it is not among them unless asked for:
@@ -11,12 +14,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import toys
 
-torch.set_num_threads(1)
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # which is of the load
+)
 settings.load_profile("fixed")
 
 
@@ -45,7 +55,13 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs and compiled programs are kept away from the user's."""
+    """Measured costs and compiled programs are kept away from the user's. The workers of a run share them: to compile a
+    program takes ten seconds, to find it one. (Files appear there whole, whoever is the first to write them.)"""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # each worker has a folder of its own in it
+    folder = folder / "cache"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
         yield

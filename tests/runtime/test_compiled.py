@@ -2,10 +2,16 @@
 
 Everything is in float64, so that the rounding of other loops moves no token, and that an equal seed must give equal
 tokens. The laws of the eager loop are tested in test_lossless.py.
+
+Making a program takes ten seconds, finding it on disk one. So the tests share a folder of programs (see conftest.py),
+and one of them (``plain``, which comes first) starts from an empty one.
 """
 
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,51 +21,165 @@ from torch.nn import functional
 
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
 from outrider.errors import CompileError
 from outrider.options import Sampling
-from outrider.records import Request
+from outrider.records import Request, Stats
 from outrider.runtime import compiled as compiled_module
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.lm import LM
 from outrider.runtime.thin_products import MAX_THIN_ROWS
 from outrider.sampling.rules import RULES
-from toys import as_lm, llama_pair, tiny_llama, tokens
+from toys import as_lm, llama_pair, perturbed, run, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3]]
 
 
-@pytest.fixture(autouse=True)
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for programs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "outrider" / "programs"
+@pytest.fixture(autouse=True, scope="module")
+def _quick_wrappers() -> Iterator[None]:
+    """The compiler spends half of its time on the code that calls the kernels. It gives the same whatever the effort;
+    the kernels are made as for everybody."""
+    import torch._inductor.config as config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
+        yield
 
 
-def requests(num_rows: int = 1, **options: Any) -> list[Request]:
-    return [Request(PROMPTS[i], Sampling(seed=i, max_new_tokens=(30, 11)[i], **options)) for i in range(num_rows)]
+def requests(num_rows: int = 1, longest: int = 22, **options: Any) -> list[Request]:
+    return [Request(PROMPTS[i], Sampling(seed=i, max_new_tokens=(longest, 14)[i], **options)) for i in range(num_rows)]
 
 
 PROCESSORS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}}
 
 
+def pair() -> tuple[LM, ModelDrafter]:
+    """A tiny Llama, and the first of its two layers, with perturbed weights, as the draft: less to compile."""
+    model = tiny_llama()
+    draft = perturbed(model, 0.1)
+    draft.model.layers = draft.model.layers[:1]
+    draft.config.num_hidden_layers = 1
+    return as_lm(model), ModelDrafter(as_lm(draft, "draft"))
+
+
+class Plain(NamedTuple):
+    """A target, what it says by itself, and the cache folder in which the program for that was left."""
+
+    target: LM
+    want: list[tuple[int, ...]]
+    cache: Path
+
+    def say(self, lm: LM) -> list[tuple[int, ...]]:
+        return tokens(lm, NoDrafter(), requests(), RULES["rejection"], 0)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """A cold start: one program serves plain decoding, and nothing but its file is left."""
+    target, _ = llama_pair()
+    want = tokens(target, NoDrafter(), requests(), RULES["rejection"], 0)
+    made = Plain(target, want, tmp_path_factory.mktemp("cold"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(made.cache))
+        assert made.say(target.compiled()) == made.want
+    (file,) = (made.cache / "outrider" / "programs").iterdir()
+    assert file.suffix == ".pt2"
+    shutil.copytree(made.cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)  # others need it, too
+    return made
+
+
+@pytest.fixture
+def from_disk(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the program for plain decoding; a copy, which may be spoilt."""
+    shutil.copytree(plain.cache, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "outrider" / "programs"
+
+
+def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start compiles nothing; a damaged file is made anew; and where no file can be kept, it goes without."""
+    (file,) = from_disk.iterdir()
+    package, made = file.read_bytes(), 0
+
+    def compile_again(exported: object, options: object, path: Path) -> None:
+        nonlocal made
+        made += 1
+        path.write_bytes(package)  # what the compiler would make, without its ten seconds
+
+    def fail(*args: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiled_module, "_compile", compile_again)
+    assert plain.say(plain.target.compiled()) == plain.want and made == 0
+    # By this compiler, and from where nobody else may write.
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_module, "_compile", fail)
+        with patch.context() as other, pytest.raises(CompileError, match="compiled again"):
+            other.setattr(cpp_builder, "get_compiler_version_info", lambda command: f"another {command}")
+            plain.say(plain.target.compiled())
+        for path in (from_disk, file):
+            mode = path.stat().st_mode
+            path.chmod(0o777)
+            with pytest.raises(CompileError, match="compiled again"):
+                plain.say(plain.target.compiled())
+            path.chmod(mode)
+    file.write_bytes(b"damaged")
+    assert plain.say(plain.target.compiled()) == plain.want and made == 1
+    assert file.read_bytes() == package
+    assert plain.say(plain.target.compiled()) == plain.want and made == 1
+    from_disk.rename(from_disk.with_name("moved"))
+    from_disk.write_text("a file where the folder should be")
+    assert plain.say(plain.target.compiled()) == plain.want and made == 2
+
+
+@pytest.mark.usefixtures("from_disk")
+def test_weights_are_shared_and_followed(plain: Plain) -> None:
+    """No copy: a weight that is changed in place is changed in the program."""
+    target, _ = llama_pair()
+    fast = target.compiled()
+    assert plain.say(fast) == plain.want
+    (program,) = fast.execution._programs.values()
+    parameters = {parameter.data_ptr() for parameter in target.model.parameters()}
+    assert parameters <= {tensor.data_ptr() for tensor in program._constants.values()}
+    with torch.no_grad():
+        target.model.model.norm.weight.mul_(-1.0)
+    assert plain.say(fast) == plain.say(target) != plain.want
+
+
+def test_small_tensors_are_part_of_the_key(plain: Plain, from_disk: Path) -> None:
+    """Inductor writes their values into the code: a model with another rope_theta, whose few frequencies are such, must
+    not be given the program of this one."""
+    other = as_lm(tiny_llama())
+    other.model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert plain.say(other.compiled()) == plain.say(other) != plain.want
+    assert len(list(from_disk.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
-    ("rule_name", "num_rows", "options"),
-    [("rejection", 1, {}), ("gumbel", 1, {"temperature": 0.7}), ("block", 2, PROCESSORS)],
+    ("rule_name", "num_programs", "options"),
+    [
+        ("rejection", (2, 2), {"num_rows": 1}),
+        ("gumbel", (1, 2), {"num_rows": 1, "longest": 28, "temperature": 0.7}),
+        ("block", (3, 3), {"num_rows": 2} | PROCESSORS),
+    ],
     ids=["rejection", "gumbel", "block with processors and two rows"],
 )
-def test_the_same_tokens_as_eager(rule_name: str, num_rows: int, options: dict[str, Any]) -> None:
+def test_the_same_tokens_as_eager(rule_name: str, num_programs: tuple[int, int], options: dict[str, Any]) -> None:
     """Ragged rows that end one after the other, and drafts that are cut at their ends: whatever is left to draft, the
-    shapes stay, so that a second run makes no further program."""
-    target, drafter = llama_pair()
+    shapes stay, so that a second run makes no further program. The target has one for each batch size, and one for a
+    last token without drafts; the draft has two for each, with one token owed and with two. (The lengths are such that
+    a row that is left alone owes one only, and under ``gumbel`` ends with drafts: each program takes so long.)"""
+    target, drafter = pair()
     rule = RULES[rule_name]
-    want = tokens(target, drafter, requests(num_rows, **options), rule, 2)
+    eager = run(target, drafter, requests(**options), rule, 2)
+    accepted = sum((output.stats for output in eager), Stats()).to_json()["acceptance_histogram"]
+    assert len(accepted) == 3 and min(accepted) > 0  # none, one, both: all that may happen in a round does
+    want = [output.token_ids for output in eager]
     fast_target, fast_drafter = target.compiled(), drafter.with_models(LM.compiled)
-    assert tokens(fast_target, fast_drafter, requests(num_rows, **options), rule, 2) == want
-    assert _num_programs(fast_target) <= num_rows + 1  # one for each batch size, and for a last token without drafts
-    assert _num_programs(fast_drafter.lm) <= 2 * num_rows  # with one token owed, and with two
-    before = _num_programs(fast_target), _num_programs(fast_drafter.lm)
-    assert tokens(fast_target, fast_drafter, requests(num_rows, **options), rule, 2) == want
-    assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == before
+    assert tokens(fast_target, fast_drafter, requests(**options), rule, 2) == want
+    assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
+    assert tokens(fast_target, fast_drafter, requests(**options), rule, 2) == want
+    assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
 
 
 def _num_programs(lm: LM) -> int:
@@ -67,66 +187,8 @@ def _num_programs(lm: LM) -> int:
     return lm.execution.num_programs
 
 
-def test_plain_decoding_and_the_disk(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program serves plain decoding; a second start compiles nothing; a damaged file is made anew."""
-    target, _ = llama_pair()
-    asked, rule = requests(), RULES["rejection"]
-    want = tokens(target, NoDrafter(), asked, rule, 0)
-    assert tokens(target.compiled(), NoDrafter(), asked, rule, 0) == want
-    files = list(programs.glob("*.pt2"))
-    assert len(files) == 1 and {path.name for path in programs.iterdir()} == {files[0].name}
-
-    def fail(*args: object) -> None:
-        raise AssertionError("compiled again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled_module, "_compile", fail)
-        second = target.compiled()
-        assert tokens(second, NoDrafter(), asked, rule, 0) == want
-        # But by this compiler, and by nobody else.
-        with monkeypatch.context() as other, pytest.raises(CompileError, match="compiled again"):
-            other.setattr(cpp_builder, "get_compiler_version_info", lambda command: f"another {command}")
-            tokens(target.compiled(), NoDrafter(), asked, rule, 0)
-        for path in (programs, files[0]):
-            mode = path.stat().st_mode
-            path.chmod(0o777)
-            with pytest.raises(CompileError, match="compiled again"):
-                tokens(target.compiled(), NoDrafter(), asked, rule, 0)
-            path.chmod(mode)
-    files[0].write_bytes(b"damaged")
-    assert tokens(target.compiled(), NoDrafter(), asked, rule, 0) == want
-    assert files[0].stat().st_size > 1000
-    programs.rename(programs.with_name("moved"))
-    programs.write_text("a file where the folder should be")
-    assert tokens(target.compiled(), NoDrafter(), asked, rule, 0) == want
-
-
-def test_weights_are_shared_and_followed() -> None:
-    """No copy: a weight that is changed in place is changed in the program."""
-    target, _ = llama_pair()
-    fast = target.compiled()
-    list(decode(fast, NoDrafter(), requests(), RULES["rejection"], num_draft_tokens=0))
-    (program,) = fast.execution._programs.values()
-    parameters = {parameter.data_ptr() for parameter in target.model.parameters()}
-    assert parameters <= {tensor.data_ptr() for tensor in program._constants.values()}
-    with torch.no_grad():
-        target.model.model.norm.weight.mul_(-1.0)
-    want = tokens(target, NoDrafter(), requests(), RULES["rejection"], 0)
-    assert tokens(fast, NoDrafter(), requests(), RULES["rejection"], 0) == want
-
-
-def test_small_tensors_are_part_of_the_key() -> None:
-    """Inductor writes their values into the code: a model with another rope_theta, whose few frequencies are such, must
-    not be given the program of this one."""
-    target, _ = llama_pair()
-    other = as_lm(tiny_llama())
-    other.model.model.rotary_emb.inv_freq.mul_(0.5)
-    for lm in (target, other):
-        want = tokens(lm, NoDrafter(), requests(), RULES["rejection"], 0)
-        assert tokens(lm.compiled(), NoDrafter(), requests(), RULES["rejection"], 0) == want
-
-
-def test_what_cannot_be_compiled_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, _ = llama_pair()
 
     def fail(*args: object) -> None:
@@ -138,18 +200,29 @@ def test_what_cannot_be_compiled_is_an_error_of_one_line(monkeypatch: pytest.Mon
     assert target.model.config._attn_implementation == "sdpa"  # as it was
 
 
-def _products(lm: Any, rows: Tensor, weight: Tensor, bias: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-    """All that the pass rewrites, made from rows that would be computed again in every sum."""
-    normed = rows * rows.square().mean(-1, keepdim=True).rsqrt()
-    plain = functional.linear(normed, weight)
-    return plain, functional.linear(normed, weight, bias), torch.bmm(normed.softmax(-1)[None].expand(2, -1, -1), keys)
+THIN = (1, 4, 5, MAX_THIN_ROWS, MAX_THIN_ROWS + 1)  # numbers of rows
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_THIN_ROWS, MAX_THIN_ROWS + 1])
-def test_thin_products(num_rows: int) -> None:
-    generator = torch.Generator().manual_seed(num_rows)
-    shapes = (num_rows, 40), (25, 40), (25,), (2, 40, 9)  # an odd number of columns, of which one part is left over
-    arguments = tuple(torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
-    got = llama_pair()[0].compiled().run(_products, (), *arguments)
-    for one, other in zip(got, _products(None, *arguments), strict=True):
+def _products(lm: Any, *arguments: Tensor) -> tuple[Tensor, ...]:
+    """All that the pass rewrites, made from rows that would be computed again in every sum. For each number of rows."""
+    found: list[Tensor] = []
+    for rows, weight, bias, keys in zip(*[iter(arguments)] * 4, strict=True):
+        normed = rows * rows.square().mean(-1, keepdim=True).rsqrt()
+        found.append(functional.linear(normed, weight))
+        found.append(functional.linear(normed, weight, bias))
+        found.append(torch.bmm(normed.softmax(-1)[None].expand(2, -1, -1), keys))
+    return tuple(found)
+
+
+def test_thin_products() -> None:
+    """In one program, since each takes so long to make."""
+    generator = torch.Generator().manual_seed(1)
+    arguments = [
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for num_rows in THIN
+        for shape in ((num_rows, 40), (25, 40), (25,), (2, 40, 9))  # an odd number of columns: one part is left over
+    ]
+    got, want = llama_pair()[0].compiled().run(_products, (), *arguments), _products(None, *arguments)
+    assert [one.shape[-2] for one in got] == [num_rows for num_rows in THIN for _ in range(3)]
+    for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-13)
