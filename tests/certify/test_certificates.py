@@ -206,13 +206,16 @@ def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) ->
     assert "deviates by less than 0.2" in excuses[0] and excuses[1] is None
 
 
-def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
+def test_what_never_comes_up_is_excused_at_temperature_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that agrees so seldom that none is accepted whole leaves no bonus to be forgotten. That says something
     from 922 tokens on."""
+    monkeypatch.setattr(module, "CONTROLS", [one for one in CONTROLS if one.name in ("accept-all", "replace-last")])
+    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
     drafter = ModelDrafter(as_lm(tiny_llama(seed=1)))
-    job = _job((as_lm(tiny_llama()), drafter), temperature=0.0, max_new_tokens=240, ignore_eos=True, batch_size=6)
+    job = _job((as_lm(tiny_llama()), drafter), temperature=0.0, max_new_tokens=160, ignore_eos=True, batch_size=6)
+    pilot = fly(job)
     for prompts, is_enough in ((PROMPTS, False), ([*PROMPTS, *(ids[::-1] for ids in PROMPTS)], True)):
-        _, certificate = _certificate(dataclasses.replace(job, prompts=prompts), 1000)
+        certificate = certify(dataclasses.replace(job, prompts=prompts), pilot, 1000)
         by_name = {one.control.name: one for one in certificate.controls}
         assert by_name["accept-all"].is_caught and not by_name["replace-last"].is_caught
         assert certificate.is_certified == is_enough == bool(by_name["replace-last"].excuse)
