@@ -16,7 +16,46 @@ import torch
 from commands import Outrider
 from pairs import embedded
 
-PROGRAM = [sys.executable, "-m", "outrider"]
+# The program, and what is looked at when it has ended.
+ENDING = """\
+import sys
+from outrider.cli.app import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+"""
+
+# The program, which after a while gets a signal from the system, by itself: a test that sent it might be kept waiting,
+# on a busy machine, until there was nothing left to interrupt.
+INTERRUPTED = """\
+import os, runpy, signal
+from outrider.api import Decoder
+{how}
+runpy.run_module("outrider", run_name="__main__")
+"""
+AFTER_FOUR_CHUNKS = """\
+stream = Decoder.stream
+def interrupted(*arguments, **options):
+    for number, chunk in enumerate(stream(*arguments, **options), start=1):
+        yield chunk
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+Decoder.stream = interrupted
+"""
+AFTER_FOUR_TEXTS = """\
+complete = Decoder.complete
+def killed(*arguments, **options):
+    for number, text in enumerate(complete(*arguments, **options), start=1):
+        yield text
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+Decoder.complete = killed
+"""
+
+
+def program(how: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", INTERRUPTED.format(how=how), *arguments]
 
 
 def quiet() -> dict[str, str]:
@@ -109,16 +148,14 @@ def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
     prompts.write_text("".join(f"{text}\n" for text in texts))
     arguments = ["generate", "--prompts", str(prompts), "-n", "6", "--seed", "1", "--dtype", "float64"]
     arguments += ["--batch-size", "2", "--output", str(output)]
-    process = subprocess.Popen([*PROGRAM, *arguments], stderr=subprocess.PIPE, env=quiet())
-    wait_for(lambda: output.exists() and output.stat().st_size > 0, process)
-    process.kill()
-    process.communicate()
+    ended = subprocess.run(program(AFTER_FOUR_TEXTS, *arguments), capture_output=True, env=quiet())
+    assert ended.returncode == -signal.SIGKILL
     before = output.read_bytes()
     num_lines = before.count(b"\n")
     assert 0 < num_lines < 30
     assert outrider(*arguments).code == 0
-    assert output.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert output.read_bytes().startswith(before)
+    rows = sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["index"])
     assert [(row["index"], row["prompt"], row["seed"]) for row in rows] == [
         (i, text, 1 + i) for i, text in enumerate(texts)
     ]
