@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from commands import Outrider
+from outrider.cli.app import app
 from pairs import embedded
 
 # The program, and what is looked at when it has ended.
@@ -74,6 +78,56 @@ def test_help_answers_at_once() -> None:
     assert min(times_s) < 0.5
     for command in ("generate", "compare", "latency", "eval", "record", "replay", "analyze", "plan", "models"):
         assert f" {command} " in result.stdout
+
+
+def commands() -> list[str]:
+    """The words that name each command and each group of commands, the program itself included."""
+    root = get_command(app)
+    assert isinstance(root, TyperGroup)
+    groups = {name: group for name, group in root.commands.items() if isinstance(group, TyperGroup)}
+    return ["", *root.commands, *(f"{name} {inner}" for name, group in groups.items() for inner in group.commands)]
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_help_is_tidy(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, width: int, is_terminal: bool) -> None:
+    """It begins with the usage, flags have no type, and it is as wide as the terminal."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert len(commands()) > 15
+    for command in commands():
+        ended = outrider(*command.split(), "--help")
+        assert (ended.code, ended.err) == (0, "")
+        assert "\x1b[" in ended.out or not is_terminal
+        lines = without_colours(ended.out).splitlines()
+        assert " ".join(f"Usage: outrider {command}".split()) in lines[0]
+        assert not any(type_ in line for line in lines for type_ in ("<bool>", "BOOL", "``"))
+        assert max(map(len, lines)) == width
+
+
+def test_options_that_take_a_value_have_a_type(outrider: Outrider) -> None:
+    assert re.search(r"--seed +<?int", without_colours(outrider("generate", "--help").out), re.IGNORECASE)
+
+
+def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
+    out = without_colours(outrider("--help").out)
+    panels = {
+        title: re.findall(r"^│ ([a-z-]+) ", body, re.MULTILINE)
+        for title, body in re.findall(r"╭─ ([\w ]+?) ─+╮\n(.*?)╰", out, re.DOTALL)
+    }
+    del panels["Options"]
+    assert panels == {
+        "Generate": ["generate", "compare", "latency"],
+        "Choose a draft": ["models", "plan", "alpha", "record", "replay", "analyze", "shapes"],
+        "Train": ["distill"],
+        "Trust and score": ["certify", "certify-samples", "divergence", "eval"],
+    }
 
 
 @pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "replay --help"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -24,29 +25,46 @@ from outrider.cli.commands import (
     shapes,
 )
 from outrider.cli.commands import eval as eval_
+from outrider.cli.shared.help import Command, Group
 from outrider.errors import OutriderError
+
+_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Generate": {
+        "generate": generate.generate,
+        "compare": compare.compare,
+        "latency": latency.latency,
+    },
+    "Choose a draft": {
+        "models": models.models,
+        "plan": plan.plan,
+        "alpha": alpha.alpha,
+        "record": record.record,
+        "replay": replay.replay,
+        "analyze": analyze.analyze,
+        "shapes": shapes.shapes,
+    },
+    "Train": {"distill": distill.distill},
+    "Trust and score": {
+        "certify": certify.certify,
+        "certify-samples": certify_samples.certify_samples,
+        "divergence": divergence.divergence,
+        "eval": eval_.app,
+    },
+}
 
 app = typer.Typer(
     name="outrider",
+    cls=Group,
     help="Speculative sampling: a large language model, faster, with the same distribution.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.generate)
-app.command("compare")(compare.compare)
-app.command("latency")(latency.latency)
-app.add_typer(eval_.app, name="eval")
-app.command("record")(record.record)
-app.command("replay")(replay.replay)
-app.command("analyze")(analyze.analyze)
-app.command("alpha")(alpha.alpha)
-app.command("certify")(certify.certify)
-app.command("certify-samples")(certify_samples.certify_samples)
-app.command("divergence")(divergence.divergence)
-app.command("plan")(plan.plan)
-app.command("distill")(distill.distill)
-app.command("shapes")(shapes.shapes)
-app.command("models")(models.models)
+for _panel, _commands in _COMMANDS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, cls=Command, rich_help_panel=_panel)(_command)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -7,10 +7,13 @@ import typer
 from outrider.cli.commands.eval_harness import harness
 from outrider.cli.commands.eval_multiplication import multiplication
 from outrider.cli.commands.eval_perplexity import perplexity
+from outrider.cli.shared.help import Command, Group
 
 app = typer.Typer(
-    help="Score a task with and without speculation, on the same prompts; perplexity of a text.", no_args_is_help=True
+    cls=Group,
+    help="Score a task with and without speculation, on the same prompts; perplexity of a text.",
+    no_args_is_help=True,
 )
-app.command("multiplication")(multiplication)
-app.command("harness")(harness)
-app.command("perplexity")(perplexity)
+app.command("multiplication", cls=Command)(multiplication)
+app.command("harness", cls=Command)(harness)
+app.command("perplexity", cls=Command)(perplexity)
