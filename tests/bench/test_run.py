@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 
 from outrider.api import load
-from outrider.bench.run import Arm, Case, Measurement, count_rejections, interleave, measure, peak_memory_bytes, warm_up
+from outrider.bench.run import (
+    Arm,
+    Case,
+    Measurement,
+    count_rejections,
+    interleave,
+    measure,
+    peak_memory_bytes,
+    race,
+    warm_up,
+)
 from outrider.drafters.model import ModelDrafter
 from outrider.evals.prompts import PROMPTS, WARM_UP
 from outrider.records import Chunk, Stats, Timing
@@ -62,6 +73,70 @@ def test_what_on_chunk_does_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert measurement.timing.total_s < 3600
     assert "".join(chunk.text for chunk in seen) == measurement.text
     assert sum((chunk.timing for chunk in seen), Timing()) == measurement.timing
+
+
+def test_racers_write_what_they_would_write_alone() -> None:
+    """All of it, each with its own clock; every chunk is told, of an arm that no other was behind."""
+    all_arms, case, ended = arms(), Case(3, PROMPT, seed=7), set()
+    told = dict.fromkeys((arm.name for arm in all_arms), Timing())
+
+    def on_chunk(arm: Arm, case: Case, chunk: Chunk) -> None:
+        assert told[arm.name].total_s == min(timing.total_s for name, timing in told.items() if name not in ended)
+        told[arm.name] += chunk.timing
+        if chunk.finish_reason is not None:
+            ended.add(arm.name)
+
+    for arm, measurement in zip(all_arms, race(all_arms, case, OPTIONS, on_chunk), strict=True):
+        alone = measure(arm, case, OPTIONS)
+        assert (measurement.arm, measurement.case) == (arm, case)
+        assert (measurement.text, measurement.stats) == (alone.text, alone.stats)
+        assert measurement.timing == told[arm.name]
+
+
+class Steady:
+    """Stands in for a decoder: rounds of one token that all take the same time. It notes its name at each."""
+
+    def __init__(self, name: str, round_s: float, num_rounds: int, turns: list[str]) -> None:
+        self.name, self.round_s, self.num_rounds, self.turns = name, round_s, num_rounds, turns
+        self.target = embedded().target
+        self.is_open = False
+
+    def stream(self, *_: Any, **__: Any) -> Iterator[Chunk]:
+        self.is_open = True
+        try:
+            for _round in range(self.num_rounds):
+                self.turns.append(self.name)
+                yield Chunk(0, (), (5,), ("bonus",), None, None, Stats(), Timing(total_s=self.round_s))
+        finally:
+            self.is_open = False
+
+
+def steady_arms(turns: list[str]) -> list[Arm]:
+    decoders: list[Any] = [Steady("slow", 3.0, 2, turns), Steady("quick", 1.0, 5, turns)]
+    return [Arm(decoder.name, decoder) for decoder in decoders]
+
+
+def test_the_arm_whose_clock_is_behind_has_the_next_round() -> None:
+    turns: list[str] = []
+    slow, quick = race(steady_arms(turns), Case(0, PROMPT, 0), OPTIONS)
+    assert turns == ["slow", "quick", "quick", "quick", "slow", "quick", "quick"]
+    assert (slow.timing.total_s, quick.timing.total_s) == (6.0, 5.0)
+
+
+def test_a_race_that_is_broken_off_leaves_nothing_open() -> None:
+    both: list[Any] = steady_arms([])
+
+    def stop(arm: Arm, *_: Any) -> None:
+        if arm.name == "quick":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        race(both, Case(0, PROMPT, 0), OPTIONS, stop)
+    assert [arm.decoder.is_open for arm in both] == [False, False]
+    with pytest.raises(KeyboardInterrupt):
+        race([*arms(), *both], Case(0, PROMPT, 0), OPTIONS, stop)
+    assert not torch.is_inference_mode_enabled()
+    assert measure(arms()[1], Case(0, PROMPT, 0), OPTIONS).num_tokens == 6
 
 
 def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from commands import Ended, Outrider, only_document
 from outrider.bench.run import Arm, Case, Measurement
 from outrider.cli.commands import compare as command
-from outrider.records import Stats, Timing
+from outrider.records import Chunk, Stats, Timing
 from pairs import embedded, zoo
 
 QUICK = ("-n", "8", "--num-runs", "2", "--seed", "3")
@@ -159,26 +160,77 @@ def test_a_wrong_rule_is_found_out(outrider: Outrider, monkeypatch: pytest.Monke
     assert "SANITY CHECK FAILED" in ended.out
 
 
+def terminal(monkeypatch: pytest.MonkeyPatch, *, width: int, height: int) -> io.StringIO:
+    """What is written to a terminal of this size in place of the standard output."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, height=height, highlight=False, _environ={})
+    monkeypatch.setattr(command, "console_for", lambda *_, **__: console)
+    return screen
+
+
+def frames_on(screen: io.StringIO) -> list[str]:
+    """Each picture that was drawn, without colours and cursor; the last also has what came after."""
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
+    return ["╭─ plain" + frame for frame in shown.split("╭─ plain")[1:]]
+
+
 def test_on_a_terminal_the_arms_have_panels(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its text, of which the end is shown if it is long, and a rate; within the height of the terminal."""
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=54, height=12, highlight=False, _environ={})
-    monkeypatch.setattr(command, "console_for", lambda *_, **__: console)
-    prompt, options = "Once [red] upon a time", {"seed": 3, "max_new_tokens": 56, "ignore_eos": True}
-    ended = outrider("compare", prompt, "-n", 56, "--num-runs", 1, "--seed", 3, "--ignore-eos")
+    screen = terminal(monkeypatch, width=66, height=12)
+    prompt, options = "Once [red] upon a time", {"seed": 3, "max_new_tokens": 64, "ignore_eos": True}
+    ended = outrider("compare", prompt, "-n", 64, "--num-runs", 1, "--seed", 3, "--ignore-eos")
     assert ended.code == 0
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
-    frames = shown.split("╭─ plain")[1:]
-    assert len(frames) > 56  # one for each round at least
+    frames = frames_on(screen)
+    assert len(frames) > 64  # one for each round at least
     assert max(frame[: frame.rindex("╯")].count("\n") for frame in frames) < 12
     for name, arm in (("plain", embedded().plain()), ("fable-draft, K = 4", embedded())):
-        panel = ("╭─ plain" + frames[-1]).split(f"╭─ {name}")[1].split("╰")[0]
-        assert re.match(r": 56 tokens, [\d.]+ tokens/s ─+╮", panel)
+        panel = frames[-1].split(f"╭─ {name}")[1].split("╰")[0]
+        assert re.match(r": 64 tokens in \d+\.\d\d s, [\d.]+ tokens/s ?─*╮", panel)
         text = arm.generate(prompt, **options)[0].text
-        assert len(text) > 3 * 50  # more than the panel has room for
+        assert len(text) > 3 * 62  # more than the panel has room for
         words, shown_words = text.split(), " ".join(panel.replace("│", " ").split())
         assert shown_words.endswith(words[-1]) and " ".join(words[:6]) not in shown_words
-    assert "times as fast as plain" in shown
+    assert "times as fast as plain" in frames[-1]
+
+
+def test_on_a_terminal_the_arms_race_side_by_side(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no moment is an arm further ahead in time than one round of its own, until the other has ended."""
+    screen = terminal(monkeypatch, width=80, height=24)
+    spent = {"plain": 0.0, "fable-draft, K = 4": 0.0}
+    lead: list[float] = []
+    add = command._Panel.add
+
+    def watched(panel: Any, chunk: Chunk) -> None:
+        other = min(time for name, time in spent.items() if name != panel.name)
+        lead.append(spent[panel.name] - other)
+        spent[panel.name] = math.inf if chunk.finish_reason else spent[panel.name] + chunk.timing.total_s
+        add(panel, chunk)
+
+    monkeypatch.setattr(command._Panel, "add", watched)
+    outrider("compare", PROMPT, "-n", 24, "--num-runs", 1, "--ignore-eos")
+    assert max(lead) <= 0
+    both_under_way = r"plain: ([1-9]|1\d|2[0-3]) tokens.*K = 4: ([1-9]|1\d|2[0-3]) tokens"
+    assert sum(re.search(both_under_way, frame, re.DOTALL) is not None for frame in frames_on(screen)) > 5
+
+
+def test_ctrl_c_in_the_race_leaves_the_terminal_as_it_was(
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The cursor is shown again, and the panels with what was written so far stay."""
+    screen = terminal(monkeypatch, width=80, height=24)
+    add = command._Panel.add
+
+    def interrupted(panel: Any, chunk: Chunk) -> None:
+        add(panel, chunk)
+        if panel.num_tokens > 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command._Panel, "add", interrupted)
+    ended = outrider("compare", PROMPT, *QUICK, "-n", 24, "--json", tmp_path / "a.json")
+    assert ended.code == 130
+    assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+    assert "fable-draft, K = 4: " in frames_on(screen)[-1]
+    assert not (tmp_path / "a.json").exists()
 
 
 def test_the_default_is_the_embedded_pair_on_a_built_in_prompt(outrider: Outrider, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ and the order of the arms rotates from case to case, so that drift of the machin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from outrider.api import Decoder
 from outrider.options import NumDraftTokens
 from outrider.records import Chunk, Stats, Timing
+from outrider.runtime.clock import Clock
 from outrider.text.tokenizer import Prompt
 
 _NUM_WARM_UP_TOKENS = 8
@@ -40,8 +41,8 @@ class Arm:
         """For tables with a separate column for K."""
         return self.draft or self.decoder.target.name
 
-    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Chunk]:
-        return self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
+    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[Chunk]:
+        yield from self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
 
 
 def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> list[Arm]:
@@ -87,14 +88,57 @@ OnChunk = Callable[[Arm, Case, Chunk], None]
 
 def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None) -> Measurement:
     """Generate once. The work of ``on_chunk`` (printing, say) is not timed."""
-    stats, timing, text, ratios = Stats(), Timing(), "", []
-    for chunk in arm.stream(case.prompt, {**options, "seed": case.seed}):
-        stats, timing, text = stats + chunk.stats, timing + chunk.timing, text + chunk.text
+    [measurement] = race([arm], case, options, on_chunk)
+    return measurement
+
+
+def race(
+    arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None
+) -> list[Measurement]:
+    """Generate with all arms side by side, on one machine: the next round is always of the arm whose own clock is
+    behind. So at any moment all have had the same time, and the one that has written most is ahead.
+
+    A clock counts its own arm's rounds only, but they find the processor's caches full of the others' weights. So this
+    is to be looked at; to measure, let each arm run alone (see ``interleave``).
+    """
+    device_clock = Clock(arms[0].decoder.target.device)
+    lanes = [_Lane(arm, arm.stream(case.prompt, {**options, "seed": case.seed})) for arm in arms]
+    running, last = list(lanes), lanes[0]
+    try:
+        while running:
+            lane = min(running, key=lambda one: one.timing.total_s)
+            if lane is not last:
+                device_clock.wait(device_clock.mark())  # for what the other has started ahead, which is not this one's
+            last, chunk = lane, next(lane.chunks, None)
+            if chunk is None:
+                running.remove(lane)
+                continue
+            lane.take(chunk)
+            if on_chunk is not None:
+                on_chunk(lane.arm, case, chunk)
+    finally:
+        for lane in lanes:
+            lane.chunks.close()
+    return [Measurement(one.arm, case, one.stats, one.timing, one.text, tuple(one.ratios)) for one in lanes]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """An arm in a race: what it has yet to give, and what it has given."""
+
+    arm: Arm
+    chunks: Generator[Chunk]
+    stats: Stats = Stats()
+    timing: Timing = Timing()
+    text: str = ""
+    ratios: list[float] = field(default_factory=list)
+
+    def take(self, chunk: Chunk) -> None:
+        self.stats += chunk.stats
+        self.timing += chunk.timing
+        self.text += chunk.text
         if chunk.rejected_ratio is not None:
-            ratios.append(chunk.rejected_ratio)
-        if on_chunk is not None:
-            on_chunk(arm, case, chunk)
-    return Measurement(arm, case, stats, timing, text, tuple(ratios))
+            self.ratios.append(chunk.rejected_ratio)
 
 
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:

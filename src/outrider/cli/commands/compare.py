@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,9 +20,10 @@ from outrider.cli.shared.options import (
 )
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
 from outrider.errors import OptionError, PromptError
+from outrider.records import Timing
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
 
     from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
@@ -104,7 +105,8 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
 
 
 def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
-    """Run the arms before the eyes of the reader: live panels on a terminal, plain text elsewhere."""
+    """Run the arms before the eyes of the reader: side by side in live panels on a terminal, one text after the other
+    elsewhere."""
     from outrider.bench.run import measure
 
     if console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms):
@@ -122,45 +124,50 @@ def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[
 def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
     from rich.console import Group
     from rich.live import Live
-    from rich.panel import Panel
-    from rich.text import Text
 
-    from outrider.bench.run import measure
-    from outrider.records import Timing
+    from outrider.bench.run import race
 
-    num_lines = max(3, (console.height - 2) // len(arms) - 2)
-    texts = {arm.name: "" for arm in arms}
-    counts = dict.fromkeys(texts, 0)
-    timings = {name: Timing() for name in texts}
-    running: list[str] = []
+    panels = {arm.name: _Panel(arm.name, max(3, (console.height - 2) // len(arms) - 2)) for arm in arms}
+    group = Group(*panels.values())
 
-    def panels() -> Group:
-        shown = []
-        for arm in arms:
-            rate = counts[arm.name] / timings[arm.name].total_s if counts[arm.name] else 0.0
-            # The last lines are what is new; a text that is longer than its panel loses its beginning.
-            lines = Text(texts[arm.name]).wrap(console, console.width - 4)[-num_lines:]
-            title = f"{arm.name}: {counts[arm.name]} tokens, {rate:.1f} tokens/s"
-            style = "cyan" if arm.name in running else "dim"
-            shown.append(Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style))
-        return Group(*shown)
-
-    measurements = []
-    # No refresh thread: it would take time from the arm that is being measured.
-    with Live(panels(), console=console, auto_refresh=False) as live:
+    # No refresh thread: it would take time from the arm whose turn it is.
+    with Live(group, console=console, auto_refresh=False) as live:
 
         def show(arm: Arm, case: Case, chunk: Chunk) -> None:
-            texts[arm.name] += chunk.text
-            counts[arm.name] += len(chunk.token_ids)
-            timings[arm.name] += chunk.timing
-            live.update(panels(), refresh=True)
+            panels[arm.name].add(chunk)
+            live.refresh()
 
-        for arm in arms:
-            running[:] = [arm.name]
-            measurements.append(measure(arm, case, options, show))
-        running.clear()
-        live.update(panels(), refresh=True)
-    return measurements
+        return race(arms, case, options, show)
+
+
+@dataclass(slots=True)
+class _Panel:
+    """One arm's lane of the race, as rich draws it: bright while it runs."""
+
+    name: str
+    num_lines: int
+    text: str = ""
+    num_tokens: int = 0
+    timing: Timing = Timing()
+    is_running: bool = True
+
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.num_tokens += len(chunk.token_ids)
+        self.timing += chunk.timing
+        self.is_running = chunk.finish_reason is None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.panel import Panel
+        from rich.text import Text
+
+        # The last lines are what is new; a text that is longer than its panel loses its beginning.
+        lines = Text(self.text).wrap(console, options.max_width - 4)[-self.num_lines :]
+        seconds = self.timing.total_s
+        rate = self.num_tokens / seconds if self.num_tokens else 0.0
+        title = f"{self.name}: {self.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s"
+        style = "cyan" if self.is_running else "dim"
+        yield Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style)
 
 
 def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
