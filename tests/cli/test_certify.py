@@ -39,7 +39,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     file.write_text(json.dumps(first))
     assert "the weights have changed" in outrider("certify", "--again", file).error
     prompts.write_text("The queen\n")
-    assert "the weights and prompts are other ones now" in outrider("certify", "--again", file).error
+    assert "the weights and prompts have changed" in outrider("certify", "--again", file).error
     for name, value in {"num_tokens": "400", "threads": "2", "draft": "ngram", "prompts": 5, "seed": None}.items():
         edited = first | {"options": first["options"] | {name: value}}
         file.write_text(json.dumps(edited))

@@ -95,7 +95,7 @@ def _block_by_position(target_probs: Tensor, draft: Draft, noise: _PositionUnifo
 
 
 def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
-    """Cuts a draft before its first token of low q. Which tokens are judged then depends on what they are."""
+    """Cuts a draft before its first token of low q. Whether a token is judged then depends on the token."""
 
     def alter(rows: Rows, k: int, draft: Draft) -> Draft:
         if draft.probs is None:

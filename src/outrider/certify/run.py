@@ -134,7 +134,7 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
 
 
 def _eager(decoder: Decoder) -> Decoder:
-    """For mistakes, and what they are held against: preparing steps for each would take longer than all the rest."""
+    """For mistakes and their reference: preparing steps for each would take longer than everything else."""
     return replace(decoder, target=decoder.target.eager(), drafter=decoder.drafter.with_models(LM.eager))
 
 
@@ -165,8 +165,8 @@ class Sample:
         return joined(self._parts).first(num_tokens)
 
     def _num_texts(self, num_left: int) -> int:
-        """How many texts to write next for so many tokens: at first as many as are written at a time, then four times
-        as many at the most, so that slots are refilled. (Which texts are tested does not depend on it.)"""
+        """How many texts to generate next for ``num_left`` tokens: at first one batch, then at most four, so that slots
+        are refilled. (It does not affect which texts are tested.)"""
         batch_size = self._job.batch_size
         num_tokens = sum(len(one.token_ids) for one in self.written)
         num_wanted = -(-num_left * len(self.written) // num_tokens) if num_tokens else 0
@@ -250,7 +250,7 @@ def certify(
     made = CONTROLS if controls is None else controls
     if pilot.observed is None:
         there, plain = checks[0]
-        if decoder.target.execution.is_prepared:  # mistakes are made eagerly, and rounding is no mistake
+        if decoder.target.execution.is_prepared:  # mistakes run eagerly, and rounding is no mistake
             there = replace(there, decoder=_eager(decoder))
             plain = list(plain_texts(there))
         return Certificate(exact, None, [_greedy_control(there, plain, control) for control in made], greedy)

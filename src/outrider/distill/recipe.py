@@ -1,4 +1,4 @@
-"""How to train a draft, and for how long: options, checked."""
+"""How to train a draft, and for how long: checked options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Budget:
             raise OptionError("steps", self.num_steps or self.seconds, "steps or minutes above 0")
 
     def spent(self, num_steps: int, seconds: float) -> float:
-        """The part that is used up, from 0 to 1."""
+        """The part that is spent, from 0 to 1."""
         used = num_steps / self.num_steps if self.num_steps is not None else seconds / (self.seconds or 1)
         return min(1.0, used)
 
@@ -34,8 +34,8 @@ class Recipe:
 
     Attributes:
         loss: of distill/losses.py.
-        patience: end after so many checks in a row without a better alpha.
-        save_s: seconds between checkpoints, about.
+        patience: end after this many checks in a row without a better alpha.
+        save_s: approximate seconds between checkpoints.
     """
 
     loss: str = "kl"

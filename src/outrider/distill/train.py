@@ -29,7 +29,7 @@ from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import write_whole
 
 _WARM_UP, _DECAY = 0.02, 0.6  # of the budget: the learning rate rises, and falls to zero
-_LOSS_NUMBERS = 2**26  # logits that a loss looks at in one piece: 256 MiB, several times over
+_LOSS_NUMBERS = 2**26  # logits that a loss processes in one piece: 256 MiB, several times over
 
 
 def distil(
@@ -87,7 +87,7 @@ def distil(
         use_cpu=target.device.type == "cpu",
         seed=recipe.seed,
     )
-    arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs have a process each
+    arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs have a process each, or the batch size would be wrong
     trainer = Trainer(
         model=draft,
         args=arguments,
@@ -99,7 +99,7 @@ def distil(
     trainer.remove_callback(PrinterCallback)
     checkpoint, watch.progress = last_checkpoint(training)
     if trainer.is_world_process_zero():
-        for path in training.glob("checkpoint-*"):  # what was being written when a run was killed
+        for path in training.glob("checkpoint-*"):  # left incomplete by a killed run
             if not (path / MARK).exists():
                 shutil.rmtree(path)
     if not watch.is_over(0 if checkpoint is None else int(checkpoint.name.split("-")[1])):

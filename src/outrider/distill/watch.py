@@ -1,7 +1,7 @@
-"""The watch over a training: what it sees of the draft, and what has to survive a kill.
+"""The watch over a training: evaluations of the draft, and the state that must survive a kill.
 
-It looks at the clock and at alpha, says when to save and when to stop, and keeps the weights that did best. Checkpoints
-are whole or not there.
+It watches the clock and alpha, decides when to save and when to stop, and keeps the best weights. Checkpoints are
+complete or absent.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from outrider.system.files import to_disk, write_whole
 
 _LOG = logging.getLogger(__name__)
 _NUM_CHECKS = 20  # evaluations of alpha in a run
-MARK = "outrider.json"  # in a checkpoint, written last: without it a checkpoint is not whole
+MARK = "outrider.json"  # in a checkpoint, written last: without it a checkpoint is incomplete
 _NUM_KEPT = 2  # checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was seen of the draft at one moment.
+    """One evaluation of the draft.
 
     Attributes:
         seconds: of training so far.
         loss: mean since the last check; None at the beginning.
-        alpha: of the weights as they would be kept, on the sequences held out, with an interval over them.
+        alpha: of the weights as they would be stored, on the held-out sequences, with an interval over them.
         k: the number of drafted tokens that promises the most.
-        tokens_per_s: to be expected with it: tau(K) for an equal alpha at every place, over the cost of such a round,
-            timed at the beginning as the models are here (eager, the draft in float32). For K = 0: plain decoding.
+        tokens_per_s: the prediction for it: tau(K) for an equal alpha at every place, over the cost of such a round,
+            timed at the beginning with the models of the training (eager, the draft in float32). For K = 0: plain
+            decoding.
     """
 
     step: int
@@ -66,7 +67,7 @@ class Check:
 
 @dataclass(slots=True)
 class Progress:
-    """What has to survive a kill, beside what the trainer saves itself."""
+    """The state that must survive a kill, besides the trainer's own."""
 
     seconds: float = 0.0
     num_idle: int = 0
@@ -81,7 +82,7 @@ OnStep = Callable[[float], None]
 
 
 class Watch(TrainerCallback):
-    """Looks at the clock and at alpha; says when to save and when to stop; keeps the best weights."""
+    """Watches the clock and alpha; decides when to save and when to stop; keeps the best weights."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        # All processes must decide alike, so what they decide by is everyone's: the clock and alpha of the first.
+        # All processes must make the same decisions, so they all use the clock and alpha of the first.
         step_s, since_save_s = _of_first((now - self._last, now - self._last_save))
         self.progress.seconds += step_s
         before, self.spent = self.spent, self._budget.spent(state.global_step, self.progress.seconds)
@@ -130,7 +131,7 @@ class Watch(TrainerCallback):
         if is_due:
             self._check(state)
         control.should_training_stop = self.is_over(state.global_step)
-        # Also after a check, so that what is kept and what is known of it belong together.
+        # Also after a check, so that the stored weights and their checks belong together.
         if is_due or since_save_s > self._recipe.save_s or control.should_training_stop:
             control.should_save = True
             self._last_save = now
@@ -142,7 +143,7 @@ class Watch(TrainerCallback):
             training = Path(args.output_dir)
             folder = training / f"checkpoint-{state.global_step}"
             for path in folder.rglob("*"):
-                to_disk(path)  # before the mark that says they are there
+                to_disk(path)  # before the mark that declares them complete
             write_whole(folder / MARK, json.dumps(asdict(self.progress)).encode())
             to_disk(folder / MARK)
             for _, old in sorted(_whole_checkpoints(training))[:-_NUM_KEPT]:
@@ -156,9 +157,9 @@ class Watch(TrainerCallback):
             self.losses.clear()
 
     def _kept_model(self) -> LM:
-        """The draft as it would be kept: rounded to the type of the file."""
+        """The draft as it would be stored: rounded to the type of the file."""
         model: Any = copy.deepcopy(self._draft)
-        for parameter in model.parameters():  # no buffers that are not in the file, but computed anew
+        for parameter in model.parameters():  # not the buffers: they are recomputed, not stored
             parameter.data = parameter.to(self._save_dtype).to(torch.float32)
         return build_lm(Checkpoint(self._output.name, model, self._tokenizer), self._target.vocab_size)
 
@@ -181,7 +182,7 @@ class Watch(TrainerCallback):
             self.on_check(check)
 
     def _keep(self) -> None:
-        """Write the draft beside what is there, then over it file by file, the weights last."""
+        """Write the draft beside the existing one, then replace it file by file, the weights last."""
         model: Any = copy.deepcopy(self._draft).to(self._save_dtype)
         model.config.use_cache = True  # the trainer has switched it off
         part = self._output / "training" / "best.part"
@@ -215,11 +216,11 @@ def _whole_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def last_checkpoint(folder: Path) -> tuple[Path | None, Progress]:
-    """The newest checkpoint that is whole, and how far it had come."""
+    """The newest complete checkpoint, and its progress."""
     for _, path in sorted(_whole_checkpoints(folder), reverse=True):
         try:
             return path, Progress(**json.loads((path / MARK).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:  # the disk has lost it
-            _LOG.warning("%s is damaged (%s): going on from the one before", path, error)
+            _LOG.warning("%s is damaged (%s): resuming from the previous one", path, error)
             (path / MARK).unlink(missing_ok=True)
     return None, Progress()

@@ -1,4 +1,4 @@
-"""A log that is read: records one by one, when they are asked for, held against their checksums."""
+"""Reading a log: records one by one, on demand, checked against their checksums."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Log:
         for line in self.lines[:num_records]:
             path = shard_path(self._path, line.shard)
             if line.shard not in there and not path.is_file():
-                raise FileError(damage(self._path, line.index, f"there is no {path.name}"))
+                raise FileError(damage(self._path, line.index, f"{path.name} is missing"))
             there.add(line.shard)
 
     def read(self, index: int) -> Record:
@@ -93,7 +93,7 @@ class Log:
             reason = " ".join(str(error).split())[:200]
             raise FileError(damage(self._path, index, f"{path.name} cannot be read ({reason})")) from None
         if checksum_of(line, tensors) != line.sha256:
-            raise FileError(damage(self._path, index, f"its checksum does not fit {path.name} and {INDEX}"))
+            raise FileError(damage(self._path, index, f"its checksum does not match {path.name} and {INDEX}"))
         probs = None
         if self.header.num_probs is not None:
             probs = TopProbs(tensors["token_probs"], tensors["top_ids"].long(), tensors["top_probs"], tensors["tail"])
@@ -112,7 +112,7 @@ class Log:
 def read_header(path: Path) -> Header:
     file = path / HEADER
     if not file.is_file():
-        raise FileError(f"{path} is no log: there is no {HEADER} in it; make one with outrider record")
+        raise FileError(f"{path} is not a log: it has no {HEADER}; make one with outrider record")
     try:
         document = json.loads(read_text(file))
         checksum = document.pop("sha256")
@@ -122,17 +122,17 @@ def read_header(path: Path) -> Header:
             return Header.from_json(document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise FileError(f"{file} is damaged: it is not as it was written; {REMEDY}")
+    raise FileError(f"{file} is damaged: its checksum does not match; {REMEDY}")
 
 
 def read_index(path: Path) -> list[bytes]:
-    """Its lines; the last is empty, or only half written."""
+    """Its lines; the last is empty or half-written."""
     file = path / INDEX
     return read_bytes(file).split(b"\n") if file.exists() else [b""]
 
 
 def parse_line(path: Path, index: int, text: bytes) -> Line:
-    """A line of the index, in which the kinds of values are right; the checksum is looked at with the tensors."""
+    """A line of the index, with values of the right types; the checksum is checked with the tensors."""
     try:
         row = json.loads(text)
         line = Line(**row)
@@ -144,4 +144,4 @@ def parse_line(path: Path, index: int, text: bytes) -> Line:
             return line
     except (ValueError, TypeError, RecursionError):
         pass
-    raise FileError(damage(path, index, f"line {index + 1} of {INDEX} is not as it was written"))
+    raise FileError(damage(path, index, f"line {index + 1} of {INDEX} is not valid"))

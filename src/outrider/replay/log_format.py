@@ -1,7 +1,7 @@
-"""Logs of what a target said, on disk: a folder with a header, an index and shards of tensors.
+"""Logs of a target's output, on disk: a folder with a header, an index and shards of tensors.
 
     log.json                 schema, target, sampling options, vocabulary; with a checksum of its own
-    index.jsonl              one line for each prompt, in order: what is not a tensor, and a checksum of the record
+    index.jsonl              one line for each prompt, in order: all but the tensors, and a checksum of the record
     shard-00000.safetensors  the tensors of some records, "INDEX.NAME" each
 
 The format is described in docs/record-and-replay.md. This module does not read or write files (log.py and log_writer.py
@@ -44,7 +44,7 @@ class TopProbs:
     """p, after the processors of the sampling options, at the n tokens of a text.
 
     Attributes:
-        token_probs: of the token that stands there. [n]
+        token_probs: of the text's own tokens. [n]
         top_ids, top_probs: the N most probable tokens, largest first. [n, N], [n, N]
         tail: the mass of all others. [n]
     """
@@ -61,11 +61,11 @@ class TopProbs:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the target said to one prompt.
+    """The target's answer to one prompt.
 
     Attributes:
         prompt: its text; for a chat, the user's message.
-        category: of the prompt, where it has one.
+        category: of the prompt, if it has one.
         probs: None where they were not recorded.
     """
 
@@ -85,7 +85,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What all records of a log have in common.
+    """The properties shared by all records of a log.
 
     Attributes:
         target: name of the model.
@@ -93,10 +93,9 @@ class Header:
         num_probs: N, None where no probabilities were recorded.
         vocab_size: V.
         context_len: the target's; a text ends where it is full.
-        tokenizer: a fingerprint of what the ids mean (see outrider.text.tokenizer), None where there is no tokenizer.
+        tokenizer: a fingerprint of the meaning of ids (see outrider.text.tokenizer), None without a tokenizer.
         settings: other options that the text depends on.
-        provenance: where it comes from. It says nothing about what is in the log, and may differ when a log is gone on
-            with.
+        provenance: of the recording. The contents do not depend on it, and it may differ when a log is resumed.
     """
 
     target: str

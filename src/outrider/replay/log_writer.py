@@ -1,7 +1,7 @@
-"""A log that is written, or gone on with where it was cut short.
+"""Writing a log, or resuming an interrupted one.
 
-A shard is written whole, and forced to disk, before its lines are added to the index, so that the index never promises
-what is not there, and a log whose recording was cut short at any moment can be read, and gone on with.
+A shard is written whole, and forced to disk, before its lines are added to the index, so that the index never refers to
+missing data, and a log whose recording was interrupted at any moment can be read and resumed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from outrider.replay.log_format import (
 from outrider.system.files import to_disk, write_whole
 
 _LINE_BEGINS = b'{"index": '
-_PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # what a write that was cut short leaves
+_PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # left by an interrupted write
 _MIN_SHARD = 32  # records
 _MOST_SHARD_BYTES = 2**28  # after which a shard with fewer records is full; bounds the memory
 
 
 class LogWriter:
-    """Writes a log, or goes on with one that was cut short.
+    """Writes a log, or resumes an interrupted one.
 
     Args:
-        path: a folder, made if it is not there.
+        path: a folder, created if it does not exist.
         expected: (prompt, category, seed) of each record that will be written.
 
     Raises:
-        FileError: there is something else at ``path``: a log of another run, or none at all, or one that is damaged
-            other than at its end. It is left as it is.
+        FileError: ``path`` holds something else: a log of another run, no log at all, or one that is damaged other than
+            at its end. It is left unchanged.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LogWriter:
             if names and (names - {HEADER, INDEX} or read_index(path) != [b""]):
                 self._go_on(header, expected)
             else:
-                if names:  # a log of nothing yet, of a run whose options were refused later, say; not any other file
+                if names:  # an empty log, of a run whose options were refused later, say; no other file
                     read_header(path)
                 self._begin(header)
         except OSError as error:
@@ -92,7 +92,7 @@ class LogWriter:
             if (line.prompt, line.category, line.seed) != wanted:
                 raise FileError(f"{path}, record {line.index} comes from another run (its prompt differs): {remedy}")
         if half and not half.startswith(_LINE_BEGINS) and not _LINE_BEGINS.startswith(half):
-            raise FileError(damage(path, len(lines), f"line {len(lines) + 1} of {INDEX} is not as it was written"))
+            raise FileError(damage(path, len(lines), f"line {len(lines) + 1} of {INDEX} is not valid"))
         num_good = _num_good(Log(path, old, lines))
         if half or num_good < len(lines):
             self._cut_index(sum(len(text) + 1 for text in texts[:num_good]))
@@ -106,7 +106,7 @@ class LogWriter:
         to_disk(file)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Take the next records, in order. They are on disk after ``flush``, or when a shard is full.
+        """Accept the next records, in order. They are on disk after ``flush``, or when a shard is full.
 
         Raises:
             FileError
@@ -117,7 +117,7 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting as a shard. If it is interrupted nothing has happened, and it can be done again.
+        """Write the waiting records as a shard. If interrupted, it has no effect and can be repeated.
 
         Raises:
             FileError
@@ -144,23 +144,23 @@ class LogWriter:
                 self.num_finished + len(lines),
                 self._next_shard + 1,
             )
-        except BaseException as error:  # Ctrl-C, too
+        except BaseException as error:  # including Ctrl-C
             self._waiting, self.num_finished, self._next_shard = before
             try:
                 if size is not None:
                     self._cut_index(size)
             except OSError:
-                pass  # what made the writing fail is what is told
+                pass  # report the failure of the write instead
             if isinstance(error, OSError):
                 raise FileError(f"cannot write {self._path}: {error.strerror}") from None
             raise
 
 
 def _num_good(log: Log) -> int:
-    """How many records a log has that can be gone on with: without those at its end that cannot be read.
+    """The number of records from which a log can be resumed: without unreadable ones at its end.
 
     Raises:
-        FileError: a shard before the last is not there. What comes after it may be whole, and is not thrown away.
+        FileError: a shard before the last is missing. Those after it may be intact, and are kept.
     """
     num_good = len(log)
     while num_good:

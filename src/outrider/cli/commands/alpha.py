@@ -51,7 +51,7 @@ def alpha(
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
         if drafter.lm is None:
-            raise OptionError("--draft", name, "alpha is of two models (outrider replay judges look-ups)")
+            raise OptionError("--draft", name, "alpha compares two models (outrider replay judges look-ups)")
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(
                 decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance

@@ -255,7 +255,7 @@ class _Rounds:
 
 
 def _a_model(drafters: Sequence[Drafter]) -> Any:
-    """A model that ran, if one did."""
+    """A model that was run, if any."""
     return next((lm for drafter in drafters for lm in drafter.models), None)
 
 
