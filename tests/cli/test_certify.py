@@ -43,7 +43,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     for name, value in {"num_tokens": "400", "threads": "2", "draft": "ngram", "prompts": 5, "seed": None}.items():
         edited = first | {"options": first["options"] | {name: value}}
         file.write_text(json.dumps(edited))
-        assert f"{name} = {value!r} is missing in it, or not as it was" in outrider("certify", "--again", file).error
+        assert f"{name} = {value!r} is missing or has changed" in outrider("certify", "--again", file).error
 
 
 def test_what_was_asked_for_is_asked_for_again(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
