@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,12 @@ def quiet() -> dict[str, str]:
 
 
 def test_help_answers_at_once() -> None:
-    """In under half a second on a machine with nothing else to do: processor time, the best of three."""
-    times_s = []
-    for _ in range(3):
-        begin = os.times()
-        result = subprocess.run([*PROGRAM, "--help"], capture_output=True, text=True, check=True)
-        end = os.times()
-        times_s.append(end.children_user - begin.children_user + end.children_system - begin.children_system)
-    assert min(times_s) < 0.5
+    """Imports are what takes its time, and their number, unlike seconds, is the same on every machine: 366 modules when
+    this was written, in a quarter of a second; with torch there are 2,000."""
+    result = subprocess.run(
+        [sys.executable, "-c", ENDING + "print(len(sys.modules))", "--help"], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout.splitlines()[-1]) < 600
     for command in ("generate", "compare", "latency", "eval", "record", "replay", "analyze", "plan", "models"):
         assert f" {command} " in result.stdout
 
@@ -132,13 +129,13 @@ def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
 
 @pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "replay --help"])
 def test_no_torch_before_there_is_work(arguments: str) -> None:
-    code = (
-        f"import sys; sys.argv = ['outrider', *{arguments.split()!r}]\n"
-        "from outrider.cli.app import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print([name for name in ('torch', 'transformers', 'numpy', 'scipy') if name in sys.modules])"
+    names = "[name for name in ('torch', 'transformers', 'numpy', 'scipy') if name in sys.modules]"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{ENDING}print({names})", *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
 
 
@@ -164,40 +161,29 @@ def test_without_a_command_there_is_help(outrider: Outrider) -> None:
         assert ended.code == 2 and "Usage: outrider" in ended.out + ended.err
 
 
-def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
-    """The signal itself, sent to a process that is writing: exit code 130, the text so far, one line of summary."""
-    out, err, document = tmp_path / "out", tmp_path / "err", tmp_path / "a.json"
+    """The signal itself, in a process that is writing: exit code 130, the text so far, one line of summary."""
+    document = tmp_path / "a.json"
     arguments = ["generate", "Once upon a time", "-n", "900", "--ignore-eos", "--seed", "1", "--json", str(document)]
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(
-            [*PROGRAM, *arguments],
-            stdout=stdout,
-            stderr=stderr,
-            env=quiet(),
-            # Where the tests run in the background of a shell, the signal is ignored, and that is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        wait_for(lambda: out.stat().st_size > 20, process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+    ended = subprocess.run(
+        program(AFTER_FOUR_CHUNKS, *arguments),
+        capture_output=True,
+        env=quiet(),
+        # Where the tests run in the background of a shell, the signal is ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert ended.returncode == 130
     (completion,) = json.loads(document.read_text(encoding="utf-8"))["completions"]
-    assert 1 < len(completion["token_ids"]) < 900
-    assert out.read_text(encoding="utf-8") == completion["text"] + "\n"
-    message = err.read_text(encoding="utf-8")
+    assert 4 <= len(completion["token_ids"]) <= 20
+    assert ended.stdout.decode() == completion["text"] + "\n"
+    message = ended.stderr.decode()
     assert message.startswith(f"{len(completion['token_ids'])} tokens, ") and message.endswith(", interrupted\n")
     assert message.count("\n") == 1
 
 
 def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
     """One that could not even say that it was interrupted: what is in the file is kept, the rest is made."""
-    texts = [f"Chapter {i}. Once upon a time" for i in range(30)]
+    texts = [f"Chapter {i}. Once upon a time" for i in range(8)]
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("".join(f"{text}\n" for text in texts))
     arguments = ["generate", "--prompts", str(prompts), "-n", "6", "--seed", "1", "--dtype", "float64"]
@@ -205,15 +191,15 @@ def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
     ended = subprocess.run(program(AFTER_FOUR_TEXTS, *arguments), capture_output=True, env=quiet())
     assert ended.returncode == -signal.SIGKILL
     before = output.read_bytes()
-    num_lines = before.count(b"\n")
-    assert 0 < num_lines < 30
+    assert before.count(b"\n") == 4 and before.endswith(b"\n")
+    output.write_bytes(before + before[:20])  # killed while it wrote a line
     assert outrider(*arguments).code == 0
     assert output.read_bytes().startswith(before)
     rows = sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["index"])
     assert [(row["index"], row["prompt"], row["seed"]) for row in rows] == [
         (i, text, 1 + i) for i, text in enumerate(texts)
     ]
-    for i in (0, num_lines - 1, num_lines, 29):
+    for i in (0, 3, 4, 7):
         assert rows[i]["text"] == embedded("float64").generate(texts[i], seed=1 + i, max_new_tokens=6)[0].text
 
 
