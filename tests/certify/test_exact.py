@@ -50,7 +50,7 @@ def test_other_drafters_and_small_vocabularies(rule: Rule) -> None:
     for draft in (drafter, NgramDrafter()):
         report = check_exactly(target, draft, Sampling(), rule, [text])
         assert report.is_ok and report.distance > 0.05
-        assert 0 < report.forcing < 1e-9
+        assert report.forcing < 1e-9  # 0 where forwards of any shape round alike
     assert check_exactly(*table_pair(3), Sampling(), rule, [(0, 1)]).is_ok
 
 
@@ -85,4 +85,5 @@ def test_the_yardstick_is_held_against_a_plain_forward() -> None:
     right = target._mask
     target._mask = lambda positions, view_len: right(positions, view_len).index_fill(3, torch.tensor([0]), -1e9)
     assert forcing_gap(target, text) > 1e-3
-    assert not check_exactly(target, drafter, Sampling(), REJECTION, [text]).is_ok
+    report = check_exactly(target, drafter, Sampling(), REJECTION, [text])
+    assert report.forcing > 1e-3 and not report.is_ok

@@ -27,6 +27,13 @@ HELD_OUT = [Text(ids, 4) for ids in torch.randint(97, (6, 24), generator=torch.G
 TARGET = random_llama().float()
 
 
+@pytest.fixture(autouse=True)
+def _made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict here depends on what rounds cost, which takes a second to measure. (They are measured for
+    test_distill.py.)"""
+    monkeypatch.setattr(watch, "measure_round_costs", lambda *_: {0: 1.0, 1: 1.0})
+
+
 def run(
     output: Path,
     *,
@@ -139,7 +146,6 @@ def test_it_ends_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A clock that advances by a second at every look."""
     ticks = iter(range(10**6))
     monkeypatch.setattr(watch.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(watch, "measure_round_costs", lambda *_: {0: 1.0, 1: 1.0})
     spent: list[float] = []
     checks = run(tmp_path, budget=Budget(seconds=10.0), on_step=spent.append, patience=20)
     assert spent == pytest.approx([i / 10 for i in range(1, 11)])

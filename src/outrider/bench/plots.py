@@ -270,5 +270,5 @@ def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:
 
 def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.set_ylim(bottom=0)  # now that the points are in: a scale with a limit no longer follows them
-    axes.legend()
+    axes.legend(loc="best")  # said, though it is the default: matplotlib warns of the default where a machine is slow
     figure.savefig(path, dpi=150)
