@@ -83,6 +83,7 @@ def chunk_of(row: RowRound, job: Job, timing: Timing) -> Chunk:
         stats=Stats.of(row),
         timing=timing,
         rejected_ratio=row.rejected_ratio,
+        seed=job.request.sampling.seed,
     )
 
 

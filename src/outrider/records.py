@@ -252,6 +252,7 @@ class Chunk:
         stats: of this row in this round.
         timing: of the round, in the first of its chunks; zero in the others. So the timings of all chunks add up.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
+        seed: the seed in use (also where none was given).
     """
 
     row: int
@@ -263,6 +264,7 @@ class Chunk:
     stats: Stats
     timing: Timing
     rejected_ratio: float | None = None
+    seed: int | None = None
 
     @property
     def text(self) -> str:

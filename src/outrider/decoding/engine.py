@@ -310,9 +310,8 @@ class Engine:
         return rows
 
     def _width(self, rows: Sequence[Row], num_left: int | None) -> int:
-        missing = max(map(self._missing, rows))
-        most = PREFILL_COLUMNS if num_left is None else min(PREFILL_COLUMNS, self._prefill_chunk or missing)
-        return min(missing, most)
+        most = PREFILL_COLUMNS if num_left is None or self._prefill_chunk is None else self._prefill_chunk
+        return min(max(map(self._missing, rows)), most, PREFILL_COLUMNS)
 
     @staticmethod
     def _missing(row: Row) -> int:

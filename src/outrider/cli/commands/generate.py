@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,15 +91,14 @@ def generate(
         text = _read_prompt(prompt) if lines is None else ""
         num_seeds = 1 if lines is None else len(lines)
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, logprobs=logprobs, **end.to_options())
-        first_seed = secrets.randbits(62) if seed is None else seed
         setup = _Setup(pair, draft, k, options, chat)
         totals = _Totals(None if json_target is None or output is not None else [])
         if lines is None:
             decoder = setup.load(end.max_new_tokens)
             console = console_for(json_target, has_colours=show_origin or None)
-            _show(setup, decoder, text, first_seed, console, show_origin, totals)
+            _show(setup, decoder, text, console, show_origin, totals)
         else:
-            setup = replace(setup, k=_common_k(num_draft_tokens, pair, sampling, options, lines))
+            _check_options(options, lines)
             finished = Finished(bytearray(len(lines)))
             write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
             if output is not None:
@@ -109,7 +107,7 @@ def generate(
             decoder = setup.load(sum(setup.max_new_tokens(lines[index]) for index in finished.missing()))
             _check(setup, decoder, lines, finished)
             totals.num_failed = finished.num_failed
-            _continue_all(setup, decoder, lines, finished, first_seed, batch_size, write, totals)
+            _continue_all(setup, decoder, lines, finished, seed, batch_size, write, totals)
     print(totals.summary(decoder), file=sys.stderr)
     write_json(json_target, "generate", setup.settings(), totals.to_json(), decoder.target)
     if totals.is_interrupted:
@@ -164,23 +162,17 @@ class _Setup:
         return decoder.encode([{"role": "user", "content": text}] if self.chat else text)
 
 
-def _common_k(
-    text: str | None, pair: PairOptions, sampling: SamplingOptions, options: dict[str, Any], lines: PromptFile
-) -> NumDraftTokens:
-    """K for a file of prompts, whose options are checked by the way. It is chosen as for one prompt (see ``single_k``),
-    and not "auto" if any of them is to give the same text again.
+def _check_options(options: dict[str, Any], lines: PromptFile) -> None:
+    """Find out before the work what no target can take.
 
     Raises:
         FileError: an option of a prompt is not possible.
     """
-    ks: set[NumDraftTokens] = set()
     for line in lines:
         try:
-            own = Sampling(**options | line.options)
+            Sampling(**options | line.options)
         except OptionError as error:
             raise FileError(f"{lines.path}, line {line.number}: {error}") from None
-        ks.add(single_k(text, pair, replace(sampling, temperature=own.temperature), own.seed))
-    return "auto" if ks == {"auto"} else (ks - {"auto"}).pop()
 
 
 def _check(setup: _Setup, decoder: Decoder, lines: PromptFile, finished: Finished) -> None:
@@ -204,18 +196,19 @@ def _continue_all(
     decoder: Decoder,
     lines: PromptFile,
     finished: Finished,
-    first_seed: int,
+    first_seed: int | None,
     num_slots: int,
     write: Callable[[str], None],
     totals: _Totals,
 ) -> None:
     """Write a line of JSON for each prompt that is not finished, as soon as it is. Nothing of it is kept but sums."""
-    waiting: dict[int, tuple[int, PromptLine, list[int], int]] = {}
+    waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
 
     def prompts() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
         for place, index in enumerate(finished.missing()):
             line = lines[index]
-            ids, seed = setup.encode(decoder, line.text), line.options.get("seed", first_seed + index)
+            ids = setup.encode(decoder, line.text)
+            seed = line.options.get("seed", None if first_seed is None else first_seed + index)
             waiting[place] = (index, line, ids, seed)
             yield ids, {**line.options, "seed": seed}
 
@@ -230,6 +223,7 @@ def _continue_all(
                 else:
                     made = _made(done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs)
                     totals.stats += done.stats
+                    seed = done.seed
                 row = _row(index, line, ids, seed, made)
                 write(json_text(row | {"settings": setup.settings(line)}))
                 totals.keep(row)
@@ -240,13 +234,11 @@ def _continue_all(
     totals.time_s = dict.fromkeys(Timing().to_json()) | {"total": time.perf_counter() - start}
 
 
-def _show(
-    setup: _Setup, decoder: Decoder, prompt: str, seed: int, console: Console, has_colours: bool, totals: _Totals
-) -> None:
+def _show(setup: _Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: _Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
     chunks: list[Chunk] = []
-    stream = decoder.stream(ids, **setup.options | {"seed": seed})
+    stream = decoder.stream(ids, **setup.options)
     try:
         if console.file.isatty():
             console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
@@ -278,6 +270,7 @@ def _show(
         totals.stats,
         None if setup.options["logprobs"] is None else [item for chunk in chunks for item in chunk.logprobs or ()],
     )
+    seed = chunks[0].seed if chunks else setup.options["seed"]
     totals.keep(_row(0, PromptLine(1, prompt), ids, seed, made))
 
 
@@ -322,7 +315,7 @@ def _made(
     return made
 
 
-def _row(index: int, line: PromptLine, prompt_ids: list[int], seed: int, made: dict[str, Any]) -> dict[str, Any]:
+def _row(index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, made: dict[str, Any]) -> dict[str, Any]:
     """The index comes first: by that a half-written line is known."""
     row = {"index": index, "prompt": line.text, "prompt_ids": prompt_ids, **made, "seed": seed}
     return row if line.category is None else row | {"category": line.category}
