@@ -5,7 +5,8 @@
 Each prompt has its own number of new tokens, from 8 to 256, drawn with a fixed seed. "batches" are calls of
 ``generate`` with as many prompts as there are slots, one after the other: rows leave them, and are not replaced.
 "refilled" is one call: the next prompt takes the slot of a row that has ended. The ideal is the ratio of rounds: the
-gain if a round cost the same at every number of rows, and no slot were ever empty. At temperature 1, prefill included. The arms
+gain if a round cost the same at every number of rows, and no slot were ever empty. At temperature 1, prefill included.
+The arms
 take turns, each turn with other prompts. The last line of standard output is one JSON document.
 """
 

@@ -84,6 +84,7 @@ def chunk_of(row: RowRound, job: Job, timing: Timing) -> Chunk:
         timing=timing,
         rejected_ratio=row.rejected_ratio,
         seed=job.request.sampling.seed,
+        num_cached_tokens=row.num_cached_tokens,
     )
 
 
@@ -109,4 +110,5 @@ def completion_of(job: Job) -> Completion:
         stats=sum((chunk.stats for chunk in chunks), Stats()),
         num_prompt_tokens=job.num_prompt_tokens,
         seed=seed,
+        num_cached_tokens=chunks[0].num_cached_tokens,
     )

@@ -164,7 +164,6 @@ class Stats:
     Attributes:
         acceptance_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
         drafted_histogram: at index i the number of rounds in which exactly i tokens were drafted.
-        num_cached_tokens: prompt tokens that were in the cache already, and were not fed again.
     """
 
     num_generated_tokens: int = 0
@@ -174,7 +173,6 @@ class Stats:
     num_truncated_rounds: int = 0
     acceptance_histogram: tuple[int, ...] = ()
     drafted_histogram: tuple[int, ...] = ()
-    num_cached_tokens: int = 0
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
@@ -185,20 +183,15 @@ class Stats:
             self.num_truncated_rounds + other.num_truncated_rounds,
             add_counts(self.acceptance_histogram, other.acceptance_histogram),
             add_counts(self.drafted_histogram, other.drafted_histogram),
-            self.num_cached_tokens + other.num_cached_tokens,
         )
 
     @classmethod
     def of(cls, row: RowRound) -> Stats:
         """The counts of one round of one row."""
         if row.error is not None:
-            return cls(num_cached_tokens=row.num_cached_tokens)
+            return cls()
         if row.is_truncated:
-            return cls(
-                num_generated_tokens=len(row.token_ids),
-                num_truncated_rounds=1,
-                num_cached_tokens=row.num_cached_tokens,
-            )
+            return cls(num_generated_tokens=len(row.token_ids), num_truncated_rounds=1)
         return cls(
             num_generated_tokens=len(row.token_ids),
             num_rounds=1,
@@ -206,7 +199,6 @@ class Stats:
             num_accepted_draft_tokens=row.num_accepted,
             acceptance_histogram=(0,) * row.num_accepted + (1,),
             drafted_histogram=(0,) * row.num_drafted + (1,),
-            num_cached_tokens=row.num_cached_tokens,
         )
 
     @property
@@ -230,7 +222,6 @@ class Stats:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "num_generated_tokens": self.num_generated_tokens,
-            "num_cached_tokens": self.num_cached_tokens,
         }
 
 
@@ -253,6 +244,7 @@ class Chunk:
         timing: of the round, in the first of its chunks; zero in the others. So the timings of all chunks add up.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
         seed: the seed in use (also where none was given).
+        num_cached_tokens: in a row's first chunk, the prompt tokens that were in the cache already.
     """
 
     row: int
@@ -265,6 +257,7 @@ class Chunk:
     timing: Timing
     rejected_ratio: float | None = None
     seed: int | None = None
+    num_cached_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -280,6 +273,7 @@ class Completion:
         token_ids: the generated tokens, an end token included.
         origins: for each token, whether it was accepted, a correction or a bonus.
         seed: the seed in use (also where none was given).
+        num_cached_tokens: prompt tokens that were in the cache already, and were not fed again.
     """
 
     text: str
@@ -290,6 +284,7 @@ class Completion:
     stats: Stats
     num_prompt_tokens: int
     seed: int
+    num_cached_tokens: int = 0
 
 
 class Stop(Protocol):

@@ -179,7 +179,7 @@ def test_what_is_counted() -> None:
         on_generated=lambda task, stats: counts.append((task, stats)),
     )
     texts = generate(lm, PROMPTS, max_gen_toks=6)
-    assert bars == [("texts generated", 4), 3, 1]
+    assert bars == [("texts generated", 4), 1, 1, 1, 1]
     assert [task for task, _ in counts] == ["task"] * 4
     total = sum((stats for _, stats in counts), Stats())
     assert total.num_draft_tokens > 0 and len(texts) <= total.num_generated_tokens <= 24

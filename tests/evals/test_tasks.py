@@ -76,13 +76,13 @@ def test_no_two_requests_have_the_same_seed(folder: Path, monkeypatch: pytest.Mo
     """Of whatever task; but the arms do."""
     tasks, _ = load_tasks(["few", "endings", "answers"], folder)
     seeds: list[list[int]] = []
-    generate = Decoder.generate
+    complete = Decoder.complete
 
     def noted(self: Decoder, prompts: Any, **options: Any) -> Any:
-        seeds.append(sorted(options["seed"]))
-        return generate(self, prompts, **options)
+        seeds.append(sorted(own["seed"] for _, own in prompts))
+        return complete(self, prompts, **options)
 
-    monkeypatch.setattr(Decoder, "generate", noted)
+    monkeypatch.setattr(Decoder, "complete", noted)
     *_, result = run(embedded(), tasks, seed=7)
     assert seeds == [[7, 8], [7, 8], [9, 10, 11], [9, 10, 11]]
     assert result.speculative is not None and result.speculative.stats is not None and result.plain.stats is not None

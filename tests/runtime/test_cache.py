@@ -3,18 +3,18 @@
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Batch
-from outrider.decoding.engine import decode
+from outrider.decoding.batch import Row
+from outrider.decoding.engine import Engine
+from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter, ModelSession
+from outrider.drafters.model import ModelSession
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Draft, Request
+from outrider.records import Request, RowRound
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -38,51 +38,43 @@ def _assert_holds(lm: LM, cache: SlotCache, row: int, ids: Sequence[int]) -> Non
                 torch.testing.assert_close(held, states[0], rtol=0.0, atol=1e-12)
 
 
-class SpyDrafter:
-    """Passes on to a model drafter, and keeps the session where a test can see it. In every third round it asks for no
-    drafts at all, if told to pause."""
+class Pausing:
+    """Drafts k tokens, and in every third round none."""
 
-    name = "spy"
-
-    def __init__(self, inner: ModelDrafter, *, is_pausing: bool = False) -> None:
-        self.inner = inner
-        self.is_pausing = is_pausing
+    def __init__(self, k: int) -> None:
+        self.max_k = k
         self.num_rounds = 0
-        self.session: ModelSession | None = None
 
-    def open(self, batch: Batch) -> "SpyDrafter":
-        self.session = self.inner.open(batch)
-        return self
-
-    def propose(self, batch: Batch, k: int, rule: Rule, noise: Any) -> Draft:
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         self.num_rounds += 1
-        return self.session.propose(batch, 0 if self.is_pausing and self.num_rounds % 3 == 0 else k, rule, noise)
+        return 0 if self.num_rounds % 3 == 0 else self.max_k
 
-    def keep(self, rows: Tensor) -> None:
-        self.session.keep(rows)
+    def learn(self, rounds: Sequence[RowRound]) -> None:
+        pass
 
-
-def _texts_of_open_rows(target: LM, drafter: Drafter, requests: list[Request], rule: Rule, k: int) -> Iterator[list]:
-    """After each round: the text of each unfinished row, in the order of the caches' rows."""
-    texts = [tuple(one.prompt_ids) for one in requests]
-    is_open = [True] * len(requests)
-    for round_ in decode(target, drafter, requests, rule, num_draft_tokens=k):
-        for row in round_.rows:
-            texts[row.row] += row.token_ids
-            is_open[row.row] = row.finish_reason is None
-        yield [text for text, open_ in zip(texts, is_open, strict=True) if open_]
+    def forget(self, index: int) -> None:
+        pass
 
 
-def _spy_on_caches(lm: LM, monkeypatch: pytest.MonkeyPatch) -> list[SlotCache]:
-    caches: list[SlotCache] = []
-    make = lm.new_cache
+def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule, num_slots: int = 4) -> Engine:
+    return Engine(target, drafter, rule, num_slots=num_slots, capacity=128, schedule=schedule, prefill_chunk=None)
 
-    def new_cache(num_rows: int, capacity: int) -> SlotCache:
-        caches.append(make(num_rows, capacity))
-        return caches[-1]
 
-    monkeypatch.setattr(lm, "new_cache", new_cache)
-    return caches
+def _open_rows(engine: Engine, requests: list[Request]) -> Iterator[list[Row]]:
+    """After each round the rows that generate."""
+    for one in requests:
+        engine.submit(one)
+    while engine.step() is not None:
+        yield engine._batch.running
+
+
+def _assert_draft_holds(engine: Engine, lm: LM, row: Row) -> int:
+    """As many committed tokens as it counts; gives their number."""
+    session = engine._session
+    assert isinstance(session, ModelSession)
+    num_cached = min(int(session._cached[row.slot]), row.length - 1)
+    _assert_holds(lm, session._cache, row.slot, row.token_ids[:num_cached])
+    return num_cached
 
 
 def _requests() -> list[Request]:
@@ -91,44 +83,59 @@ def _requests() -> list[Request]:
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("num_slots", [2, 4])
 @pytest.mark.parametrize("is_pausing", [False, True], ids=["drafting always", "pausing at times"])
 def test_both_caches_hold_the_committed_text_after_every_round(
-    rule: Rule, k: int, is_pausing: bool, monkeypatch: pytest.MonkeyPatch
+    rule: Rule, k: int, num_slots: int, is_pausing: bool
 ) -> None:
-    """Four ragged rows that end at different times. The target's cache holds all committed tokens but the last, the
-    draft's as many of them as it counts."""
+    """Four ragged rows that end at different times, all at once and in two slots. The target's cache holds all
+    committed tokens but the last, the draft's as many of them as it counts."""
     target, drafter = llama_pair()
-    caches, spy = _spy_on_caches(target, monkeypatch), SpyDrafter(drafter, is_pausing=is_pausing)
+    engine = _engine(target, drafter, rule, Pausing(k) if is_pausing else ConstantSchedule(k), num_slots)
     num_behind = set()
-    for texts in _texts_of_open_rows(target, spy, _requests(), rule, k):
-        for row, text in enumerate(texts):
-            _assert_holds(target, caches[-1], row, text[:-1])
-            num_cached = min(int(spy.session._cached[row]), len(text) - 1)
-            num_behind.add(len(text) - 1 - num_cached)
-            _assert_holds(drafter.lm, spy.session._cache, row, text[:num_cached])
+    for rows in _open_rows(engine, _requests()):
+        for row in rows:
+            _assert_holds(target, engine._cache, row.slot, row.token_ids[:-1])
+            num_behind.add(row.length - 1 - _assert_draft_holds(engine, drafter.lm, row))
     # After a rejection nothing is owed but the last token, after a full acceptance one more.
     assert num_behind >= {0, 1}
     assert is_pausing or num_behind == {0, 1}
 
 
 @pytest.mark.parametrize("drafter", [NgramDrafter(), NoDrafter()], ids=lambda drafter: drafter.name)
-def test_the_targets_cache_without_a_draft_model(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_cache_without_a_draft_model(drafter: Drafter) -> None:
     target, _ = llama_pair()
-    caches = _spy_on_caches(target, monkeypatch)
-    for texts in _texts_of_open_rows(target, drafter, _requests(), RULES["block"], 4):
-        for row, text in enumerate(texts):
-            _assert_holds(target, caches[-1], row, text[:-1])
+    engine = _engine(target, drafter, RULES["block"], ConstantSchedule(4))
+    for rows in _open_rows(engine, _requests()):
+        for row in rows:
+            _assert_holds(target, engine._cache, row.slot, row.token_ids[:-1])
 
 
 def test_a_draft_of_shorter_context_keeps_its_cache_right() -> None:
     """Up to its last place, and while other rows still draft."""
     target, drafter = llama_pair(draft_context_len=33)
-    spy = SpyDrafter(drafter)
-    for texts in _texts_of_open_rows(target, spy, _requests(), RULES["block"], 4):
-        for row, text in enumerate(texts):
-            num_cached = min(int(spy.session._cached[row]), len(text) - 1)
-            assert num_cached <= 33
-            _assert_holds(drafter.lm, spy.session._cache, row, text[:num_cached])
+    engine = _engine(target, drafter, RULES["block"], ConstantSchedule(4))
+    for rows in _open_rows(engine, _requests()):
+        for row in rows:
+            assert _assert_draft_holds(engine, drafter.lm, row) <= 33
+
+
+def test_slots_are_views_copies_and_zeros() -> None:
+    """No second cache is made of a slot."""
+    cache = as_lm(tiny_llama()).new_cache(3, 10)
+    for store in cache.storage:
+        store.copy_(torch.arange(store.numel()).reshape(store.shape))
+    view = cache.rows(1, 3)
+    assert view.capacity == cache.capacity
+    for part, whole in zip(view.storage, cache.storage, strict=True):
+        assert part.data_ptr() == whole[1].data_ptr() and part.is_contiguous()
+    before = [store.clone() for store in cache.storage]
+    cache.copy(0, 2, 4)
+    for store, old in zip(cache.storage, before, strict=True):
+        assert torch.equal(store[2, :4], old[0, :4]) and torch.equal(store[2, 4:], old[2, 4:])
+        assert torch.equal(store[:2], old[:2])
+    cache.erase(1)
+    assert all(store[1].abs().sum() == 0 < store[0].abs().sum() for store in cache.storage)
 
 
 # The forward itself.
@@ -210,7 +217,7 @@ def test_padding_writes_to_no_place_in_view() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 512])
 def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From ragged starts to ragged ends, whatever the chunk; a row with nothing to do stays as it is."""
-    monkeypatch.setattr(lm_module, "_PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(lm_module, "PREFILL_COLUMNS", chunk)
     lm = as_lm(tiny_llama())
     ids, cache = _random_ids(4, 70), lm.new_cache(4, 70)
     middles, ends = torch.tensor([3, 0, 12, 70]), torch.tensor([20, 0, 66, 70])
@@ -218,15 +225,6 @@ def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lm.prefill(ids, middles, ends, cache, latest=70, num_columns=54)
     for row, end in enumerate(ends.tolist()):
         _assert_holds(lm, cache, row, ids[row, :end].tolist())
-
-
-def test_kept_takes_rows_in_order() -> None:
-    lm = as_lm(tiny_llama())
-    ids, cache = _random_ids(4, 12), lm.new_cache(4, 16)
-    lm.prefill(ids, torch.zeros(4, dtype=torch.long), torch.tensor([12, 5, 9, 1]), cache, latest=0, num_columns=12)
-    cache = lm.kept(cache, torch.tensor([3, 0, 2]))
-    for row, (source, end) in enumerate(((3, 1), (0, 12), (2, 9))):
-        _assert_holds(lm, cache, row, ids[source, :end].tolist())
 
 
 def test_num_logits_gives_the_last_columns() -> None:
