@@ -69,12 +69,19 @@ def test_fields_of_other_projects_are_left_alone(outrider: Outrider, tmp_path: P
     assert ended.code == 0 and len(ended.out.splitlines()) == len(rows)
 
 
-def test_a_seed_of_one_prompt_fixes_k_for_all(outrider: Outrider, tmp_path: Path) -> None:
-    """As that of the command does, or its text would depend on the times of this machine."""
-    for own, k in (({"seed": 3}, 4), ({"seed": 3, "temperature": 0}, "auto"), ({"temperature": 1.2}, "auto")):
-        prompts = file_of(tmp_path / "prompts.jsonl", [own, {}])
-        rows = rows_of(outrider("generate", "--prompts", prompts, "-n", 1).out)
-        assert [row["settings"]["num_draft_tokens"] for row in rows] == [k, k]
+def test_a_prompt_with_a_seed_keeps_a_constant_k(outrider: Outrider, tmp_path: Path) -> None:
+    """Or its text would depend on the times of this machine: K = 4 in every round, whatever is chosen for the others.
+    So its text is the same alone and beside others."""
+    beside = file_of(tmp_path / "beside.jsonl", [{"seed": 3}, {}, {}])
+    alone = file_of(tmp_path / "alone.jsonl", [{"seed": 3}])
+    options = ("-n", 16, "--dtype", "float64")
+    rows = rows_of(outrider("generate", "--prompts", beside, "--batch-size", 3, *options).out)
+    (row,) = rows_of(outrider("generate", "--prompts", alone, *options).out)
+    (same,) = [one for one in rows if one["index"] == 0]
+    assert same["token_ids"] == row["token_ids"]
+    drafted = same["stats"]["drafted_histogram"]
+    assert len(drafted) == 5 and drafted[4] > 0  # fewer only near the end
+    assert {one["settings"]["num_draft_tokens"] for one in rows} == {"auto"}
 
 
 def test_a_changed_option_is_another_run(outrider: Outrider, tmp_path: Path) -> None:
