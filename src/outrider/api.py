@@ -55,8 +55,8 @@ class Decoder:
         eos_ids: tokens that end a text.
         drafter: what proposes.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
-        num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under
-            "auto" the same seed need not give the same text, but by "gumbel" or at temperature 0; the law is the same.)
+        num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under "auto" a
+            row whose seed is given keeps K = 4 where its text depends on K.)
     """
 
     target: LM
@@ -108,6 +108,7 @@ class Decoder:
         num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
+        is_repeatable: bool = True,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Generate for several prompts at once, a chunk for each row and round.
@@ -117,6 +118,8 @@ class Decoder:
             resume_ids: for each prompt the tokens that were generated before (see ``stream``).
             num_slots: prompts at a time. When a row ends, the next prompt takes its place.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
+            is_repeatable: under "auto", keep K constant in rows whose seed is given, if their text depends on K. False
+                lets K adapt there too (for measurements; the law of the output is the same).
             options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``: a
                 list of lists). Without a seed each row draws its own.
 
@@ -125,6 +128,9 @@ class Decoder:
             NumericsError: from the iterator.
         """
         jobs = self._jobs(prompts, options, resume_ids)
+        if not is_repeatable:
+            for job in jobs:
+                job.has_seed = False
         return chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
 
     def generate(
@@ -369,7 +375,7 @@ def load(
         dtype: "auto" (float32 on the CPU, else the checkpoint's own), or "float64", "float32", "bfloat16", "float16".
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
-            first use (under a second for small models) and kept.
+            first use, for each number of rows (about a second each for small models), and kept.
         compile: see ``Decoder.compiled``.
         models_file: a TOML file with names of models, beside the user's own.
 

@@ -243,7 +243,8 @@ class Chunk:
         stats: of this row in this round.
         timing: of the round, in the first of its chunks; zero in the others. So the timings of all chunks add up.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
-        seed: the seed in use (also where none was given).
+        seed: the seed in use (also where none was given). Under "auto", a text without a given seed need not come again
+            with it, since K adapts to the load.
         num_cached_tokens: in a row's first chunk, the prompt tokens that were in the cache already.
     """
 
@@ -272,7 +273,8 @@ class Completion:
         text: without the stop string and without special tokens.
         token_ids: the generated tokens, an end token included.
         origins: for each token, whether it was accepted, a correction or a bonus.
-        seed: the seed in use (also where none was given).
+        seed: the seed in use (also where none was given). Under "auto", a text without a given seed need not come again
+            with it, since K adapts to the load.
         num_cached_tokens: prompt tokens that were in the cache already, and were not fed again.
     """
 

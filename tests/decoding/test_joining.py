@@ -274,3 +274,26 @@ def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
         assert round_ is not None
         alone += [row.row for row in round_.rows] == [0]
     assert alone == 4  # 40 tokens in chunks of 8; with the fifth the row takes part
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_cancelled_row_leaves_no_nan_behind(lookahead: int) -> None:
+    """Cancelled while its prompt is fed, and while it generates; the next text in the slot is as if it were alone."""
+    target, drafter = llama_pair()
+    target.execution.lookahead = lookahead
+    for lm in (target, drafter.lm):
+        lm.model.get_input_embeddings().weight[59] = torch.nan
+    bad, good = (1, *[59] * 30, 2), tuple(range(3, 24))
+    engine = _engine(target, drafter, REJECTION, num_slots=1)
+    for num_steps, ids in ((0, bad), (1, bad), (3, good)):
+        index = engine.submit(request(ids, max_new_tokens=20, logit_bias={59: -1e9}))
+        for _ in range(num_steps):
+            engine.step()
+        engine.cancel(index)
+        one = request(good, max_new_tokens=20, logit_bias={59: -1e9})
+        played: list[RowRound] = []
+        engine.submit(one)
+        while (round_ := engine.step()) is not None:
+            played += round_.rows
+        written = [row for row in played if row.row != index]
+        assert tuple(i for row in written for i in row.token_ids) == _alone(target, drafter, one, REJECTION)

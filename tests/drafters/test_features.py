@@ -63,7 +63,7 @@ class OracleSession(Session):
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         if source is None:
-            self.states[slot] = 0
+            self.states[slot, num_tokens:] = 0
         else:
             self.states[slot, :num_tokens] = self.states[source, :num_tokens]
 

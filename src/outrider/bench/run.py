@@ -42,7 +42,8 @@ class Arm:
         return self.draft or self.decoder.target.name
 
     def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[Chunk]:
-        yield from self.decoder.stream(prompt, num_draft_tokens=self.num_draft_tokens, **options)
+        k = self.num_draft_tokens
+        yield from self.decoder.stream(prompt, num_draft_tokens=k, is_repeatable=False, **options)
 
 
 def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> list[Arm]:

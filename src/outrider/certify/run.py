@@ -112,15 +112,17 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
         names = [one.name for one in fields(Sampling)]
         prompts = [list(request.prompt_ids) for request in requests]
         columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
-        for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, **columns):
+        for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, is_repeatable=False, **columns):
             rounds[chunk.row].append(chunk.token_ids)
     else:
         decoder = _eager(decoder)
         target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
-        slots = {"num_draft_tokens": job.num_draft_tokens, "num_slots": job.batch_size}
-        for round_ in decode(target, drafter, requests, control.rule, **slots):
-            for row in round_.rows:
-                rounds[row.row].append(row.token_ids)
+        # In batches: a wrong cache is to be wrong about its own text, not about an earlier one in its slot.
+        for begin in range(0, len(requests), job.batch_size):
+            batch = requests[begin : begin + job.batch_size]
+            for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
+                for row in round_.rows:
+                    rounds[begin + row.row].append(row.token_ids)
     return [
         Written(
             index=text,

@@ -60,6 +60,11 @@ class Row:
         return len(self.token_ids)
 
     @property
+    def has_unread(self) -> bool:
+        """Whether rounds were started in which it takes part, and not read yet."""
+        return bool(self._unread)
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
 

@@ -51,7 +51,7 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
         is_fresh = time.time() - path.stat().st_mtime < _KEPT_S
         if (
             is_fresh
-            and set(kept) == set(target.execution.favoured_k)
+            and set(kept) == set(_choices(target, drafter))
             and all(0 < seconds < math.inf for seconds in kept.values())
         ):
             return kept
@@ -68,12 +68,18 @@ def costs_by_load(
 ) -> dict[int, dict[int, float]]:
     """Number of rows -> K -> seconds of a round, for 1, 2, 4, ... rows and all slots."""
     sizes = sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
-    return {size: round_costs(target, drafter, rule, size, num_tokens) for size in sizes if size <= num_slots}
+    return {size: round_costs(target, drafter, rule, size, num_tokens) for size in sizes}
+
+
+def _choices(target: LM, drafter: Drafter) -> list[int]:
+    """The K that the execution favours and the drafter can draft."""
+    most = drafter.most_drafted
+    return [k for k in target.execution.favoured_k if most is None or k <= most]
 
 
 def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
     """The same, measured now and not kept."""
-    arms = [CostArm(target, drafter, k) for k in target.execution.favoured_k]
+    arms = [CostArm(target, drafter, k) for k in _choices(target, drafter)]
     length = min(_SHORT, target.context_len // 2)
     rounds = time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=num_tokens)
     return {

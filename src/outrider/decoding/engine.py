@@ -63,6 +63,8 @@ def decode(
     Raises:
         NumericsError: a model gave NaN or infinite logits.
     """
+    if not requests:
+        return
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
     engine = Engine(
         target,
@@ -227,13 +229,18 @@ class Engine:
 
     def _leave(self, row: Row) -> None:
         slot, row.slot, row.is_done = row.slot, -1, True
-        if row in self._filling:
-            self._filling.remove(row)
-        if row.is_spoilt:
-            self._cache.erase(slot)
-            self._session.assign(slot, None, 0)
+        # Numbers that are not finite would spoil the next text in the slot. A prompt that was cancelled while it was
+        # fed may have left some, and so may rounds that nobody will read.
+        row.is_spoilt |= row in self._filling
+        if row.is_spoilt or row.has_unread:
+            num_kept = 0 if row.is_spoilt else row.length - 1
+            self._cache.erase(slot, num_kept)
+            self._session.assign(slot, None, num_kept)
         self._batch.release(slot)
-        self._slots.release(slot)
+        with self._lock:
+            if row in self._filling:
+                self._filling.remove(row)
+            self._slots.release(slot)
         self._schedule.forget(row.index)
 
     def _join(self) -> None:
@@ -243,14 +250,14 @@ class Engine:
                 self._batch.forget_options()
             with self._lock:
                 row = self._waiting.popleft()
-            slot, moved_to, source, num_shared = self._slots.place(row)
+                slot, moved_to, source, num_shared = self._slots.place(row)
+                self._filling.append(row)
             if moved_to is not None:
                 self._assign(moved_to, slot, self._slots.num_held(moved_to))
             self._assign(slot, source, num_shared)
             row.slot, row.num_cached, row.num_filled = slot, num_shared, num_shared
             self._batch.admit(row)
             self._noise.forget()
-            self._filling.append(row)
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:
         """The text of a slot now begins as that of another, in all caches."""
@@ -296,8 +303,9 @@ class Engine:
                 num_left -= max(1, width * len(rows))
             for row in rows:
                 if row.num_filled == row.prompt_length - 1:
-                    self._filling.remove(row)
                     self._batch.start(row)
+                    with self._lock:
+                        self._filling.remove(row)
 
     def _adjacent(self, num_left: int | None) -> list[Row]:
         """The row that has waited longest, with those after it that are in the next slots: one forward feeds them."""

@@ -124,11 +124,10 @@ class AdaptiveSchedule:
         totals = [0.0] * (self.max_k + 1)
         prior = self._all_rows.acceptance()
         for row, constant_k in zip(rows, own, strict=True):
-            if not row.is_done:
-                tokens = expected_tokens(self._of(row.index).acceptance(prior))
-                for k in range(len(totals)):
-                    # Tokens beyond the row's end are worth nothing.
-                    totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
+            tokens = expected_tokens(self._of(row.index).acceptance(prior))
+            for k in range(len(totals)):
+                # Tokens beyond the row's end are worth nothing.
+                totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
         choices = sorted(next(iter(self.costs.values())))
         best = max(choices, key=lambda k: totals[k] / self._seconds(num_rows, max(k, least)))
         if best > 0:

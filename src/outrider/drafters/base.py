@@ -82,7 +82,7 @@ class Prefill:
         starts, ends: the target's cache held ``starts`` tokens of each prompt, and holds ``ends`` now. R numbers each
         lengths: of the prompts. R numbers
         features: of the tokens fed, from the column ``starts`` on; columns beyond ``ends`` are padding. None where
-            none are asked for. [R, T, F]
+            none are asked for, or where nothing was fed (a prompt of one token, or found in a cache). [R, T, F]
     """
 
     ids: Tensor
@@ -126,7 +126,8 @@ class Session(ABC):
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:  # noqa: B027
         """The text of a slot now begins with the first ``num_tokens`` tokens of the text of slot ``source``, and holds
-        no others. A source of None erases what the slot held, down to the last number."""
+        no others. (A row that moves may have fewer.) A source of None keeps the slot's own first ``num_tokens``, and
+        erases the rest down to the last number."""
 
     def prefill(self, chunk: Prefill) -> None:  # noqa: B027
         """A chunk of prompts was fed to the target."""

@@ -119,8 +119,10 @@ class ModelSession(Session):
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         num_idle = 0
         if source is None:
-            self._cache.erase(slot)
-        elif num_tokens > 0:
+            self._cache.erase(slot, num_tokens)
+            self._cached[slot].clamp_(max=num_tokens)
+            return
+        if num_tokens > 0:
             # The one place where the host waits for the device: a prompt joins, or a row moves.
             num_tokens = min(num_tokens, int(self._cached[source]))
             if source != slot:

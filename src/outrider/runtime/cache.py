@@ -132,10 +132,11 @@ class SlotCache(Cache):
         for store in self.storage:
             store[slot, :num_tokens] = store[source, :num_tokens]
 
-    def erase(self, slot: int) -> None:
-        """Write zeros over a slot. (Numbers that are not finite would spoil the next text even where it is masked.)"""
+    def erase(self, slot: int, begin: int = 0) -> None:
+        """Write zeros over a slot from a place on. (Numbers that are not finite would spoil the next text even where it
+        is masked.)"""
         for store in self.storage:
-            store[slot].zero_()
+            store[slot, begin:] = 0
 
     def at(self, positions: Tensor, view_len: int) -> None:
         """Announce the next forward.

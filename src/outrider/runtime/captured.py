@@ -98,7 +98,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         # In memory of its own: with a pool in common, one graph's intermediate values would lie over another's results.
         # On the stream of this device, since torch makes only one of its own, on whichever device comes first.
-        with torch.cuda.graph(self._graph, stream=side):
+        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
             self._results = call()
 
     def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:

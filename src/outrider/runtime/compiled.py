@@ -75,7 +75,7 @@ class _Program:
             "cpp.enable_floating_point_contract_flag": "fast",
             **_thin_options(),
         }
-        with _plain_attention(lm.model):
+        with lm.lock, _plain_attention(lm.model):
             exported = _trace(traced, call.tensors, call.stores)
         constants = {
             **dict(traced.named_parameters(remove_duplicate=False)),

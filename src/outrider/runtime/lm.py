@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -38,6 +39,7 @@ class LM:
         device: where its first layer is.
         dtype: of its activations.
         execution: runs its steps.
+        lock: held while the model runs in Python, or is traced; compiled programs need it not.
     """
 
     def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
@@ -46,6 +48,7 @@ class LM:
         self.vocab_size = vocab_size
         self.context_len = context_len
         self.execution: Execution = Eager()
+        self.lock = threading.RLock()
         self.device = next(model.parameters()).device
         # Quantized weights are whole numbers; what masks must match is the type of the activations.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -128,7 +131,8 @@ class LM:
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
         cache.at(positions, view_len)
-        with _hidden_states(self.model, features) as states:
+        # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
+        with self.lock, _hidden_states(self.model, features) as states:
             output = self.model(
                 input_ids=ids,
                 attention_mask=self._mask(positions, view_len),

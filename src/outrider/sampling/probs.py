@@ -25,7 +25,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sampling options of B rows as tensors. A field is None where no row uses it, or has used it."""
+    """The sampling options of B rows as tensors. A field is None as long as no row has used it."""
 
     temperature: Tensor  # [B]
     top_k: Tensor | None  # [B], V where off
