@@ -100,7 +100,7 @@ def race(
     behind. So at any moment all have had the same time, and the one that has written most is ahead.
 
     A clock counts its own arm's rounds only, but they find the processor's caches full of the others' weights. So this
-    is to be looked at; to measure, let each arm run alone (see ``interleave``).
+    is for watching; to measure, let each arm run alone (see ``interleave``).
     """
     device_clock = Clock(arms[0].decoder.target.device)
     lanes = [_Lane(arm, arm.stream(case.prompt, {**options, "seed": case.seed})) for arm in arms]

@@ -104,7 +104,7 @@ class Row:
 
 
 class Batch:
-    """S slots, of which rows occupy some.
+    """S slots, some of them occupied by rows.
 
     Attributes:
         rows: host side: of each slot the row that takes part in rounds, None where none does.

@@ -1,6 +1,6 @@
 """A model is probed before it is used: through a SlotCache it must give the logits of one forward without a cache.
 
-An architecture that cannot do that is refused here, with its name, and not found out by a wrong text later. A list of
+An architecture that cannot do that is refused here, by name, before it can generate wrong text. A list of
 architectures would be out of date with the next release of Transformers.
 """
 

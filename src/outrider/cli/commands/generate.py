@@ -323,7 +323,7 @@ def _row(index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, 
 
 @dataclass
 class _Totals:
-    """What is told of a run as a whole, which may be interrupted at any time.
+    """The summary of a run, which may be interrupted at any time.
 
     Attributes:
         rows: None if they are not to be kept.

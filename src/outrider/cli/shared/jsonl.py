@@ -58,7 +58,7 @@ class PromptFile:
     In any other file each line that is not blank is a prompt.
 
     Raises:
-        FileError: with file and line number. That a line is text is found out at once, all else when it is read.
+        FileError: with file and line number. Whether it is UTF-8 is checked at once, the rest when a line is read.
     """
 
     def __init__(self, path: Path, stream: IO[bytes]) -> None:
