@@ -21,7 +21,7 @@ from outrider.records import Request
 from outrider.sampling.probs import Settings
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """The host's side of one request, from its submission to its end. Never used again for another.
 

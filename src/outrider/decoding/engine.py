@@ -310,9 +310,11 @@ class Engine:
     def _adjacent(self, num_left: int | None) -> list[Row]:
         """The row that has waited longest, with those after it that are in the next slots: one forward feeds them."""
         rows: list[Row] = []
+        width = 0
         for row in self._filling:
-            num_tokens = (len(rows) + 1) * max(self._missing(one) for one in [*rows, row])
-            if rows and (row.slot != rows[-1].slot + 1 or (num_left is not None and num_tokens > num_left)):
+            width = max(width, self._missing(row))
+            is_too_much = num_left is not None and (len(rows) + 1) * width > num_left
+            if rows and (row.slot != rows[-1].slot + 1 or is_too_much):
                 break
             rows.append(row)
         return rows

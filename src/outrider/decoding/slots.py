@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from operator import eq
 from typing import NamedTuple
@@ -60,11 +61,12 @@ class Slots:
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
+        self._free = list(range(num_slots))  # a heap
         self._count = 0
 
     @property
     def num_free(self) -> int:
-        return sum(slot.row is None for slot in self._slots)
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -76,16 +78,13 @@ class Slots:
         return max((i + 1 for i, slot in enumerate(self._slots) if slot.row is not None), default=0)
 
     def lowest_free(self) -> int:
-        return next(i for i, slot in enumerate(self._slots) if slot.row is None)
+        return self._free[0]
 
     def place(self, row: Row) -> Placement:
         """Put a row into the lowest free slot. The memory that is given up for it is the least recently used of all
         free slots."""
-        slot = self.lowest_free()
-        prompt = row.request.prompt_ids[:-1]  # the last token is fed in the first round
-        shared = [_num_shared(prompt, one.held) for one in self._slots]
-        source = max(range(len(self._slots)), key=lambda i: (shared[i], i == slot))
-        num_shared = shared[source] if shared[source] >= LEAST_SHARED else 0
+        slot = heappop(self._free)
+        source, num_shared = self._longest_shared(row.request.prompt_ids[:-1], slot)  # the last token is always fed
         moved_to = None
         mine = self._slots[slot]
         if len(mine.token_ids) >= LEAST_SHARED and not (num_shared and source == slot):
@@ -97,7 +96,15 @@ class Slots:
                 moved_to = given_up
                 self._slots[given_up].token_ids, self._slots[given_up].last_used = mine.token_ids, mine.last_used
         mine.row, mine.token_ids = row, ()
-        return Placement(slot, moved_to, source if num_shared else slot, num_shared)
+        return Placement(slot, moved_to, source, num_shared)
+
+    def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
+        """The slot that shares most tokens with a prompt, and their number; ``slot`` and 0 if there are too few."""
+        if len(prompt) < LEAST_SHARED:
+            return slot, 0
+        shared = [_num_shared(prompt, one.held) for one in self._slots]
+        source = max(range(len(self._slots)), key=lambda i: (shared[i], i == slot))
+        return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
 
     def release(self, slot: int) -> None:
         """The row has ended. Its text is remembered, unless it is spoilt."""
@@ -106,10 +113,14 @@ class Slots:
         assert one.row is not None
         one.token_ids = () if one.row.is_spoilt else one.held
         one.row, one.last_used = None, self._count
+        heappush(self._free, slot)
 
     def move(self, source: int, slot: int) -> None:
         """Move a row to a free slot, whose memory is given up."""
         self._slots[slot], self._slots[source] = self._slots[source], _Slot()
+        self._free.remove(slot)
+        heapify(self._free)
+        heappush(self._free, source)
 
     def num_held(self, slot: int) -> int:
         """Tokens that a slot holds for certain."""
