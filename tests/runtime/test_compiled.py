@@ -41,8 +41,8 @@ def _quick_wrappers() -> Iterator[None]:
     the kernels are made as for everybody."""
     import torch._inductor.config as config
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
+    # Not by pytest's monkeypatch, which takes an option of a section for unset, and removes it afterwards.
+    with config.patch("aot_inductor.compile_wrapper_opt_level", "O0"):
         yield
 
 
