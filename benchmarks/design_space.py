@@ -30,6 +30,7 @@ from outrider.bench.report import ArmSummary, interval_text, new_table, summaris
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 from outrider.distill.data import hold_out_written, read_sequences
 from outrider.evals.prompts import PROMPTS
+from outrider.models.placement import Placement
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
@@ -134,7 +135,7 @@ def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> l
     decoder = load(target, device="cpu", dtype="float32", acceptance="rejection", compile=arguments.compile)
     arms = [Arm("plain", decoder)]
     for draft in drafts:
-        drafter = load_drafter(decoder, draft, device="cpu", dtype="float32")
+        drafter = load_drafter(decoder, draft, placement=Placement("cpu", "float32"))
         with_draft = replace(decoder, drafter=drafter.with_models(LM.compiled) if arguments.compile else drafter)
         arms += arms_by_k(with_draft, draft, KS)
     options = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}

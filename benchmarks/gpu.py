@@ -36,6 +36,7 @@ from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.errors import CompileError
 from outrider.evals.prompts import PROMPTS, WARM_UP
+from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval
@@ -120,7 +121,7 @@ def measure_target(
     fast = plain.compiled()
     arms = [Arm("plain", fast), Arm("plain, eager", plain)]
     for name, draft in drafts.items():
-        drafter = load_drafter(plain, draft, device=str(target.device), dtype="bfloat16")
+        drafter = load_drafter(plain, draft, placement=Placement(str(target.device), "bfloat16"))
         arms.append(Arm(name, replace(fast, drafter=drafter.with_models(LM.compiled)), name, _K))
     options = {"max_new_tokens": num_tokens, "ignore_eos": True}
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS[:num_prompts])]

@@ -30,6 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 
 from outrider.api import Decoder, load, load_drafter
+from outrider.models.placement import Placement
 
 EXACT = "exact"
 OTHER = "not the published rule"
@@ -79,7 +80,7 @@ Runs = list[tuple[Arm, Run]]
 @contextmanager
 def outrider_arms(target: Path, draft: Path, ks: Sequence[int], acceptance: str) -> Iterator[Runs]:
     plain = replace(load(target, dtype="float32", acceptance=acceptance), tokenizer=None)
-    eager = replace(plain, drafter=load_drafter(plain, draft, dtype="float32"))
+    eager = replace(plain, drafter=load_drafter(plain, draft, placement=Placement(dtype="float32")))
 
     def arm(way: str, name: str, decoder: Decoder, k: int | None = None) -> tuple[Arm, Run]:
         def run(ids: Sequence[int], temperature: float, seed: int, num_tokens: int) -> Output:

@@ -23,6 +23,7 @@ from outrider.bench.report import ArmSummary, interval_text, summarise, table
 from outrider.bench.run import Arm, Case, Measurement, arms_by_k, interleave, warm_up
 from outrider.cli.shared.options import parse_k
 from outrider.evals.prompts import PROMPTS
+from outrider.models.placement import Placement
 from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval, paired_ratio
 from outrider.system.provenance import provenance
@@ -48,7 +49,7 @@ def main() -> None:
         decoder = load(target, device="cpu", dtype="float32", acceptance=rule, compile=arguments.compile)
         arms = [Arm("plain", decoder)]
         for draft in arguments.draft:
-            drafter = load_drafter(decoder, draft, device="cpu", dtype="float32")
+            drafter = load_drafter(decoder, draft, placement=Placement("cpu", "float32"))
             with_draft = replace(decoder, drafter=drafter.with_models(LM.compiled) if arguments.compile else drafter)
             arms += arms_by_k(with_draft, draft, parse_k(arguments.k))
         for temperature in (0.0, 1.0):

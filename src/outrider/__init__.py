@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.api import Decoder, load
     from outrider.errors import OutriderError, UsageError
+    from outrider.models.placement import Placement
     from outrider.options import Sampling
     from outrider.records import Chunk, Completion, Stats, Timing
 
@@ -21,6 +22,7 @@ __all__ = [
     "Completion",
     "Decoder",
     "OutriderError",
+    "Placement",
     "Sampling",
     "Stats",
     "Timing",
@@ -33,6 +35,7 @@ _HOMES = {
     "load": "api",
     "OutriderError": "errors",
     "UsageError": "errors",
+    "Placement": "models.placement",
     "Sampling": "options",
 }
 

@@ -28,6 +28,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
+from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
@@ -43,6 +44,8 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
 from outrider.text.row_text import RowText
 from outrider.text.tokenizer import Detokenizer, Prompt, check_same_tokens, encode
+
+_ANYWHERE = Placement()
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +361,10 @@ def load(
     draft_tokenizer: Any | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    quantization: str | None = None,
+    device_map: str | None = None,
+    max_memory: str | None = None,
+    draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
     compile: bool = False,
@@ -366,13 +373,14 @@ def load(
     """A decoder for a target and a draft.
 
     Args:
-        target: a known name, a folder, a hub id, or a Hugging Face causal language model in memory (it is put into
-            evaluation mode).
+        target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
+            Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: the same; or "ngram"; or "none" or None for plain decoding.
         tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
-        device: "auto", "cpu", "cuda", "cuda:1", "mps"; models in memory stay where they are.
-        dtype: "auto" (float32 on the CPU, else the checkpoint's own), or "float64", "float32", "bfloat16", "float16".
+        device, dtype, quantization, device_map, max_memory: how the target is placed (see ``Placement``); models in
+            memory stay as they are.
+        draft_placement: how the draft is. None: with the target's device and dtype.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
             first use, for each number of rows (about a second each for small models), and kept.
@@ -382,9 +390,10 @@ def load(
     Raises:
         ModelError: a model cannot be had, read, or rolled back.
         TokenizerMismatch: target and draft have different tokens.
-        DeviceError, OptionError: an option is not possible here.
+        DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    checkpoint = _checkpoint(target, tokenizer, device, dtype, models_file)
+    placement = Placement(device, dtype, quantization, device_map, max_memory)
+    checkpoint = _checkpoint(target, tokenizer, placement, models_file)
     plain = Decoder(
         target=build_lm(checkpoint, num_tokens_of(checkpoint)),
         tokenizer=checkpoint.tokenizer,
@@ -393,7 +402,8 @@ def load(
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
     )
-    drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, device=device, dtype=dtype, models_file=models_file)
+    placement = draft_placement or Placement(device, dtype)
+    drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, placement=placement, models_file=models_file)
     decoder = replace(plain, drafter=drafter)
     return decoder.compiled() if compile else decoder
 
@@ -403,8 +413,7 @@ def load_drafter(
     draft: str | Path | Any | None,
     *,
     tokenizer: Any | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
+    placement: Placement = _ANYWHERE,
     models_file: Path | None = None,
 ) -> Drafter:
     """A drafter that fits the decoder's target. Arguments and errors: see ``load``."""
@@ -412,19 +421,19 @@ def load_drafter(
         return NoDrafter()
     if draft == "ngram":
         return NgramDrafter()
-    checkpoint = _checkpoint(draft, tokenizer, device, dtype, models_file)
+    checkpoint = _checkpoint(draft, tokenizer, placement, models_file)
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
     return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size))
 
 
 def _checkpoint(
-    model: str | Path | Any, tokenizer: Any | None, device: str, dtype: str, models_file: Path | None
+    model: str | Path | Any, tokenizer: Any | None, placement: Placement, models_file: Path | None
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} brings its own")
-        return load_checkpoint(resolve(str(model), models_file), device=device, dtype=dtype)
+        return load_checkpoint(resolve(str(model), models_file), placement)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
         raise OptionError(

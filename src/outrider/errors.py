@@ -95,8 +95,8 @@ class FileError(UsageError):
 class MissingExtra(UsageError):
     """An optional dependency is not installed."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs {package}: pip install 'outrider[{extra}]'")
+    def __init__(self, package: str, extra: str, needed_by: str = "this") -> None:
+        super().__init__(f"{needed_by} needs {package}: pip install 'outrider[{extra}]'")
 
 
 class NumericsError(OutriderError):

@@ -30,9 +30,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
         monkeypatch.setenv(name, "error")
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(
-        outrider.api, "load_checkpoint", lambda spec, device, dtype: checkpoints(spec, device=device, dtype=dtype)
-    )
+    monkeypatch.setattr(outrider.api, "load_checkpoint", checkpoints)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

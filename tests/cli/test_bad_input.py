@@ -41,7 +41,10 @@ def test_unknown_names(refused: Refused, command: tuple[str, ...], option: str) 
 @pytest.mark.parametrize("option", ["--target", "--draft"])
 def test_missing_paths(refused: Refused, option: str) -> None:
     message = refused("generate", "Once", option, "./nowhere")
-    assert "there is no folder ./nowhere; a model is a known name, a folder, or a hub id like org/model" in message
+    assert (
+        "there is no folder ./nowhere; a model is a known name, a folder, a GGUF file, or a hub id like org/model"
+        in message
+    )
 
 
 def test_a_hub_id_without_network(refused: Refused) -> None:

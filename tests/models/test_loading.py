@@ -35,7 +35,8 @@ from transformers import (
 
 import outrider
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
-from outrider.models.loading import load_checkpoint, pick_device, weights_checksum
+from outrider.models.loading import load_checkpoint, weights_checksum
+from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
 from toys import random_model
@@ -193,7 +194,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown kind": (_set_config(model_type="martian"), "martian"),
     "a config of nonsense": (_set_config(hidden_size="large"), "hidden_size"),
     "another architecture": (_set_config(architectures=["LlamaForSequenceClassification"]), "not a causal language"),
-    "a quantization that is not installed": (_set_config(quantization_config={"quant_method": "awq"}), "requires"),
+    "an unknown quantization": (_set_config(quantization_config={"quant_method": "martian"}), "martian"),
 }
 
 

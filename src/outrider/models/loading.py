@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,26 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.errors import (
-    DeviceError,
-    ModelCorrupt,
-    ModelNotFound,
-    OptionError,
-    OutriderError,
-    TokenizerMismatch,
-    UnsupportedModel,
-)
+from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, TokenizerMismatch, UnsupportedModel
+from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
+from outrider.models.quantize import (
+    check_quantization,
+    quantization_config,
+    quantized_share,
+    require_packages,
+    stored_tensors,
+    without_outliers,
+)
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
 from outrider.text.tokenizer import vocab_size
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_LOG = logging.getLogger(__name__)
+_ANYWHERE = Placement()
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
@@ -57,49 +55,37 @@ class Checkpoint:
         return frozenset()
 
 
-def pick_device(name: str) -> torch.device:
-    """A device by name; ``auto`` takes CUDA, then MPS, then the CPU.
-
-    Raises:
-        DeviceError: it is not there.
-    """
-    if name == "auto":
-        has_mps = torch.backends.mps.is_available()
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
-    there = ["cpu"]
-    if torch.cuda.is_available():
-        there += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if torch.backends.mps.is_available():
-        there.append("mps")
-    if name not in there:
-        raise DeviceError(f"there is no device {name!r} here: choose auto, {', '.join(there)}")
-    return torch.device(name)
-
-
-def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto") -> Checkpoint:
+def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE) -> Checkpoint:
     """Read a model and its tokenizer.
 
-    Args:
-        device: see ``pick_device``; the spec's own choice stands where this is ``auto``.
-        dtype: a name of DTYPES; ``auto`` is the spec's, else float32 on the CPU, else the checkpoint's own.
-
     Raises:
-        ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError
+        ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
     """
     import transformers
 
-    place = pick_device(spec.device or "auto" if device == "auto" else device)
-    dtype = spec.dtype or "auto" if dtype == "auto" else dtype
-    if dtype != "auto" and dtype not in DTYPES:
-        raise OptionError("dtype", dtype, f"choose auto, {', '.join(DTYPES)}")
-    torch_dtype: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
-    if spec.path is not None and not (spec.path / "config.json").is_file():
+    placed, name = placement.over(spec), placement.name_of(spec)
+    device, device_map = pick_device(placed.device), device_map_of(placed)
+    form = _form(spec)
+    if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
-    with _loading(spec, "model"):
-        config = transformers.AutoConfig.from_pretrained(spec.location)
-        _check_kind(spec.name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    with _loading(spec, f"model on {device}"):
+        config = transformers.AutoConfig.from_pretrained(spec.location, **form)
+        _check_kind(name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+        check_quantization(name, placed.quantization or "none", config)
+        without_outliers(config)
+        how: dict[str, Any] = {"dtype": DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else "auto")}
+        if placed.quantization != "none":
+            dtype = how["dtype"] if how["dtype"] != "auto" else config.dtype or torch.bfloat16
+            how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, _widths(config))
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            spec.location, config=config, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            spec.location,
+            config=config,
+            device_map=device_map or {"": device},
+            max_memory=max_memory_of(placed.max_memory),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **form,
+            **how,
         )
         missing = sorted(info["missing_keys"])
         if missing:
@@ -107,10 +93,27 @@ def load_checkpoint(spec: ModelSpec, *, device: str = "auto", dtype: str = "auto
         mismatched = sorted(key for key, *_ in info["mismatched_keys"])
         if mismatched:
             raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
-    tokenizer = load_tokenizer(spec)
-    with _loading(spec, f"model on {place}"):
-        model = model.to(place)
-    return Checkpoint(spec.name, model, tokenizer)
+    if placed.quantization != "none":
+        _LOG.info("%s: %.0f%% of the weights are quantized", name, 100 * quantized_share(model))
+    return Checkpoint(name, model, load_tokenizer(spec))
+
+
+def _form(spec: ModelSpec) -> dict[str, str]:
+    """How a checkpoint is written, for ``from_pretrained``. Raises MissingExtra."""
+    if spec.gguf is None:
+        return {}
+    require_packages("gguf", f"{spec.gguf}")
+    return {"gguf_file": spec.gguf}
+
+
+def _widths(config: Any) -> set[int]:
+    """The numbers of inputs of all linear layers but the last, which is not quantized."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    last = model.get_output_embeddings()
+    return {module.in_features for module in model.modules() if isinstance(module, nn.Linear) and module is not last}
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
@@ -118,7 +121,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     import transformers
 
     with _loading(spec, "model"):
-        dtype: torch.dtype | None = transformers.AutoConfig.from_pretrained(spec.location).dtype
+        dtype: torch.dtype | None = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec)).dtype
     return dtype or torch.float32
 
 
@@ -127,7 +130,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     import transformers
 
     with _loading(spec, "tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(spec.location)
+        return transformers.AutoTokenizer.from_pretrained(spec.location, **_form(spec))
 
 
 @contextlib.contextmanager
@@ -222,8 +225,9 @@ def weights_checksum(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        # A view of bytes: NumPy does not know all of torch's types.
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for stored in stored_tensors(weight.detach()):
+            # A view of bytes: NumPy does not know all of torch's types.
+            digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from outrider.errors import FileError, ModelNotFound
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # see quantize.py
 
-_TEXTS = ("path", "hub", "dtype", "device", "about")
-_NUMBERS = ("num_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
+_TEXTS = ("path", "hub", "gguf", "dtype", "quantization", "device", "device_map", "max_memory", "about")
+_NUMBERS = ("tensor_parallel", "num_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
 _KNOWN = Path(__file__).parent / "known.toml"
 
 
@@ -28,7 +29,8 @@ class ModelSpec:
     Attributes:
         path: a folder on this disk; or
         hub: a repository of the Hugging Face hub.
-        dtype, device: None leaves the choice to the command.
+        gguf: the file of either that holds the weights, where they are in this form.
+        dtype ... tensor_parallel: see ``Placement``; None leaves the choice to the command.
         source: the file that the name was defined in, for the listing.
         num_params ... context_len: stated sizes, for models that are not on this disk.
     """
@@ -36,8 +38,13 @@ class ModelSpec:
     name: str
     path: Path | None = None
     hub: str | None = None
+    gguf: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
     device: str | None = None
+    device_map: str | None = None
+    max_memory: str | None = None
+    tensor_parallel: int | None = None
     about: str = ""
     source: str = ""
     num_params: int | None = None
@@ -53,7 +60,8 @@ class ModelSpec:
 
     def is_same_model(self, other: ModelSpec) -> bool:
         """Whether both are the same files in the same form, under whatever names."""
-        if (self.dtype, self.device) != (other.dtype, other.device):
+        forms = [(spec.gguf, spec.dtype, spec.quantization, spec.device, spec.device_map) for spec in (self, other)]
+        if forms[0] != forms[1]:
             return False
         if self.path is None or other.path is None:
             return self.path is other.path and self.hub == other.hub
@@ -106,14 +114,23 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     if table.get("dtype", "auto") not in ("auto", *BYTES_PER_NUMBER):
         names = ", ".join(("auto", *BYTES_PER_NUMBER))
         raise FileError(f"{file}: models.{name}.dtype = {table['dtype']!r} should be one of {names}")
+    if table.get("quantization", "none") not in ("none", *QUANTIZATIONS):
+        names = ", ".join(("none", *QUANTIZATIONS))
+        raise FileError(f"{file}: models.{name}.quantization = {table['quantization']!r} should be one of {names}")
     spec = ModelSpec(name=name, source=source, **{k: v for k, v in table.items() if k != "path"})
-    if "path" in table:
-        spec = replace(spec, path=file.parent / Path(table["path"]).expanduser())
-    return spec
+    return spec if "path" not in table else _at(spec, file.parent / Path(table["path"]).expanduser())
+
+
+def _at(spec: ModelSpec, path: Path) -> ModelSpec:
+    """The spec of a folder, or of a GGUF file."""
+    if path.suffix == ".gguf":
+        return replace(spec, path=path.parent, gguf=path.name)
+    return replace(spec, path=path)
 
 
 def resolve(name: str, extra: Path | None = None) -> ModelSpec:
-    """What a user means by a name: one that is known, a folder, or a hub id.
+    """What a user means by a name: one that is known, a folder, a GGUF file, or a hub id; each may end in
+    ":QUANTIZATION" or, if it is a hub id, in ":FILE.gguf".
 
     Raises:
         ModelNotFound: none of these; the message suggests the nearest known name.
@@ -123,10 +140,16 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
         return specs[name]
     path = Path(name).expanduser()
     if path.exists():
-        return ModelSpec(name=name, path=path, source="path")
+        return _at(ModelSpec(name=name, source="path"), path)
+    stem, _, suffix = name.rpartition(":")
+    if stem and (suffix in QUANTIZATIONS or suffix.endswith(".gguf")):
+        spec = replace(resolve(stem, extra), name=name)
+        return replace(spec, gguf=suffix) if suffix.endswith(".gguf") else replace(spec, quantization=suffix)
     is_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     if is_path and "/" in name:
-        raise ModelNotFound(f"there is no folder {name}; a model is a known name, a folder, or a hub id like org/model")
+        raise ModelNotFound(
+            f"there is no folder {name}; a model is a known name, a folder, a GGUF file, or a hub id like org/model"
+        )
     if "/" in name:
         return ModelSpec(name=name, hub=name, source="hub")
     nearest = difflib.get_close_matches(name, specs, n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli.shared.options import JsonOption, set_threads
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
-from outrider.errors import MissingExtra, OptionError
+from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,10 +80,6 @@ def distill(
         raise OptionError("--written-fraction", written_fraction, "without --data there is nothing else to train on")
     check_json_target(json_target)
 
-    from importlib.util import find_spec
-
-    if find_spec("accelerate") is None:
-        raise MissingExtra("accelerate", "distill")
     set_threads(threads)
 
     from accelerate import PartialState
@@ -184,6 +180,7 @@ def _new_draft(
     """
     from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
     from outrider.models.loading import context_len, load_checkpoint
+    from outrider.models.placement import Placement
     from outrider.models.registry import resolve
     from outrider.text.tokenizer import check_same_tokens
 
@@ -198,7 +195,7 @@ def _new_draft(
         return draft
     if (layers, hidden_size, intermediate_size) != (None, None, None):
         raise OptionError("--init", init, "an existing draft has its own shape: leave out the widths")
-    checkpoint = load_checkpoint(resolve(init, models), device=str(decoder.target.device), dtype="float32")
+    checkpoint = load_checkpoint(resolve(init, models), Placement(str(decoder.target.device), "float32"))
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
     if length > context_len(checkpoint.model.config):

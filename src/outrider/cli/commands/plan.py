@@ -282,10 +282,10 @@ def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int |
             words += [f"--{field.name.replace('_', '-')}", f"{value:g}"]
     for token_id, bias in (options["logit_bias"] or {}).items():
         words += ["--logit-bias", f"{token_id}={bias:g}"]
-    for name in ("models", "device", "dtype", "threads"):
-        value = getattr(pair, name)
-        if value not in (None, "auto"):
-            words += [f"--{name}", str(value)]
+    for field in fields(PairOptions):
+        value = getattr(pair, field.name)
+        if field.name not in ("target", "draft", "acceptance", "compile") and value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
     if pair.compile is not None:
         words.append("--compile" if pair.compile else "--no-compile")
     return shlex.join(words)

@@ -29,6 +29,7 @@ from outrider.options import (
 if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.drafters.base import Drafter
+    from outrider.models.placement import Placement
 
 _MODELS, _SAMPLING, _MACHINE = "Models", "Sampling", "Machine"
 DEFAULT_SIGNIFICANCE = 1e-3
@@ -84,6 +85,46 @@ class PairOptions:
             rich_help_panel=_MACHINE,
         ),
     ] = "auto"
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights of the target in fewer bits: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes), none. The "
+            "same as a name that ends in :int8.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the target's layers over devices: auto, balanced, none, or a JSON file from modules to "
+            "devices.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="The most that its device map may put on each device: 0=20GiB,1=20GiB,cpu=60GiB.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    draft_device: Annotated[
+        str | None, typer.Option(help="The draft's device. Default: the target's.", rich_help_panel=_MACHINE)
+    ] = None
+    draft_dtype: Annotated[
+        str | None, typer.Option(help="The draft's type. Default: the target's.", rich_help_panel=_MACHINE)
+    ] = None
+    draft_quantize: Annotated[
+        str | None, typer.Option(help="The same as --quantize, for the draft.", rich_help_panel=_MACHINE)
+    ] = None
+    draft_device_map: Annotated[
+        str | None, typer.Option(help="The same as --device-map, for the draft.", rich_help_panel=_MACHINE)
+    ] = None
+    draft_max_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZES", help="The same as --max-memory, for the draft.", rich_help_panel=_MACHINE),
+    ] = None
     threads: Annotated[
         int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=_MACHINE)
     ] = None
@@ -133,7 +174,14 @@ class PairOptions:
 
         set_threads(self.threads)
         decoder = load(
-            self.target, device=self.device, dtype=self.dtype, acceptance=self.acceptance, models_file=self.models
+            self.target,
+            device=self.device,
+            dtype=self.dtype,
+            quantization=self.quantize,
+            device_map=self.device_map,
+            max_memory=self.max_memory,
+            acceptance=self.acceptance,
+            models_file=self.models,
         )
         is_long = num_tokens >= _LONG_WORK and decoder.target.device.type == "cpu"
         if not (is_long if self.compile is None else self.compile):
@@ -151,12 +199,24 @@ class PairOptions:
                 return decoder
         return compiled
 
+    @property
+    def _draft_placement(self) -> Placement:
+        from outrider.models.placement import Placement
+
+        return Placement(
+            device=self.draft_device or self.device,
+            dtype=self.draft_dtype or self.dtype,
+            quantization=self.draft_quantize,
+            device_map=self.draft_device_map,
+            max_memory=self.draft_max_memory,
+        )
+
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
         """A draft for the target, compiled if that is."""
         from outrider.api import load_drafter
         from outrider.runtime.lm import LM
 
-        drafter = load_drafter(decoder, name, device=self.device, dtype=self.dtype, models_file=self.models)
+        drafter = load_drafter(decoder, name, placement=self._draft_placement, models_file=self.models)
         return drafter.with_models(LM.compiled) if decoder.target.execution.is_prepared else drafter
 
 
@@ -172,6 +232,9 @@ class MachineOptions:
     models: Annotated[Path | None, _of_pair("models")] = None
     device: Annotated[str, _of_pair("device")] = "auto"
     dtype: Annotated[str, _of_pair("dtype")] = "auto"
+    quantize: Annotated[str | None, _of_pair("quantize")] = None
+    device_map: Annotated[str | None, _of_pair("device_map")] = None
+    max_memory: Annotated[str | None, _of_pair("max_memory")] = None
     threads: Annotated[int | None, _of_pair("threads")] = None
     compile: Annotated[bool | None, _of_pair("compile")] = None
 

@@ -1,0 +1,145 @@
+"""How a model is put on this machine: its device or devices, the type of its numbers, its quantization.
+
+The command line, the Python API and files of models use the same words. Nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.errors import DeviceError, FileError, OptionError
+from outrider.models.registry import QUANTIZATIONS, ModelSpec
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # that Accelerate infers
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The choices for one model. "auto" and None leave a choice to the model's name (``[models.NAME]``), then to the
+    machine.
+
+    Attributes:
+        device: "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps".
+        dtype: of the arithmetic, and of all weights that are not quantized: "auto" (float32 on the CPU, else the
+            checkpoint's own), "float64", "float32", "bfloat16", "float16".
+        quantization: of the weights of linear layers, as the model is loaded: "none", "int8", "int4", "fp8", "8bit",
+            "nf4" (see quantize.py).
+        device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
+            from module names to devices.
+        max_memory: the most that a device map may put on a device: "0=20GiB,1=20GiB,cpu=60GiB".
+        tensor_parallel: the number of processes that share each layer (``torchrun``).
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    device_map: str | None = None
+    max_memory: str | None = None
+    tensor_parallel: int | None = None
+
+    def over(self, spec: ModelSpec) -> Placement:
+        """These choices; where they are left open, those of the spec. All are checked.
+
+        Raises:
+            OptionError
+        """
+        placed = Placement(
+            device=spec.device or "auto" if self.device == "auto" else self.device,
+            dtype=spec.dtype or "auto" if self.dtype == "auto" else self.dtype,
+            quantization=self.quantization or spec.quantization or "none",
+            device_map=self.device_map or spec.device_map or "none",
+            max_memory=self.max_memory or spec.max_memory,
+            tensor_parallel=self.tensor_parallel or spec.tensor_parallel,
+        )
+        if placed.dtype != "auto" and placed.dtype not in DTYPES:
+            raise OptionError("dtype", placed.dtype, f"choose auto, {', '.join(DTYPES)}")
+        if placed.quantization not in ("none", *QUANTIZATIONS):
+            raise OptionError("quantization", placed.quantization, f"choose none, {', '.join(QUANTIZATIONS)}")
+        if placed.max_memory is not None and placed.device_map not in _MAPS:
+            raise OptionError("max_memory", placed.max_memory, "it limits a device map: choose --device-map auto")
+        return placed
+
+    def name_of(self, spec: ModelSpec) -> str:
+        """The model's name, with the quantization that the name does not imply."""
+        if self.quantization in (None, spec.quantization) or (self.quantization, spec.quantization) == ("none", None):
+            return spec.name
+        return f"{spec.name}:{self.quantization}"
+
+
+def pick_device(name: str) -> torch.device:
+    """A device by name; ``auto`` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        DeviceError: it is not there.
+    """
+    if name == "auto":
+        has_mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
+    there = ["cpu"]
+    if torch.cuda.is_available():
+        there += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if name not in there:
+        raise DeviceError(f"there is no device {name!r} here: choose auto, {', '.join(there)}")
+    return torch.device(name)
+
+
+def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
+    """What ``from_pretrained`` takes as ``device_map``.
+
+    Raises:
+        FileError, DeviceError: the file cannot be read, or names a device that is not there.
+    """
+    word = placement.device_map
+    if word in (None, "none"):
+        return None
+    if word in _MAPS:
+        return word
+    path = Path(str(word))
+    try:
+        read: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(
+            f"device_map = {word!r} is neither {', '.join(_MAPS)} nor a JSON file that can be read: {error}"
+        ) from None
+    if not isinstance(read, dict) or not all(isinstance(value, (str, int)) for value in read.values()):
+        raise FileError(f'{path}: expected an object of module names and devices, like {{"model.layers.0": "cuda:0"}}')
+    places = {module: f"cuda:{value}" if isinstance(value, int) else value for module, value in read.items()}
+    for place in set(places.values()) - {"disk"}:
+        pick_device(place)
+    return places
+
+
+def max_memory_of(text: str | None) -> dict[int | str, str] | None:
+    """ "0=20GiB,cpu=60GiB" as Accelerate takes it.
+
+    Raises:
+        OptionError
+    """
+    if text is None:
+        return None
+    from accelerate.utils import convert_file_size_to_int
+
+    limits: dict[int | str, str] = {}
+    for part in text.split(","):
+        device, _, size = (piece.strip() for piece in part.partition("="))
+        try:
+            convert_file_size_to_int(size)
+        except ValueError:
+            device = ""
+        if not device.isdigit() and device not in ("cpu", "mps", "disk"):
+            raise OptionError("max_memory", text, "write DEVICE=SIZE, like 0=20GiB,1=20GiB,cpu=60GiB")
+        limits[int(device) if device.isdigit() else device] = size
+    return limits

@@ -1,0 +1,159 @@
+"""Weights in fewer bits: quantized as a model is loaded, or in its checkpoint already.
+
+A quantized target is another target: all guarantees hold with respect to the model as it is loaded. They need one
+property of its kernels, which the probe checks: the logits of a token do not depend on later tokens or on other rows.
+So activations stay as they are here (weights only), or are rounded with a scale for each row.
+
+| name | weights | made by |
+|---|---|---|
+| int8 | 8 bits, a scale for each output channel | torchao ``Int8WeightOnlyConfig`` |
+| int4 | 4 bits, a scale and an offset for each 128 (or 32) inputs | torchao, on the CPU a prototype |
+| fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
+| 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
+| nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from outrider.errors import MissingExtra, OptionError
+
+# The extras without which Transformers cannot read a checkpoint, by its ``quant_method``, with their packages.
+_EXTRAS = {
+    "bitsandbytes": ("quantize", ("bitsandbytes",)),
+    "torchao": ("quantize", ("torchao",)),
+    "compressed-tensors": ("quantize", ("compressed_tensors",)),
+    "gguf": ("quantize", ("gguf",)),
+    "gptq": ("gptq", ("gptqmodel", "optimum")),
+    "awq": ("gptq", ("gptqmodel",)),
+}
+_GROUPS = (128, 32)  # sizes, in order of preference
+
+
+def check_quantization(name: str, quantization: str, config: Any) -> None:
+    """Refuse, before weights are read, a quantization that is not possible for a model.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        OptionError: the checkpoint is quantized already.
+        MissingExtra: a package is not installed.
+    """
+    method = method_of(config)
+    if quantization == "none":
+        if method is not None:
+            require_packages(method, f"{name}, quantized with {method},")
+        return
+    if method is not None:
+        raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
+    require_packages("bitsandbytes" if quantization in ("8bit", "nf4") else "torchao", f"quantization {quantization}")
+
+
+def method_of(config: Any) -> str | None:
+    """The ``quant_method`` of a quantized checkpoint."""
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        return None
+    method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
+    return str(getattr(method, "value", method) or "bitsandbytes")  # early ones of bitsandbytes do not state it
+
+
+def require_packages(method: str, needed_by: str) -> None:
+    """Raises MissingExtra: a package is not installed."""
+    extra, packages = _EXTRAS.get(method, ("quantize", ()))
+    missing = [package.replace("_", "-") for package in packages if find_spec(package) is None]
+    if missing:
+        raise MissingExtra(" and ".join(missing), extra, needed_by)
+
+
+def without_outliers(config: Any) -> None:
+    """Turn off the threshold of bitsandbytes' 8-bit products in a checkpoint. Above it, a column of activations is
+    multiplied in 16 bits *for all rows* as soon as one row has an outlier there, so that rows depend on each other."""
+    own = getattr(config, "quantization_config", None)
+    if isinstance(own, dict) and own.get("load_in_8bit"):
+        own["llm_int8_threshold"] = 0.0
+
+
+def quantization_config(quantization: str, device: torch.device, dtype: torch.dtype, widths: set[int]) -> Any:
+    """The object that ``from_pretrained`` takes.
+
+    Args:
+        quantization: one of QUANTIZATIONS.
+        dtype: of the arithmetic.
+        widths: the inputs of all linear layers.
+
+    Raises:
+        OptionError: there are no kernels for it on this device.
+    """
+    import transformers
+
+    if quantization == "8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    if quantization == "nf4":
+        return transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=False
+        )
+    return transformers.TorchAoConfig(_torchao_config(quantization, device, widths))
+
+
+def _torchao_config(quantization: str, device: torch.device, widths: set[int]) -> Any:
+    import torchao.quantization as torchao
+
+    if quantization == "int8":
+        return torchao.Int8WeightOnlyConfig()
+    if quantization == "fp8":
+        return torchao.Float8WeightOnlyConfig()
+    group_size = group_size_for(widths)
+    if device.type == "cpu":
+        # The published configuration wants a package for GPUs.
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+        return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
+    if find_spec("mslk") is None:
+        raise OptionError("quantization", "int4", "torchao's kernels for it need 'pip install mslk'; or choose nf4")
+    return torchao.Int4WeightOnlyConfig(group_size=group_size)
+
+
+def group_size_for(widths: set[int]) -> int:
+    """Inputs that share a scale in int4. torchao passes over layers whose width it does not divide."""
+    return next((size for size in _GROUPS if all(width % size == 0 for width in widths)), _GROUPS[-1])
+
+
+def stored_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a parameter consists of: quantized numbers, and their scales."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
+    scales = [getattr(tensor, "SCB", None)]  # of bitsandbytes' two kinds of parameters
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        scales += [state.absmax, state.code]
+    return [tensor, *(scale for scale in scales if isinstance(scale, Tensor))]
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and buffers, shared ones once."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    stored = [inner for tensor in tensors.values() for inner in stored_tensors(tensor)]
+    return sum({inner.data_ptr(): inner.numel() * inner.element_size() for inner in stored}.values())
+
+
+def quantized_share(model: nn.Module) -> float:
+    """The part of the weights that is quantized, by their number. Embeddings and what follows the last layer are not;
+    nor are layers whose width the group size does not divide."""
+    quantized = total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        number = state.shape.numel() if state is not None else parameter.numel()
+        total += number
+        quantized += number * any(
+            not inner.is_floating_point() or inner.itemsize == 1 for inner in stored_tensors(parameter)
+        )
+    return quantized / total if total else 0.0
