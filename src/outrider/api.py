@@ -364,6 +364,7 @@ def load(
     quantization: str | None = None,
     device_map: str | None = None,
     max_memory: str | None = None,
+    tensor_parallel: int | None = None,
     draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
@@ -378,8 +379,7 @@ def load(
         draft: the same; or "ngram"; or "none" or None for plain decoding.
         tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
-        device, dtype, quantization, device_map, max_memory: how the target is placed (see ``Placement``); models in
-            memory stay as they are.
+        device ... tensor_parallel: how the target is placed (see ``Placement``); models in memory stay as they are.
         draft_placement: how the draft is. None: with the target's device and dtype.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
@@ -392,7 +392,7 @@ def load(
         TokenizerMismatch: target and draft have different tokens.
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    placement = Placement(device, dtype, quantization, device_map, max_memory)
+    placement = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel)
     checkpoint = _checkpoint(target, tokenizer, placement, models_file)
     plain = Decoder(
         target=build_lm(checkpoint, num_tokens_of(checkpoint)),

@@ -10,7 +10,7 @@
     │   │   ├── UnsupportedModel   a model of a kind that cannot be rolled back
     │   │   └── CompileError       a model that cannot be compiled on this machine
     │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
-    │   ├── DeviceError            the device is not there
+    │   ├── DeviceError            the device is not there, or has too little memory
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
     └── NumericsError              a model gave NaN or infinite logits

@@ -84,3 +84,25 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, arguments: tuple[object
     path = tmp_path / "out.json"
     assert message in outrider("models", *arguments, "--json", path).error
     assert not path.exists()
+
+
+def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
+    arguments = ("models", "--target", "fable", "--draft", "fable-draft", "--context", 512, "--devices", "1,2")
+    ended = outrider(*arguments)
+    assert ended.code == 0 and "fable-draft" in ended.out and "float32" not in ended.out
+    document = only_document(outrider(*arguments, "--json", "-").out, "models")
+    rows = {(row["name"], row["quantization"], row["num_devices"]): row for row in document["models"]}
+    assert len(rows) == 2 * 2 * 6
+    whole, shared = rows["fable", "none", 1], rows["fable", "none", 2]
+    assert 2 * shared["cache_bytes"] == whole["cache_bytes"] and whole["fits_here"]
+    assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
+
+
+def test_predictions_that_are_not_possible(outrider: Outrider) -> None:
+    for arguments, message in (
+        (("--draft", "fable-draft"), "--draft = 'fable-draft' is not possible: give its --target too"),
+        (("--target", "fable", "--devices", "0"), "--devices = '0' is not possible: whole numbers from 1 to 64"),
+        (("--target", "fable", "--context", 10**6), "this model accepts"),
+    ):
+        ended = outrider("models", *arguments)
+        assert ended.code == 2 and message in ended.err

@@ -86,7 +86,10 @@ BAD = [
     ("[models]\na = 3\n", "models.a needs either path = ... or hub = ..."),
     ("[models.a]\nabout = 'nothing'\n", "models.a needs either path = ... or hub = ..."),
     ("[models.a]\nhub = 'x/y'\npath = 'z'\n", "models.a needs either path = ... or hub = ..."),
-    ("[models.a]\nhub = 'x/y'\nquantize = true\n", "models.a: unknown key 'quantize'; known are path, hub, dtype"),
+    (
+        "[models.a]\nhub = 'x/y'\nquantize = true\n",
+        "models.a: unknown key 'quantize'; known are path, hub, gguf",
+    ),
     ("[models.a]\nhub = 'x/y'\nname = 'b'\n", "models.a: unknown key 'name'"),
     ("[models.a]\nhub = 3\n", "models.a.hub = 3 should be of type str"),
     ("[models.a]\npath = 3\n", "models.a.path = 3 should be of type str"),

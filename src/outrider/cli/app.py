@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -86,6 +87,8 @@ def main() -> None:
     # The libraries' own warnings and retries would bury the one line that tells what is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    for library in ("bitsandbytes", "torchao"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # their progress bars, like ours, are for terminals
     try:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, TokenizerMismatch, UnsupportedModel
+from outrider.errors import DeviceError, ModelCorrupt, ModelNotFound, OutriderError, TokenizerMismatch, UnsupportedModel
+from outrider.models.memory import check_fits, skeleton
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
 from outrider.models.quantize import (
     check_quantization,
+    method_of,
     quantization_config,
     quantized_share,
     require_packages,
@@ -65,26 +67,30 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE) -> Checkp
 
     placed, name = placement.over(spec), placement.name_of(spec)
     device, device_map = pick_device(placed.device), device_map_of(placed)
-    form = _form(spec)
-    if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
-        raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
+    config = read_config(spec)
     with _loading(spec, f"model on {device}"):
-        config = transformers.AutoConfig.from_pretrained(spec.location, **form)
-        _check_kind(name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         check_quantization(name, placed.quantization or "none", config)
         without_outliers(config)
-        how: dict[str, Any] = {"dtype": DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else "auto")}
-        if placed.quantization != "none":
-            dtype = how["dtype"] if how["dtype"] != "auto" else config.dtype or torch.bfloat16
-            how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, _widths(config))
+        dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
+        how: dict[str, Any] = {
+            "dtype": dtype or "auto",
+            "device_map": device_map or {"": device},
+            "max_memory": max_memory_of(placed.max_memory),
+        }
+        if method_of(config) is None:
+            dtype = dtype or config.dtype or torch.float32
+            with torch.device("meta"):
+                bare = skeleton(config, dtype)
+            if device_map is None:
+                check_fits(name, bare, dtype, str(placed.quantization), device)
+            if placed.quantization != "none":
+                how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             spec.location,
             config=config,
-            device_map=device_map or {"": device},
-            max_memory=max_memory_of(placed.max_memory),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **form,
+            **_form(spec),
             **how,
         )
         missing = sorted(info["missing_keys"])
@@ -93,9 +99,31 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE) -> Checkp
         mismatched = sorted(key for key, *_ in info["mismatched_keys"])
         if mismatched:
             raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
+        on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
+        if on_disk and not isinstance(device_map, dict):
+            raise DeviceError(
+                f"{name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} the "
+                "first: allow more by --max-memory, or choose fewer bits by --quantize"
+            )
     if placed.quantization != "none":
         _LOG.info("%s: %.0f%% of the weights are quantized", name, 100 * quantized_share(model))
     return Checkpoint(name, model, load_tokenizer(spec))
+
+
+def read_config(spec: ModelSpec) -> Any:
+    """The configuration of a model that works here. Nothing else is read.
+
+    Raises:
+        ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra
+    """
+    import transformers
+
+    if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
+        raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
+    with _loading(spec, "configuration"):
+        config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
+        _check_kind(spec.name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    return config
 
 
 def _form(spec: ModelSpec) -> dict[str, str]:
@@ -106,22 +134,9 @@ def _form(spec: ModelSpec) -> dict[str, str]:
     return {"gguf_file": spec.gguf}
 
 
-def _widths(config: Any) -> set[int]:
-    """The numbers of inputs of all linear layers but the last, which is not quantized."""
-    import transformers
-
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    last = model.get_output_embeddings()
-    return {module.in_features for module in model.modules() if isinstance(module, nn.Linear) and module is not last}
-
-
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
     """The type of a checkpoint's weights as they are on disk, by its configuration; float32 where it does not tell."""
-    import transformers
-
-    with _loading(spec, "model"):
-        dtype: torch.dtype | None = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec)).dtype
+    dtype: torch.dtype | None = read_config(spec).dtype
     return dtype or torch.float32
 
 
@@ -138,7 +153,8 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     """Turn what goes wrong while loading into errors of ours; keep the progress bars of small models quiet."""
     from safetensors import SafetensorError
 
-    is_quiet = spec.path is not None and sum(f.stat().st_size for f in spec.path.glob("*.safetensors")) < 2**30
+    weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
+    is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
         with without_bars() if is_quiet else contextlib.nullcontext():
             yield

@@ -1,19 +1,26 @@
-"""How much memory a model needs: its weights, and the cache at a given context and batch.
+"""How much memory the weights of a model need, and the cache at a given context and batch. Nothing is loaded.
 
-Sizes come from files (configuration and the headers of the weights); nothing is loaded. For models that are not on this
-disk they come from what the registry states.
+For the list of all models, sizes come from files (configuration and the headers of the weights) or, for models that are
+not on this disk, from what the registry states. For one model, they come from a skeleton of it, made from its
+configuration; bench/predicted_memory.py runs the loop's steps on it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
+from outrider.errors import DeviceError
+from outrider.models.registry import BYTES_PER_NUMBER, QUANTIZATIONS, ModelSpec
 from outrider.runtime.shape_buckets import eager_length, prepared_length
+from outrider.system.available import available_bytes, size_text
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +90,61 @@ def _num_params(file: Path) -> int:
             raise ValueError(f"{file} is damaged")
         header = json.loads(stream.read(length))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> Any:
+    """The model without its numbers, where the surrounding mode or device makes none (fake, or meta)."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", parallel: int = 1) -> int:
+    """Bytes of the weights and buffers of a skeleton, shared ones once.
+
+    Args:
+        dtype: of the scales.
+        quantization: "none", or one of QUANTIZATIONS; a skeleton is not quantized.
+        parallel: processes that share layers by the model's own plan; the result is for one of them.
+    """
+    from outrider.models.quantize import group_size_of, linear_bytes, quantizable
+
+    layers = {} if quantization == "none" else quantizable(model)
+    group_size = group_size_of(layers)
+    shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in model.tp_plan]
+    total, seen = 0, set()
+    for name, module in model.named_modules():
+        is_shared = parallel > 1 and any(pattern.fullmatch(name) for pattern in shared)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            number = tensor.numel() * tensor.element_size()
+            if name in layers and tensor is module.weight:
+                number = linear_bytes(quantization, module, dtype, group_size)
+            total += number // parallel if is_shared else number
+    return total
+
+
+def check_fits(name: str, model: Any, dtype: torch.dtype, quantization: str, device: torch.device) -> None:
+    """Refuse, before it is loaded, a model whose weights do not fit.
+
+    Args:
+        model: the skeleton, of this type.
+
+    Raises:
+        DeviceError: with the numbers, and what would fit.
+    """
+    free = available_bytes(device)
+    needed = weights_bytes(model, dtype, quantization)
+    if free is None or needed <= free:
+        return
+    others = {one: weights_bytes(model, dtype, one) for one in QUANTIZATIONS}
+    fitting = [f"--quantize {one} ({size_text(size)})" for one, size in others.items() if size <= free]
+    if dtype.itemsize > 2 and quantization == "none" and needed // 2 <= free:
+        fitting.insert(0, f"--dtype bfloat16 ({size_text(needed // 2)})")
+    remedy = ", ".join(fitting) if fitting else "nothing on this device; --device-map spreads a model over several"
+    raise DeviceError(
+        f"the weights of {name} need {size_text(needed)} on {device}, where {size_text(free)} are free; this would "
+        f"fit: {remedy}"
+    )

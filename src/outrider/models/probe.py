@@ -1,4 +1,5 @@
-"""A model is probed before it is used: through a SlotCache it must give the logits of one forward without a cache.
+"""A model is probed before it is used: through a SlotCache it must give the logits of one forward without a cache, and
+the logits of a token must not depend on later tokens or on other rows.
 
 An architecture that cannot do that is refused here, by name, before it can generate wrong text. A list of
 architectures would be out of date with the next release of Transformers.
@@ -16,6 +17,9 @@ from outrider.runtime.lm import LM
 
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
+_NUM_CHANGES = 3  # of the other tokens
+# The same products of the same shape: equal to the last bit with all kernels that are known.
+_TOLERANCE_OF_ROWS = 1e-6
 _WINDOWS = ("sliding_window", "window_size")  # as configurations call them
 _LONGEST_WINDOW = 4096
 # Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32, or two if a
@@ -34,6 +38,7 @@ def probe(lm: LM, kind: str) -> None:
     Raises:
         UnsupportedModel
     """
+    _compare_rows(lm, kind)
     # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
     _compare(lm, kind, 8, _VIEW, "its cache cannot be rolled back, or it looks at later tokens")
     window = window_of(lm)
@@ -93,6 +98,46 @@ def _compare(lm: LM, kind: str, length: int, view_len: int, what: str) -> None:
     spread = (want - want.mean(dim=-1, keepdim=True)).norm()
     if float((got - want).norm()) > _tolerance(lm.dtype) * float(spread):
         raise UnsupportedModel(f"{lm.name} ({kind}) gives other logits block by block than in one forward: {what}")
+
+
+@torch.inference_mode()
+def _compare_rows(lm: LM, kind: str) -> None:
+    """Change the last token of one row, and all of another: the other logits must stay as they are. (Kernels that look
+    at all rows together fail here: one scale for all activations, or columns that are treated apart because one row
+    has an outlier there.)"""
+    length = min(_NUM_COMPARED, lm.context_len)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(lm.vocab_size, (1 + _NUM_CHANGES, 2, length), generator=generator).to(lm.device)
+    ids[:, 0, :-1] = ids[0, 0, :-1]
+
+    def logits(tokens: Tensor) -> Tensor:
+        output = lm.model(input_ids=tokens, use_cache=False).logits
+        return torch.as_tensor(output[0, : length - 1, : lm.vocab_size].float())
+
+    try:
+        first, *others = (logits(tokens) for tokens in ids)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run: {reason}") from error
+    if length < 2 or not bool(first.isfinite().all()):
+        return
+    spread = float((first - first.mean(dim=-1, keepdim=True)).norm())
+    change = max(float((other - first).norm()) for other in others)
+    if change > (_tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread:
+        raise UnsupportedModel(
+            f"{lm.name} ({kind}) gives a token other logits when later tokens or other rows change (by "
+            f"{change / spread:.1e} of them), so that speculation cannot be exact: if it is quantized, choose weights "
+            "only, or a scale for each row of activations"
+        )
+
+
+def _has_experts(lm: LM) -> bool:
+    """Tokens of all rows that go to the same expert are multiplied together, in an order that depends on the others."""
+    config: Any = lm.model.config
+    text_config = config.get_text_config(decoder=True)
+    return any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _tolerance(dtype: torch.dtype) -> float:

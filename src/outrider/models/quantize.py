@@ -15,6 +15,7 @@ So activations stay as they are here (weights only), or are rounded with a scale
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider.errors import MissingExtra, OptionError
+from outrider.errors import MissingExtra, ModelCorrupt, OptionError
 
 # The extras without which Transformers cannot read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {
@@ -34,6 +35,7 @@ _EXTRAS = {
     "awq": ("gptq", ("gptqmodel",)),
 }
 _GROUPS = (128, 32)  # sizes, in order of preference
+_NF4_BLOCK, _NF4_CODES = 64, 16
 
 
 def check_quantization(name: str, quantization: str, config: Any) -> None:
@@ -44,11 +46,16 @@ def check_quantization(name: str, quantization: str, config: Any) -> None:
 
     Raises:
         OptionError: the checkpoint is quantized already.
+        ModelCorrupt: it is quantized in an unknown way.
         MissingExtra: a package is not installed.
     """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
     method = method_of(config)
     if quantization == "none":
         if method is not None:
+            if not any(known.startswith(method) for known in AUTO_QUANTIZER_MAPPING):  # it would be passed over
+                raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
             require_packages(method, f"{name}, quantized with {method},")
         return
     if method is not None:
@@ -81,13 +88,20 @@ def without_outliers(config: Any) -> None:
         own["llm_int8_threshold"] = 0.0
 
 
-def quantization_config(quantization: str, device: torch.device, dtype: torch.dtype, widths: set[int]) -> Any:
+def quantizable(model: Any) -> dict[str, nn.Linear]:
+    """The layers that are quantized as a model is loaded: all linear ones but the last."""
+    last = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linear.items() if module is not last}
+
+
+def quantization_config(quantization: str, device: torch.device, dtype: torch.dtype, skeleton: Any) -> Any:
     """The object that ``from_pretrained`` takes.
 
     Args:
         quantization: one of QUANTIZATIONS.
         dtype: of the arithmetic.
-        widths: the inputs of all linear layers.
+        skeleton: the model without its numbers.
 
     Raises:
         OptionError: there are no kernels for it on this device.
@@ -100,17 +114,17 @@ def quantization_config(quantization: str, device: torch.device, dtype: torch.dt
         return transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=False
         )
-    return transformers.TorchAoConfig(_torchao_config(quantization, device, widths))
+    return transformers.TorchAoConfig(_torchao_config(quantization, device, skeleton))
 
 
-def _torchao_config(quantization: str, device: torch.device, widths: set[int]) -> Any:
+def _torchao_config(quantization: str, device: torch.device, skeleton: Any) -> Any:
     import torchao.quantization as torchao
 
     if quantization == "int8":
         return torchao.Int8WeightOnlyConfig()
     if quantization == "fp8":
         return torchao.Float8WeightOnlyConfig()
-    group_size = group_size_for(widths)
+    group_size = group_size_of(quantizable(skeleton))
     if device.type == "cpu":
         # The published configuration wants a package for GPUs.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
@@ -121,9 +135,27 @@ def _torchao_config(quantization: str, device: torch.device, widths: set[int]) -
     return torchao.Int4WeightOnlyConfig(group_size=group_size)
 
 
-def group_size_for(widths: set[int]) -> int:
+def group_size_of(layers: Mapping[str, nn.Linear]) -> int:
     """Inputs that share a scale in int4. torchao passes over layers whose width it does not divide."""
+    widths = {layer.in_features for layer in layers.values()}
     return next((size for size in _GROUPS if all(width % size == 0 for width in widths)), _GROUPS[-1])
+
+
+def linear_bytes(quantization: str, layer: nn.Linear, dtype: torch.dtype, group_size: int) -> int:
+    """Bytes of the quantized weights of a layer, with their scales.
+
+    Args:
+        dtype: of the arithmetic; int4 has its scales in it.
+        group_size: of int4.
+    """
+    number, outputs = layer.weight.numel(), layer.out_features
+    if quantization == "nf4":
+        return number // 2 + 4 * -(-number // _NF4_BLOCK) + 4 * _NF4_CODES
+    if quantization == "int4":
+        if layer.in_features % group_size:
+            return number * dtype.itemsize
+        return number // 2 + 2 * dtype.itemsize * (number // group_size)
+    return number + outputs * (4 + (quantization == "int8"))  # torchao's int8 keeps an offset of zero
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
@@ -140,8 +172,10 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
 
 def num_bytes(model: nn.Module) -> int:
     """Bytes of all weights and buffers, shared ones once."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    stored = [inner for tensor in tensors.values() for inner in stored_tensors(tensor)]
+    stored = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in stored_tensors(tensor)]
+    # bitsandbytes moves the scales there when a layer is first used.
+    scales = [getattr(getattr(module, "state", None), "SCB", None) for module in model.modules()]
+    stored += [scale for scale in scales if isinstance(scale, Tensor)]
     return sum({inner.data_ptr(): inner.numel() * inner.element_size() for inner in stored}.values())
 
 

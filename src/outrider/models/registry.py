@@ -59,9 +59,8 @@ class ModelSpec:
         return str(self.path) if self.path is not None else str(self.hub)
 
     def is_same_model(self, other: ModelSpec) -> bool:
-        """Whether both are the same files in the same form, under whatever names."""
-        forms = [(spec.gguf, spec.dtype, spec.quantization, spec.device, spec.device_map) for spec in (self, other)]
-        if forms[0] != forms[1]:
+        """Whether both are the same files, under whatever names; their placements may differ."""
+        if self.gguf != other.gguf:
             return False
         if self.path is None or other.path is None:
             return self.path is other.path and self.hub == other.hub

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from outrider.errors import DeviceError
+from outrider.system.available import available_bytes, size_text
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -45,6 +48,27 @@ def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
         _, num_heads, _, key_dim = layer.keys.shape
         shapes.append(LayerShape(num_heads, key_dim, layer.values.shape[-1], layer.keys.dtype, layer.keys.device))
     return tuple(shapes)
+
+
+def check_room(name: str, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
+    """Whether there is memory for a cache, on each device of the layers.
+
+    Args:
+        name: of the model, for the message.
+
+    Raises:
+        DeviceError
+    """
+    needed: dict[torch.device, int] = {}
+    for shape in shapes:
+        needed[shape.device] = needed.get(shape.device, 0) + shape.bytes_per_token * (capacity + 1) * num_rows
+    for device, size in needed.items():
+        free = available_bytes(device)
+        if free is not None and size > free:
+            raise DeviceError(
+                f"the cache of {name} for {num_rows} rows of {capacity} tokens needs {size_text(size)} on {device}, "
+                f"where {size_text(free)} are free: choose fewer rows or tokens, or leave more room (--max-memory)"
+            )
 
 
 @dataclass(slots=True)

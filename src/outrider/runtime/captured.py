@@ -73,7 +73,7 @@ class Captured(Prepared):
         if lm.device.type != "cuda":
             return _Called(inputs, run)
         with torch.cuda.device(lm.device):
-            self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._side = self._side or torch.cuda.Stream()
             return _Graph(inputs, stores, lm.model, run, self._side)
 
 

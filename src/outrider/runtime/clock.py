@@ -17,7 +17,7 @@ class Clock:
     def mark(self) -> Any:
         """The end of all work that was started so far."""
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             return event
         if self._device.type == "mps":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.runtime.cache import LayerShape, SlotCache, layer_shapes
+from outrider.runtime.cache import LayerShape, SlotCache, check_room, layer_shapes
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
@@ -81,7 +81,12 @@ class LM:
         return layer_shapes(self.model, self.device)
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
-        """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up)."""
+        """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up).
+
+        Raises:
+            DeviceError: there is no room for it.
+        """
+        check_room(self.name, self.layer_shapes, num_rows, self.execution.round_length(capacity))
         return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
 
     def view_len(self, length: int, cache: SlotCache) -> int:

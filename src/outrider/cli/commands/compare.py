@@ -204,7 +204,10 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     target = resolve(pair.target, pair.models)
     checks = []
     for name in pair.draft_names:
-        if name in ("none", "ngram") or not resolve(name, pair.models).is_same_model(target):
+        if name in ("none", "ngram"):
+            continue
+        draft = resolve(name, pair.models)
+        if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):
             continue
         ratios = [ratio for m in measurements if m.arm.draft == name for ratio in m.rejected_ratios]
         num_rounding, worst = count_rejections(ratios, decoder.target.dtype)

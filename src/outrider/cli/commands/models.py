@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,17 +11,36 @@ from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, write_json
 from outrider.errors import OptionError
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outrider.bench.predicted_memory import Memory, Work
+    from outrider.models.registry import ModelSpec
+
+_MOST_DEVICES = 64
+
 
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Predict the memory of this model in all forms: a name, folder or hub id.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="With --target: of this draft as well.")] = None,
     context: Annotated[int, typer.Option(help="Tokens in the cache, at most the model's context.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
+    num_draft_tokens: Annotated[
+        int, typer.Option("-k", "--num-draft-tokens", help="With --target: tokens drafted per round.")
+    ] = 4,
+    devices: Annotated[
+        str, typer.Option(help="With --target: devices that share a model by tensor parallelism, like 1,2,4,8.")
+    ] = "1",
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
     json_target: JsonOption = None,
 ) -> None:
-    """List the known models, with the memory for weights and cache. Add your own names in a TOML file."""
-    from outrider.models.memory import sizes_of
-    from outrider.models.registry import BYTES_PER_NUMBER, known_models, user_file
+    """List the known models, with the memory for weights and cache. Add your own names in a TOML file.
+
+    With --target: predict the memory of one model, or of a pair, in every form, from its configuration alone."""
+    from outrider.models.registry import BYTES_PER_NUMBER
 
     if context < 1:
         raise OptionError("--context", context, "a whole number >= 1")
@@ -29,13 +48,43 @@ def models(
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
     if dtype not in BYTES_PER_NUMBER:
         raise OptionError("--dtype", dtype, f"choose one of {', '.join(BYTES_PER_NUMBER)}")
+    if draft is not None and target is None:
+        raise OptionError("--draft", draft, "give its --target too")
     check_json_target(json_target)
+    options: dict[str, Any] = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
+    console = console_for(json_target)
+    if target is None:
+        rows = _known(models, context, batch_size, dtype)
+        console.print(_list(rows, context, batch_size))
+        from outrider.models.registry import user_file
+
+        console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
+        console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
+    else:
+        from outrider.bench.predicted_memory import Work
+        from outrider.models.registry import resolve
+
+        work = Work(context, batch_size, num_draft_tokens)
+        sizes = _numbers_of_devices(devices)
+        specs = [resolve(name, models) for name in (target, draft) if name is not None]
+        rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
+        console.print(_predicted(rows, work))
+        console.print("The total has the larger of prefill and verify; the process itself comes on top.", style="dim")
+        options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
+    write_json(json_target, "models", options, {"models": rows})
+
+
+def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> list[dict[str, Any]]:
+    """All known names."""
+    from outrider.models.memory import sizes_of
+    from outrider.models.registry import known_models
+
     rows: list[dict[str, Any]] = []
     for spec in known_models(models).values():
         sizes = sizes_of(spec)
         row: dict[str, Any] = {"name": spec.name, "location": spec.location, "source": spec.source, "about": spec.about}
         row_dtype = dtype if spec.dtype in (None, "auto") else spec.dtype
-        row |= {"dtype": row_dtype, "device": spec.device}
+        row |= {"dtype": row_dtype, "quantization": spec.quantization, "device": spec.device}
         if sizes is not None:
             length = min(context, sizes.context_len)
             row |= {
@@ -47,32 +96,95 @@ def models(
                 "cache_tokens": length * batch_size,
             }
         rows.append(row)
+    return rows
 
-    from rich import box
-    from rich.table import Table
 
-    console = console_for(json_target)
-    title = f"cache for {batch_size} x {context} tokens, at most the model's context"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("name", "parameters", "context", "weights", "cache", "compiled", "dtype", "from"):
-        is_text = column in ("name", "dtype", "from")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "from", overflow="fold")
+def _list(rows: list[dict[str, Any]], context: int, batch_size: int) -> Table:
+    table = _table(
+        f"cache for {batch_size} x {context} tokens, at most the model's context",
+        *("name", "parameters", "context", "weights", "cache", "compiled", "dtype", "from"),
+        texts=("name", "dtype", "from"),
+    )
     for row in rows:
         table.add_row(
             row["name"],
             _count(row.get("num_params")),
             f"{row['context_len']}" if "context_len" in row else "-",
-            _size(row.get("weights_bytes")),
-            _size(row.get("cache_bytes")),
-            _size(row.get("cache_bytes_compiled")),
+            *(_size(row.get(key)) for key in ("weights_bytes", "cache_bytes", "cache_bytes_compiled")),
             row["dtype"],
             row["about"] or row["location"],
         )
-    console.print(table)
-    console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
-    console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
-    options = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
-    write_json(json_target, "models", options, {"models": rows})
+    return table
+
+
+def _numbers_of_devices(text: str) -> list[int]:
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if not 1 <= numbers[0] <= numbers[-1] <= _MOST_DEVICES:
+        raise OptionError("--devices", text, f"whole numbers from 1 to {_MOST_DEVICES}, like 1,2,4,8")
+    return numbers
+
+
+def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
+    """One model in every form: as it is, and quantized; on one device and on several."""
+    import torch
+
+    from outrider.bench.predicted_memory import predict
+    from outrider.models.loading import read_config
+    from outrider.models.placement import DTYPES
+    from outrider.models.registry import QUANTIZATIONS
+    from outrider.system.available import available_bytes
+
+    config = read_config(spec)
+    is_cuda = torch.cuda.is_available()
+    free = available_bytes(torch.device("cuda" if is_cuda else "cpu"))
+    rows = []
+    for size in sizes:
+        for quantization in ("none", *QUANTIZATIONS):
+            memory: Memory = predict(config, work, dtype=DTYPES[dtype], quantization=quantization, parallel=size)
+            rows.append(
+                {
+                    "name": spec.name,
+                    "dtype": dtype,
+                    "quantization": quantization,
+                    "num_devices": size,
+                    "weights_bytes": memory.weights,
+                    "cache_bytes": memory.cache,
+                    "prefill_bytes": memory.prefill,
+                    "verify_bytes": memory.verify,
+                    "total_bytes": memory.total,
+                    "fits_here": None if free is None else memory.total <= free,
+                }
+            )
+    return rows
+
+
+def _predicted(rows: list[dict[str, Any]], work: Work) -> Table:
+    table = _table(
+        f"Predicted for each device, {work.num_rows} x {work.context} tokens, K = {work.k}",
+        *("name", "form", "devices", "weights", "cache", "prefill", "verify", "total", "fits here"),
+        texts=("name", "form", "fits here"),
+    )
+    for row in rows:
+        form = row["dtype"] if row["quantization"] == "none" else row["quantization"]
+        keys = ("weights", "cache", "prefill", "verify", "total")
+        fits = {None: "-", True: "yes", False: "no"}[row["fits_here"]]
+        sizes = (_size(row[f"{key}_bytes"]) for key in keys)
+        table.add_row(row["name"], form, str(row["num_devices"]), *sizes, fits)
+    return table
+
+
+def _table(title: str, *columns: str, texts: tuple[str, ...]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        justify: Any = "left" if column in texts else "right"
+        table.add_column(column, justify=justify, no_wrap=column != "from", overflow="fold")
+    return table
 
 
 def _count(number: int | None) -> str:
@@ -82,6 +194,6 @@ def _count(number: int | None) -> str:
 
 
 def _size(number: int | None) -> str:
-    if number is None:
-        return "-"
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+    from outrider.system.available import size_text
+
+    return "-" if number is None else size_text(number)

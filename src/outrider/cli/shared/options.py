@@ -175,11 +175,7 @@ class PairOptions:
         set_threads(self.threads)
         decoder = load(
             self.target,
-            device=self.device,
-            dtype=self.dtype,
-            quantization=self.quantize,
-            device_map=self.device_map,
-            max_memory=self.max_memory,
+            **asdict(self.placement),
             acceptance=self.acceptance,
             models_file=self.models,
         )
@@ -200,7 +196,15 @@ class PairOptions:
         return compiled
 
     @property
-    def _draft_placement(self) -> Placement:
+    def placement(self) -> Placement:
+        """The target's."""
+        from outrider.models.placement import Placement
+
+        return Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
+
+    @property
+    def draft_placement(self) -> Placement:
+        """The drafts'."""
         from outrider.models.placement import Placement
 
         return Placement(
@@ -216,7 +220,7 @@ class PairOptions:
         from outrider.api import load_drafter
         from outrider.runtime.lm import LM
 
-        drafter = load_drafter(decoder, name, placement=self._draft_placement, models_file=self.models)
+        drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models)
         return drafter.with_models(LM.compiled) if decoder.target.execution.is_prepared else drafter
 
 

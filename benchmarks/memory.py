@@ -1,0 +1,96 @@
+"""Predicted memory beside measured, on the CPU: weights, cache and steps of one target.
+
+    python benchmarks/memory.py [--target grown-110m] > memory.txt
+
+Each configuration runs in a process of its own, which loads the target, generates with rows of the full context, and
+reads the most memory that it ever held (VmHWM of Linux). The memory of the same process with the embedded draft in the
+target's place, before the target is loaded, is taken off: Python, torch and its kernels. The last line of standard
+output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig
+
+from outrider.api import load
+from outrider.bench.predicted_memory import Work, predict
+from outrider.bench.report import new_table
+from outrider.models.placement import DTYPES
+from outrider.models.registry import resolve
+from outrider.system.provenance import provenance
+
+# dtype, quantization, rows, tokens in each
+_CONFIGURATIONS = [
+    ("float32", "none", 1, 512),
+    ("float32", "none", 8, 512),
+    ("float32", "none", 32, 512),
+    ("bfloat16", "none", 8, 512),
+    ("bfloat16", "none", 32, 512),
+    ("float32", "int8", 32, 512),
+]
+_K = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="fable")
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        dtype, quantization, rows, context = arguments.measure
+        print(_held(arguments.target, dtype, quantization, int(rows), int(context)))
+        return
+    config = AutoConfig.from_pretrained(resolve(arguments.target).location)
+    name = Path(arguments.target).name
+    table = new_table(
+        f"{name}: MiB on the CPU",
+        *("form", "rows x tokens", "weights", "cache", "prefill", "verify", "predicted", "measured", "difference"),
+    )
+    found = []
+    for dtype, quantization, rows, context in _CONFIGURATIONS:
+        predicted = predict(config, Work(context, rows, _K), dtype=DTYPES[dtype], quantization=quantization)
+        command = [sys.executable, __file__, "--target", arguments.target]
+        command += ["--measure", dtype, quantization, str(rows), str(context)]
+        measured = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        parts = (predicted.weights, predicted.cache, predicted.prefill or 0, predicted.verify or 0, predicted.total)
+        form = dtype if quantization == "none" else f"{dtype}, {quantization}"
+        numbers = [f"{part / 2**20:.0f}" for part in (*parts, measured)]
+        table.add_row(form, f"{rows} x {context}", *numbers, f"{predicted.total / measured - 1:+.1%}")
+        found.append({"form": form, "rows": rows, "context": context, "measured": measured, **asdict(predicted)})
+    Console(width=120).print(table)
+    print(json.dumps({"target": name, "configurations": found, "provenance": provenance("cpu")}))
+
+
+def _held(target: str, dtype: str, quantization: str, num_rows: int, context: int) -> int:
+    """Bytes that generating needs, above those of the process itself."""
+    _run("fable-draft", dtype, "none", 1, 64)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+    _run(target, dtype, quantization, num_rows, context)
+    return _status("VmHWM") - before
+
+
+def _run(target: str, dtype: str, quantization: str, num_rows: int, context: int) -> None:
+    """Rows of the full context: a prompt of half of it, and a few rounds at its end."""
+    decoder = load(target, "ngram", device="cpu", dtype=dtype, quantization=quantization, num_draft_tokens=_K)
+    prompt = [(7 * i) % decoder.target.vocab_size for i in range(context - 16)]
+    decoder.generate([prompt] * num_rows, max_new_tokens=16, ignore_eos=True, num_slots=num_rows)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,119 @@
+"""A pair in float32, bfloat16 and fewer bits: speed, agreement with float32, certificate.
+
+    python benchmarks/quantized.py [--target fable] [--draft fable-draft] [-k 3] [--prompts 8] > quantized_fable.txt
+
+Tokens per second of whole calls, plain and with the draft (in the same form as the target), all arms in turn. "alpha"
+is 1 - the total variation between the model's next-token law and that of the float32 target, at every token of the
+prompts' texts, temperature 1. The certificate is that of ``outrider certify`` with its defaults, for the pair in this
+form. The last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from outrider.api import load, load_drafter
+from outrider.bench.report import interval_text, new_table, summarise
+from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.evals.prompts import PROMPTS
+from outrider.models.placement import Placement
+from outrider.models.quantize import num_bytes
+from outrider.system.provenance import provenance
+
+_FORMS = {
+    "float32": Placement(dtype="float32"),
+    "bfloat16": Placement(dtype="bfloat16"),
+    "int8": Placement(dtype="float32", quantization="int8"),
+    "int4": Placement(dtype="float32", quantization="int4"),
+    "nf4": Placement(dtype="float32", quantization="nf4"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="fable")
+    parser.add_argument("--draft", default="fable-draft")
+    parser.add_argument("-k", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--certify", action="store_true", help="also run the certificates")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arms, sizes = [], {}
+    for form, placement in _FORMS.items():
+        how = {"dtype": placement.dtype, "quantization": placement.quantization}
+        plain = load(arguments.target, device="cpu", **how)
+        pair = replace(plain, drafter=load_drafter(plain, arguments.draft, placement=placement))
+        arms += [Arm(f"{form}, plain", plain), Arm(form, pair, arguments.draft, arguments.k)]
+        sizes[form] = num_bytes(plain.target.model)
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "ignore_eos": True, "temperature": 1.0}
+    encoded = [arms[0].decoder.encode(text) for text in PROMPTS[: arguments.prompts]]
+    cases = [Case(index, ids, index) for index, ids in enumerate(encoded)]
+    warm_up(arms, cases, options)
+    summaries = summarise(list(interleave(arms, cases, options)), arms)
+    name = Path(arguments.target).name
+    columns = ("form", "weights MiB", "plain tok/s", f"K = {arguments.k} tok/s", "tau", "/ float32 plain", "alpha")
+    table = new_table(f"{name} with {arguments.draft}, temperature 1, eager", *columns, "certificate")
+    rows = []
+    for form, plain_arm, pair_arm in zip(_FORMS, summaries[0::2], summaries[1::2], strict=True):
+        row: dict[str, Any] = {"form": form, "weights": sizes[form], "plain": plain_arm.to_json()}
+        row |= {"pair": pair_arm.to_json(), "alpha": _alpha(arguments, form)}
+        row["certificate"] = _certificate(arguments, form) if arguments.certify else None
+        rows.append(row)
+        tau = pair_arm.stats.mean_acceptance_length or 1.0
+        table.add_row(
+            form,
+            f"{sizes[form] / 2**20:.1f}",
+            f"{plain_arm.tokens_per_s:.0f}",
+            f"{pair_arm.tokens_per_s:.0f}",
+            f"{tau:.2f}",
+            "-" if plain_arm.speed_up is None else interval_text(plain_arm.speed_up),
+            f"{row['alpha']:.4f}",
+            {True: "lossless", False: "FAILED", None: "-"}[row["certificate"]],
+        )
+    Console(width=120).print(table)
+    print(json.dumps({"rows": rows, "provenance": provenance("cpu")}))
+
+
+def _outrider(command: str, *options: str) -> dict[str, Any]:
+    """The document that a command writes."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "document.json"
+        words = [sys.executable, "-m", "outrider", command, *options, "--device", "cpu", "--json", str(file)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        document: dict[str, Any] = json.loads(file.read_text())
+    return document
+
+
+def _words(form: str, prefix: str) -> list[str]:
+    placement = _FORMS[form]
+    return [f"--{prefix}dtype", placement.dtype, f"--{prefix}quantize", placement.quantization or "none"]
+
+
+def _alpha(arguments: argparse.Namespace, form: str) -> float:
+    """Of the target in this form as a draft for the one in float32."""
+    words = ["--target", arguments.target, "--draft", arguments.target, "--dtype", "float32", "-t", "1"]
+    document = _outrider("alpha", *words, *_words(form, "draft-"))
+    number: float = document["alphas"][0]["alpha"]["value"]
+    return number
+
+
+def _certificate(arguments: argparse.Namespace, form: str) -> bool:
+    words = ["--target", arguments.target, "--draft", arguments.draft, *_words(form, ""), *_words(form, "draft-")]
+    verdict: bool = _outrider("certify", *words)["is_certified"]
+    return verdict
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Placements: words that mean the same in a file of models, in the API and on the command line."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import outrider
+from outrider.errors import DeviceError, FileError, OptionError
+from outrider.models.placement import Placement, device_map_of, max_memory_of
+from outrider.models.registry import ModelSpec, resolve
+from pairs import zoo
+
+
+def test_a_name_s_own_choices_yield() -> None:
+    spec = ModelSpec(name="a", hub="x/y", dtype="bfloat16", quantization="int8", device_map="auto", max_memory="0=1GiB")
+    assert Placement().over(spec) == Placement("auto", "bfloat16", "int8", "auto", "0=1GiB")
+    chosen = Placement("cpu", "float32", "none", "balanced", "0=2GiB")
+    assert chosen.over(spec) == chosen
+    assert (Placement().name_of(spec), chosen.name_of(spec)) == ("a", "a:none")
+    assert Placement(quantization="nf4").name_of(spec) == "a:nf4"
+    assert Placement(quantization="none").name_of(ModelSpec(name="b", hub="x/y")) == "b"
+
+
+def test_names_with_a_form() -> None:
+    assert resolve("fable:int8").quantization == "int8" and resolve("fable:int8").path == zoo("fable")
+    assert resolve("org/model:Q4.gguf") == ModelSpec(
+        name="org/model:Q4.gguf", hub="org/model", gguf="Q4.gguf", source="hub"
+    )
+    plain, quantized = resolve("fable"), resolve("fable:int8")
+    assert plain.is_same_model(quantized) and Placement().over(plain) != Placement().over(quantized)
+    with pytest.raises(outrider.UsageError, match="no model is called 'fable:int9'"):
+        resolve("fable:int9")
+
+
+def test_device_maps(tmp_path: Path) -> None:
+    assert device_map_of(Placement()) is None and device_map_of(Placement(device_map="none")) is None
+    assert device_map_of(Placement(device_map="balanced")) == "balanced"
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({"model": "cpu", "lm_head": "cpu"}))
+    assert device_map_of(Placement(device_map=str(file))) == {"model": "cpu", "lm_head": "cpu"}
+    file.write_text(json.dumps({"model": 7}))
+    with pytest.raises(DeviceError, match="there is no device 'cuda:7'"):
+        device_map_of(Placement(device_map=str(file)))
+    for text in ("[]", "{", '{"model": null}'):
+        file.write_text(text)
+        with pytest.raises(FileError, match="map.json"):
+            device_map_of(Placement(device_map=str(file)))
+    with pytest.raises(FileError, match="device_map = 'somehow' is neither auto, balanced"):
+        device_map_of(Placement(device_map="somehow"))
+
+
+def test_limits_of_memory() -> None:
+    assert max_memory_of("0=20GiB, cpu=60GiB") == {0: "20GiB", "cpu": "60GiB"}
+    for text in ("20GiB", "0=much", "tpu=1GiB", ""):
+        with pytest.raises(OptionError, match="write DEVICE=SIZE"):
+            max_memory_of(text)
+    with pytest.raises(OptionError, match="it limits a device map"):
+        outrider.load("fable", max_memory="cpu=1GiB")
+
+
+def test_a_model_is_loaded_by_a_map(tmp_path: Path) -> None:
+    """Of one device, which is all that there is everywhere."""
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({"model": "cpu", "lm_head": "cpu"}))
+    options = {"seed": 1, "max_new_tokens": 12}
+    want = outrider.load("fable", "fable-draft", device="cpu").generate("Once", **options)
+    for device_map in (str(file), "auto", "balanced"):
+        pair = outrider.load("fable", "fable-draft", device="cpu", device_map=device_map)
+        assert pair.generate("Once", **options)[0].token_ids == want[0].token_ids
+
+
+def test_a_map_that_ends_on_disk_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"fable does not fit: the device map would leave .* on disk"):
+        outrider.load("fable", device="cpu", device_map="auto", max_memory="cpu=10MiB")
+
+
+def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_free(megabytes: float) -> None:
+        monkeypatch.setattr("outrider.models.memory.available_bytes", lambda _: int(megabytes * 2**20))
+
+    with_free(12)
+    with pytest.raises(DeviceError) as error:
+        outrider.load("fable", device="cpu")
+    assert str(error.value).startswith("the weights of fable need 22.4 MiB on cpu, where 12.0 MiB are free; this would")
+    assert "--dtype bfloat16 (11.2 MiB), --quantize int8 (8.7 MiB), --quantize int4" in str(error.value)
+    assert outrider.load("fable:int8", device="cpu").target.name == "fable:int8"
+    with_free(3)
+    with pytest.raises(DeviceError, match="nothing on this device; --device-map spreads a model over several"):
+        outrider.load("fable", device="cpu")
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = outrider.load("fable", device="cpu")
+    monkeypatch.setattr("outrider.runtime.cache.available_bytes", lambda _: 2**20)
+    with pytest.raises(DeviceError, match=r"the cache of fable for 1 rows of 512 tokens needs .* 1.0 MiB are free"):
+        decoder.generate("Once", max_new_tokens=500)
+
+
+def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from outrider.system import available
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(available, "_CGROUP", tmp_path)
+    monkeypatch.setattr(available.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert available.available_bytes(cpu) == 1000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert available.available_bytes(cpu) == 1000
+    (tmp_path / "memory.max").write_text("800\n")
+    assert available.available_bytes(cpu) == 700
+    assert available.available_bytes(torch.device("meta")) is None
