@@ -25,11 +25,11 @@ from outrider.models.quantize import (
     quantization_config,
     quantized_share,
     require_packages,
-    stored_tensors,
     without_outliers,
 )
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
+from outrider.runtime.stored import stored_tensors
 from outrider.text.tokenizer import vocab_size
 
 _LOG = logging.getLogger(__name__)

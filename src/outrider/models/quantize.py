@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
+from outrider.runtime.stored import stored_tensors
 
 # The extras without which Transformers cannot read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {
@@ -156,18 +156,6 @@ def linear_bytes(quantization: str, layer: nn.Linear, dtype: torch.dtype, group_
             return number * dtype.itemsize
         return number // 2 + 2 * dtype.itemsize * (number // group_size)
     return number + outputs * (4 + (quantization == "int8"))  # torchao's int8 keeps an offset of zero
-
-
-def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a parameter consists of: quantized numbers, and their scales."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
-    scales = [getattr(tensor, "SCB", None)]  # of bitsandbytes' two kinds of parameters
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        scales += [state.absmax, state.code]
-    return [tensor, *(scale for scale in scales if isinstance(scale, Tensor))]
 
 
 def num_bytes(model: nn.Module) -> int:

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider.runtime.cache import LayerShape, SlotCache
 from outrider.runtime.execution import Call, Prepared, Program
+from outrider.runtime.stored import stored_tensors
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -75,22 +77,42 @@ class _Program:
             "cpp.enable_floating_point_contract_flag": "fast",
             **_thin_options(),
         }
+        weights = _plain(traced)
         with lm.lock, _plain_attention(lm.model):
             exported = _trace(traced, call.tensors, call.stores)
-        constants = {
-            **dict(traced.named_parameters(remove_duplicate=False)),
-            **dict(traced.named_buffers(remove_duplicate=False)),
-            **exported.constants,
-        }
+        constants = {**weights, **exported.constants}
         name = f"{_digest(exported, constants, options)}.pt2"
         self._module = _load(exported, options, name, f"{call.step.__name__.strip('_')} of {lm.name}")
+        names = self._module.get_constant_fqns()
+        strange = sorted(set(names) - set(constants))
+        if strange:
+            raise TypeError(f"the program wants {strange[0]}, which is no weight of the model")
         # The program points to these tensors; they must live as long as it does.
-        self._constants = {name: constants[name].detach() for name in self._module.get_constant_fqns()}
+        self._constants = {name: constants[name].detach() for name in names}
         self._module.load_constants(self._constants, check_full_update=True, user_managed=True)
 
     def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Beneath the module's own call, which would flatten its arguments again.
         return tuple(self._module.loader.run([*tensors, *stores]))
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers by name. Those that consist of several tensors (quantized ones) are taken apart, under the
+    names that Inductor gives to the parts."""
+    found: dict[str, Any] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        if not is_traceable_wrapper_subclass(tensor):
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise TypeError(f"the kernels of {type(tensor).__name__}, the type of its weights, cannot be traced")
+            found[name] = tensor
+            continue
+        owner, _, own = name.rpartition(".")
+        for index, inner in enumerate(stored_tensors(tensor)):
+            found[f"{owner}.parametrizations.{own}.original{index}"] = inner
+    return found
 
 
 def _thin_options() -> dict[str, Any]:
