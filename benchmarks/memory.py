@@ -3,15 +3,19 @@
     python benchmarks/memory.py [--target grown-110m] > memory.txt
 
 Each configuration runs in a process of its own, which loads the target, generates with rows of the full context, and
-reads the most memory that it ever held (VmHWM of Linux). The memory of the same process with the embedded draft in the
-target's place, before the target is loaded, is taken off: Python, torch and its kernels. The last line of standard
-output is one JSON document.
+reads the most memory that it held meanwhile (VmHWM of Linux). The memory of the same process after the embedded draft
+generated, before the target is loaded, is taken off: Python, torch and its kernels. While it is loaded, a checkpoint
+that is converted or quantized is in memory as well, as pages of its file, which the system takes back when it needs
+them; they do not count. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -21,7 +25,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
-from outrider.api import load
+from outrider.api import Decoder, load
 from outrider.bench.predicted_memory import Work, predict
 from outrider.bench.report import new_table
 from outrider.models.placement import DTYPES
@@ -60,7 +64,10 @@ def main() -> None:
         predicted = predict(config, Work(context, rows, _K), dtype=DTYPES[dtype], quantization=quantization)
         command = [sys.executable, __file__, "--target", arguments.target]
         command += ["--measure", dtype, quantization, str(rows), str(context)]
-        measured = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        # Or the C library would keep up to some ten MiB of freed blocks for itself.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        measured = int(done.stdout)
         parts = (predicted.weights, predicted.cache, predicted.prefill or 0, predicted.verify or 0, predicted.total)
         form = dtype if quantization == "none" else f"{dtype}, {quantization}"
         numbers = [f"{part / 2**20:.0f}" for part in (*parts, measured)]
@@ -72,16 +79,36 @@ def main() -> None:
 
 def _held(target: str, dtype: str, quantization: str, num_rows: int, context: int) -> int:
     """Bytes that generating needs, above those of the process itself."""
-    _run("fable-draft", dtype, "none", 1, 64)
-    before = _status("VmRSS")
+    _run(_loaded("fable-draft", dtype, quantization), 1, 64)
+    before = _resting()
+    decoder = _loaded(target, dtype, quantization)
+    _leave_file(decoder)
+    _resting()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-    _run(target, dtype, quantization, num_rows, context)
+    _run(decoder, num_rows, context)
     return _status("VmHWM") - before
 
 
-def _run(target: str, dtype: str, quantization: str, num_rows: int, context: int) -> None:
-    """Rows of the full context: a prompt of half of it, and a few rounds at its end."""
-    decoder = load(target, "ngram", device="cpu", dtype=dtype, quantization=quantization, num_draft_tokens=_K)
+def _loaded(target: str, dtype: str, quantization: str) -> Decoder:
+    return load(target, "ngram", device="cpu", dtype=dtype, quantization=quantization, num_draft_tokens=_K)
+
+
+def _leave_file(decoder: Decoder) -> None:
+    """Copy the weights that are pages of the checkpoint's file: with them goes the mapping of the whole file."""
+    for parameter in decoder.target.model.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.data = parameter.data.clone()
+
+
+def _resting() -> int:
+    """Bytes in use when all that was freed has been given back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS")
+
+
+def _run(decoder: Decoder, num_rows: int, context: int) -> None:
+    """Rows of the full context: prompts, and a few rounds at their end."""
     prompt = [(7 * i) % decoder.target.vocab_size for i in range(context - 16)]
     decoder.generate([prompt] * num_rows, max_new_tokens=16, ignore_eos=True, num_slots=num_rows)
 

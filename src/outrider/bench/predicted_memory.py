@@ -54,7 +54,8 @@ class Memory:
     Attributes:
         weights: with buffers and, if quantized, scales.
         cache: keys and values of all rows.
-        prefill: the most that a chunk of a prompt needs at a time.
+        prefill: the most that a chunk of prompts needs at a time, if all rows start together. (Rows that join others
+            take turns.)
         verify: the most that a verify needs: activations, logits, and probabilities of K + 1 tokens in each row. (A
             graph on a CUDA device takes the same once more, in a pool that all graphs share.) Both are None for models
             whose forward depends on numbers, as some mixtures of experts do.
@@ -95,15 +96,15 @@ def predict(config: Any, work: Work, *, dtype: torch.dtype, quantization: str = 
         return Memory(
             weights=weights_bytes(model, dtype, quantization, parallel),
             cache=sum(store.nbytes for store in cache.storage) // parallel,
-            prefill=_most_at_a_time(_prefill(lm, cache.rows(0, 1), work)),
+            prefill=_most_at_a_time(_prefill(lm, cache, work)),
             verify=_most_at_a_time(_verify(lm, cache, work)),
         )
 
 
 def _prefill(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:
-    """A chunk of a prompt, at its end."""
+    """A chunk of the prompts of all rows, which start together, at their end."""
     width = min(PREFILL_COLUMNS, work.context)
-    positions = torch.arange(work.context - width, work.context)[None]
+    positions = torch.arange(work.context - width, work.context).expand(work.num_rows, -1)
     ids = torch.zeros_like(positions)
     return lambda: lm.forward(ids, positions, cache, lm.view_len(work.context, cache), num_logits=1)
 
