@@ -11,6 +11,7 @@
     │   │   └── CompileError       a model that cannot be compiled on this machine
     │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
     │   ├── DeviceError            the device is not there, or has too little memory
+    │   ├── WorkerError            the processes that do the work on other machines end before it is done
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
     └── NumericsError              a model gave NaN or infinite logits
@@ -36,6 +37,7 @@ __all__ = [
     "TokenizerMismatch",
     "UnsupportedModel",
     "UsageError",
+    "WorkerError",
 ]
 
 
@@ -54,6 +56,10 @@ class OptionError(UsageError):
         super().__init__(f"{name} = {value!r} is not possible: {remedy}")
         self.name = name
         self.value = value
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[object, ...]:  # or it could not go from one process to another
+        return type(self), (self.name, self.value, self.remedy)
 
 
 class PromptError(UsageError):
@@ -88,6 +94,10 @@ class DeviceError(UsageError):
     """The device is not there."""
 
 
+class WorkerError(UsageError):
+    """The processes that do the work on other machines end before it is done."""
+
+
 class FileError(UsageError):
     """A file cannot be read or written, or a row of it is wrong."""
 
@@ -97,6 +107,12 @@ class MissingExtra(UsageError):
 
     def __init__(self, package: str, extra: str, needed_by: str = "this") -> None:
         super().__init__(f"{needed_by} needs {package}: pip install 'outrider[{extra}]'")
+        self.package = package
+        self.extra = extra
+        self.needed_by = needed_by
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.package, self.extra, self.needed_by)
 
 
 class NumericsError(OutriderError):

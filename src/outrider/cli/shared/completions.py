@@ -22,10 +22,12 @@ class Finished:
     """The prompts that earlier runs have dealt with.
 
     Attributes:
-        flags: for each prompt, 1 if so and 0 if not. (A byte each: there may be very many.)
+        indices: of the prompts that this run deals with, earlier ones included.
+        flags: for each prompt of the file, 1 if it is done and 0 if not. (A byte each: there may be very many.)
         num_failed: those of them that ended in an error.
     """
 
+    indices: range
     flags: bytearray
     num_failed: int = 0
 
@@ -33,9 +35,13 @@ class Finished:
     def num_rows(self) -> int:
         return self.flags.count(1)
 
+    @property
+    def num_missing(self) -> int:
+        return len(self.indices) - self.num_rows
+
     def missing(self) -> Iterator[int]:
         """Indices of the prompts that are still to be done."""
-        return (index for index, flag in enumerate(self.flags) if not flag)
+        return (index for index in self.indices if not self.flags[index])
 
 
 @contextmanager
@@ -86,19 +92,22 @@ class OutputFile:
                 ) from None
             raise
 
-    def read_finished(self, prompts: PromptFile, settings_of: Callable[[PromptLine], dict[str, Any]]) -> Finished:
+    def read_finished(
+        self, prompts: PromptFile, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
+    ) -> Finished:
         """Read how far earlier runs came. A half-written last line is cut off.
 
         Args:
+            indices: of the prompts that this run deals with.
             settings_of: what this run would write as the ``settings`` of a prompt.
 
         Raises:
-            FileError: a line is of another run, with another prompt or other settings, or it is no output at all. Then
-                the file is left as it is.
+            FileError: a line is of another run, with another prompt or other settings, or of another shard, or it is
+                no output at all. Then the file is left as it is.
         """
         finished = bytearray(len(prompts))
         if not is_regular(self._stream):
-            return Finished(finished)
+            return Finished(indices, finished)
         num_failed = num_bytes = 0
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -107,12 +116,16 @@ class OutputFile:
                     break
                 row = parse_row(self._path, number, line)
                 index = self._check(number, row, prompts, settings_of)
+                if index not in indices:
+                    raise FileError(
+                        f"{self._path}, line {number} is of another shard (prompt {index}): choose another output file"
+                    )
                 if finished[index]:
                     raise FileError(f"{self._path}, line {number}: prompt {index} is there already: remove one of both")
                 finished[index] = 1
                 num_failed += row.get("finish_reason") == "error"
                 num_bytes += len(line)
-        return Finished(finished, num_failed)
+        return Finished(indices, finished, num_failed)
 
     def _check(
         self,

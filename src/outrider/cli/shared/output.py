@@ -122,19 +122,35 @@ def write_json(
 
 
 def make_document(
-    command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
+    command: str,
+    options: dict[str, Any],
+    body: dict[str, Any],
+    target: LM | None = None,
+    *,
+    origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of a command, as it will be read back from JSON. Its form is described in docs/json.md.
 
     Args:
         target: the model that ran, if any: its device and dtype are part of the provenance.
+        origin: the provenance, where the model ran in another process.
+    """
+    origin = origin_of(target) if origin is None else origin
+    return _as_read({"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin})
+
+
+def origin_of(target: LM | None) -> dict[str, Any]:
+    """The provenance of a document.
+
+    Args:
+        target: see ``make_document``.
     """
     from outrider.system.provenance import provenance
 
     origin = provenance("cpu" if target is None else str(target.device))
     if target is not None:
         origin["dtype"] = str(target.dtype).removeprefix("torch.")
-    return _as_read({"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin})
+    return origin
 
 
 def write_document(json_target: str, document: dict[str, Any]) -> None:

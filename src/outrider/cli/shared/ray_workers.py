@@ -1,0 +1,256 @@
+"""Workers on a Ray cluster, each a process with the models, perhaps on another machine.
+
+The process that was started reads the prompts and writes the rows, so that files are the same with Ray and without, and
+the file of rows is the one record of what is done. Workers are given batches of prompts and send each row when it has
+ended. When a worker is lost, the prompts of its batch that have no row yet go to others.
+
+Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html. (docs/log.md
+tells why it is not Ray Data.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.shared.jsonl import PromptLine
+from outrider.cli.shared.options import PairOptions
+from outrider.cli.shared.workers import Prompts, Setup, Worker
+from outrider.errors import DeviceError, MissingExtra, OptionError, OutriderError, WorkerError
+from outrider.records import Stats
+
+# Slots that are empty at the end of a batch are lost, so it refills each many times. What a worker has sent is not lost
+# with it, so a long batch costs nothing else, but for the end of the whole work (see _batches).
+_MOST_ROUNDS = 32
+_MOST_LOSSES = 3  # of workers, one after the other without a row from any
+
+_Batch = dict[int, PromptLine]
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Where the workers are."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="With --prompts: work on this Ray cluster. auto: the one of this machine. local: on all processors of "
+            "this machine, without a cluster.",
+            rich_help_panel="Machine",
+        ),
+    ] = None
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes on it, each with the models. Default: as many as there is room for.",
+            rich_help_panel="Machine",
+        ),
+    ] = None
+
+    def check(self, pair: PairOptions) -> None:
+        """Raises OptionError."""
+        if self.ray is None:
+            if self.ray_workers is not None:
+                raise OptionError("--ray-workers", self.ray_workers, "it is for work on a cluster: add --ray ADDRESS")
+            return
+        if self.ray.startswith("ray://"):
+            remedy = "rows cannot be streamed through Ray Client: start the command on the cluster, with --ray auto"
+            raise OptionError("--ray", self.ray, remedy)
+        if self.ray_workers is not None and self.ray_workers < 1:
+            raise OptionError("--ray-workers", self.ray_workers, "a whole number >= 1")
+        if pair.device.startswith("cuda:"):
+            raise OptionError("--device", pair.device, "a worker on Ray sees one GPU, its own: write cuda")
+
+
+@contextmanager
+def open_ray_workers(
+    options: RayOptions, setup: Setup, num_slots: int, num_prompts: int, num_tokens: int
+) -> Iterator[RayWorkers]:
+    """Workers that end with the context, or with this process.
+
+    Args:
+        num_slots: prompts at a time, of each worker.
+        num_prompts, num_tokens: how many there are to be done, and about how many to be generated.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+        OptionError: there is no such cluster.
+        DeviceError: it has no room for a worker.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports nothing to anybody
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("ray", "ray") from None
+    try:
+        ray.init(address=options.ray, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OptionError("--ray", options.ray, f"{reason} (local: this machine, without a cluster)") from None
+    try:
+        yield RayWorkers(setup, num_slots, options.ray_workers, num_prompts, num_tokens)
+    finally:
+        ray.shutdown()
+
+
+class RayWorkers:
+    """See ``Workers``.
+
+    Args:
+        num_workers: None for as many as there is room for.
+    """
+
+    def __init__(
+        self, setup: Setup, num_slots: int, num_workers: int | None, num_prompts: int, num_tokens: int
+    ) -> None:
+        import ray
+
+        num_cpus, num_gpus = max(1, setup.pair.threads or 1), _num_gpus(setup.pair.device)
+        room = _room(num_cpus, num_gpus)
+        if not room:
+            wanted = f"{num_cpus} processors" + (" and a GPU" if num_gpus else "")
+            raise DeviceError(f"no node of the Ray cluster has {wanted} for a worker: lower --threads, or --device cpu")
+        self._num_workers = room if num_workers is None else num_workers
+        self._num_slots, self._num_prompts = num_slots, num_prompts
+        actor = ray.remote(_RemoteWorker).options(num_cpus=num_cpus, num_gpus=num_gpus)
+        self._new: Callable[[], Any] = lambda: actor.remote(setup, num_slots, num_tokens // self._num_workers)
+        self._actors = [self._new() for _ in range(self._num_workers)]
+        # Asked first: after Ctrl-C it would be answered after the batch that is under way.
+        self._origins = [actor.origin.remote() for actor in self._actors]
+
+    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
+        return self._all("lengths", prompts)
+
+    def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
+        return self._all("rows", prompts)
+
+    def origin(self) -> dict[str, Any]:
+        """That of the first who has answered, for the command that was given here."""
+        import ray
+
+        answers = list(self._origins)
+        while answers:
+            (answer,), answers = ray.wait(answers)
+            with suppress(ray.exceptions.RayActorError):  # lost before
+                origin: dict[str, Any] = _get(answer)
+                return origin | {"argv": sys.argv[1:]}
+        raise WorkerError("all workers were lost")
+
+    def _all(self, method: str, prompts: Prompts) -> Iterator[tuple[int, Any]]:
+        """Hand prompts out in batches, and give the results as they come, one for each prompt.
+
+        Raises:
+            WorkerError: workers are lost again and again.
+        """
+        import ray
+
+        running: dict[Any, tuple[Any, _Batch]] = {}  # by the stream of results: the worker, and what is not done yet
+
+        def start(actor: Any, batch: _Batch) -> None:
+            running[getattr(actor, method).remote(list(batch.items()))] = actor, batch
+
+        for actor in self._actors:
+            start(actor, {})  # ends when the worker is there: one that waits for a place must not keep prompts
+        fresh = self._batches(iter(prompts))
+        todo = deque(islice(fresh, 1))
+        idle: list[Any] = []
+        num_losses = 0
+        while todo or any(batch for _, batch in running.values()):
+            (stream,), _ = ray.wait(list(running), num_returns=1)
+            actor, batch = running[stream]
+            try:
+                results = _get(next(stream))
+            except StopIteration:
+                del running[stream]
+                idle.append(actor)
+            except ray.exceptions.RayError as error:
+                num_losses += 1
+                if num_losses > _MOST_LOSSES:
+                    reason = " ".join(str(error).split())
+                    raise WorkerError(f"{num_losses} workers were lost one after the other: {reason}") from None
+                del running[stream]
+                if batch:
+                    todo.appendleft(batch)
+                ray.kill(actor)  # it may be there still, and only its results are lost
+                self._actors[self._actors.index(actor)] = new = self._new()
+                start(new, {})
+            else:
+                for index, result in results:
+                    num_losses = 0
+                    del batch[index]
+                    yield index, result
+            while idle and todo:
+                start(idle.pop(), todo.popleft())
+                if not todo:
+                    todo.extend(islice(fresh, 1))
+
+    def _batches(self, prompts: Iterator[tuple[int, PromptLine]]) -> Iterator[_Batch]:
+        """The fewer prompts are left, the smaller: so that workers end at about the same time."""
+        num_left = self._num_prompts
+        while True:
+            share = num_left // (2 * self._num_workers)
+            batch = dict(islice(prompts, min(max(share, self._num_slots), _MOST_ROUNDS * self._num_slots)))
+            if not batch:
+                return
+            num_left -= len(batch)
+            yield batch
+
+
+class _RemoteWorker:
+    """What runs in a process of its own. Results go back in lists: lengths together, since they are made in no time,
+    and each row alone, since the next one may take long."""
+
+    def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
+        self._worker = Worker(setup, num_slots, num_tokens)
+
+    def lengths(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, int | OutriderError]]]:
+        yield list(self._worker.lengths(prompts))
+
+    def rows(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, tuple[dict[str, Any], Stats]]]]:
+        for row in self._worker.rows(prompts):
+            yield [row]
+
+    def origin(self) -> dict[str, Any]:
+        return self._worker.origin()
+
+
+def _get(answer: Any) -> Any:
+    """Wait for an answer. An error of our own code there is raised here; it would be the same anywhere."""
+    import ray
+
+    try:
+        return ray.get(answer)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+
+
+def _num_gpus(device: str) -> int:
+    """Of each worker."""
+    import ray
+
+    if device == "auto":
+        return int(ray.cluster_resources().get("GPU", 0) > 0)
+    return int(device == "cuda")
+
+
+def _room(num_cpus: int, num_gpus: int) -> int:
+    """Workers that the nodes of the cluster can take."""
+    import ray
+
+    num_workers = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            num_workers += int(
+                min(has.get("CPU", 0) // num_cpus, has.get("GPU", 0) // num_gpus if num_gpus else float("inf"))
+            )
+    return num_workers

@@ -1,0 +1,91 @@
+"""The rows that ``generate`` writes, and their sums. docs/json.md describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from outrider.cli.shared.jsonl import PromptLine
+from outrider.records import Origin, Stats, TokenLogprob
+
+_NOTHING = Stats()
+
+
+def made_of(
+    text: str = "",
+    token_ids: Sequence[int] = (),
+    origins: Sequence[Origin] = (),
+    finish_reason: str | None = None,
+    stats: Stats = _NOTHING,
+    logprobs: Sequence[TokenLogprob] | None = None,
+) -> dict[str, Any]:
+    """The keys of a row that generation fills."""
+    made: dict[str, Any] = {
+        "text": text,
+        "token_ids": list(token_ids),
+        "origins": list(origins),
+        "finish_reason": finish_reason,
+        "stats": stats.to_json(),
+    }
+    if logprobs is not None:
+        made["logprobs"] = [asdict(item) for item in logprobs]
+    return made
+
+
+def row_of(
+    index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, made: dict[str, Any]
+) -> dict[str, Any]:
+    """The index comes first: by that a half-written line is known."""
+    row = {"index": index, "prompt": line.text, "prompt_ids": prompt_ids, **made, "seed": seed}
+    return row if line.category is None else row | {"category": line.category}
+
+
+@dataclass
+class Totals:
+    """The summary of a run, which may be interrupted at any time.
+
+    Attributes:
+        rows: None if they are not to be kept.
+        num_failed: prompts that ended in an error, those of earlier runs included.
+    """
+
+    rows: list[dict[str, Any]] | None
+    stats: Stats = _NOTHING
+    time_s: dict[str, float | None] = field(default_factory=dict)
+    num_failed: int = 0
+    is_interrupted: bool = False
+
+    def add(self, row: dict[str, Any], stats: Stats) -> None:
+        self.stats += stats
+        self.num_failed += row["finish_reason"] == "error"
+        if self.rows is not None:
+            self.rows.append(row)
+
+    @property
+    def tokens_per_s(self) -> float:
+        total_s = self.time_s.get("total")
+        return self.stats.num_generated_tokens / total_s if total_s else 0.0
+
+    def summary(self, pair: str) -> str:
+        """
+        Args:
+            pair: the models, and how they are used.
+        """
+        tau = self.stats.mean_acceptance_length
+        return (
+            f"{self.stats.num_generated_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, "
+            f"mean acceptance length {1.0 if tau is None else tau:.2f} ({pair})"
+            + (f", {self.num_failed} failed" if self.num_failed else "")
+            + (", interrupted" if self.is_interrupted else "")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "completions": self.rows,
+            "num_failed": self.num_failed,
+            "tokens_per_s": self.tokens_per_s,
+            "stats": self.stats.to_json(),
+            "time_s": self.time_s,
+            "is_interrupted": self.is_interrupted,
+        }

@@ -1,0 +1,131 @@
+"""What continues the prompts of ``generate``: the models, and how they are used.
+
+A worker knows no files: prompts come in, rows go out. So it may run in this process or in others (ray_workers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outrider.cli.shared.jsonl import PromptLine
+from outrider.cli.shared.options import PairOptions
+from outrider.cli.shared.output import options_json, origin_of
+from outrider.cli.shared.rows import made_of, row_of
+from outrider.errors import OptionError, OutriderError, PromptError
+from outrider.options import NumDraftTokens
+from outrider.records import Stats
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+
+Prompts = Iterable[tuple[int, PromptLine]]
+"""Prompts of a file, each with its index there."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Which models continue the prompts, and how.
+
+    Attributes:
+        options: fields of ``Sampling``, which those of a prompt's own override.
+    """
+
+    pair: PairOptions
+    draft: str
+    k: NumDraftTokens
+    options: dict[str, Any]
+    chat: bool
+
+    def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
+        """All that the text of a prompt depends on."""
+        options = self.options if line is None else self.options | line.options
+        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, chat=self.chat)
+
+    def __str__(self) -> str:
+        if self.draft == "none":
+            return f"{self.pair.target}, plain"
+        return f"{self.pair.target} with {self.draft}, K = {self.k}, {self.pair.acceptance}"
+
+    def max_new_tokens(self, line: PromptLine) -> int:
+        number: int = (self.options | line.options)["max_new_tokens"]
+        return number
+
+    def seed(self, index: int, line: PromptLine) -> int | None:
+        """Of a prompt of a file. It follows the place in the file, whoever continues the prompt, and when."""
+        first = self.options["seed"]
+        seed: int | None = line.options.get("seed", None if first is None else first + index)
+        return seed
+
+    def load(self, num_tokens: int) -> Decoder:
+        decoder = self.pair.load(num_tokens)
+        return replace(decoder, drafter=self.pair.load_draft(decoder, self.draft), num_draft_tokens=self.k)
+
+    def encode(self, decoder: Decoder, text: str) -> list[int]:
+        return decoder.encode([{"role": "user", "content": text}] if self.chat else text)
+
+
+class Workers(Protocol):
+    """One worker, or several."""
+
+    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
+        """For each prompt its index, and the most tokens that it can come to, output included; or why the target
+        cannot take it."""
+
+    def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
+        """For each prompt, as soon as it has ended, its index, its row and the counts of its rounds. Rows come in any
+        order."""
+
+    def origin(self) -> dict[str, Any]:
+        """The provenance of the rows."""
+
+
+class Worker:
+    """The worker that is this process. The models are loaded when they are first needed.
+
+    Args:
+        num_slots: prompts at a time.
+        num_tokens: about how many are to be generated.
+    """
+
+    def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
+        self._setup, self._num_slots, self._num_tokens = setup, num_slots, num_tokens
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        return self._setup.load(self._num_tokens)
+
+    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
+        self.decoder.check_bias(self._setup.options["logit_bias"] or {})
+        for index, line in prompts:
+            try:
+                ids = self._setup.encode(self.decoder, line.text)
+                self.decoder.check_bias(line.options.get("logit_bias", {}))
+            except (OptionError, PromptError) as error:
+                yield index, error
+            else:
+                yield index, min(len(ids) + self._setup.max_new_tokens(line), self.decoder.target.context_len)
+
+    def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
+        waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
+
+        def jobs() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
+            for place, (index, line) in enumerate(prompts):
+                ids, seed = self._setup.encode(self.decoder, line.text), self._setup.seed(index, line)
+                waiting[place] = (index, line, ids, seed)
+                yield ids, {**line.options, "seed": seed}
+
+        options = {name: value for name, value in self._setup.options.items() if name != "seed"}
+        for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
+            index, line, ids, seed = waiting.pop(place)
+            if isinstance(done, OutriderError):
+                made, stats = made_of(finish_reason="error") | {"error": str(done)}, Stats()
+            else:
+                made = made_of(done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs)
+                seed, stats = done.seed, done.stats
+            yield index, (row_of(index, line, ids, seed, made), stats)
+
+    def origin(self) -> dict[str, Any]:
+        return origin_of(self.decoder.target)

@@ -1,0 +1,156 @@
+"""Long jobs: the order of prompts, parts of a file, and runs that are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commands import Outrider, only_document
+from outrider.api import Decoder
+from outrider.cli.shared.prompt_order import Shard, by_length
+from outrider.errors import OptionError
+
+NUM_PROMPTS = 40
+OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Of 1 to 9 words, with 1 to 4 new tokens."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"prompt": " ".join(["Once"] * (1 + 4 * i % 9)), "max_new_tokens": 1 + 3 * i % 4} for i in range(NUM_PROMPTS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines_of(*paths: Path) -> list[str]:
+    """In the order of the prompts."""
+    lines = [line for path in paths for line in path.read_text().splitlines()]
+    return sorted(lines, key=lambda line: json.loads(line)["index"])
+
+
+@given(st.lists(st.integers(0, 50), max_size=500), st.integers(2, 3))
+def test_windows_are_sorted_by_length(lengths: list[int], num_slots: int) -> None:
+    """The longest first; those of one length as they were; each once, and none far from its place."""
+    order = list(by_length(iter(range(len(lengths))), lengths, num_slots))
+    size = 64 * num_slots
+    for start in range(0, len(lengths), size):
+        window = range(start, min(start + size, len(lengths)))
+        assert order[start : start + size] == sorted(window, key=lambda index: (-lengths[index], index))
+
+
+def test_prompts_that_are_done_one_by_one_keep_their_order() -> None:
+    assert list(by_length(iter([4, 2, 0]), [1, 2, 3, 4, 5], 1)) == [4, 2, 0]
+
+
+def test_a_window_is_all_that_is_held() -> None:
+    taken: list[int] = []
+    order = by_length((taken.append(i) or i for i in range(10**6)), range(10**6), 2)
+    for _ in range(129):
+        next(order)
+    assert len(taken) == 256
+
+
+def test_the_longest_prompts_go_first(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the room that they take: the prompt, and the most tokens that may follow."""
+    room: list[int] = []
+    complete = Decoder.complete
+
+    def noted(self: Decoder, items: Iterable[Any], **options: Any) -> Iterator[Any]:
+        def each() -> Iterator[Any]:
+            for ids, own in items:
+                room.append(len(ids) + own["max_new_tokens"])
+                yield ids, own
+
+        return complete(self, each(), **options)
+
+    monkeypatch.setattr(Decoder, "complete", noted)
+    assert outrider("generate", "--prompts", prompts, *OPTIONS).code == 0
+    assert len(room) == NUM_PROMPTS and room == sorted(room, reverse=True) and room[0] > room[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_are_the_whole(outrider: Outrider, prompts: Path, tmp_path: Path, count: int) -> None:
+    """Each line as it is without shards, whatever their number. Their files, put together, are the file of the whole,
+    and the whole run finds nothing left to do."""
+    whole, joined = tmp_path / "whole.jsonl", tmp_path / "joined.jsonl"
+    arguments = ("generate", "--prompts", prompts, *OPTIONS)
+    assert outrider(*arguments, "--output", whole).code == 0
+    outputs = [tmp_path / f"{number}.jsonl" for number in range(1, count + 1)]
+    for number, output in enumerate(outputs, start=1):
+        document = tmp_path / f"{number}.json"
+        ended = outrider(*arguments, "--shard", f"{number}/{count}", "--output", output, "--json", document)
+        assert ended.code == 0, ended.err
+        assert only_document(document.read_text(), "generate")["options"]["shard"] == f"{number}/{count}"
+    assert lines_of(*outputs) == lines_of(whole)
+    joined.write_bytes(b"".join(output.read_bytes() for output in outputs))
+    assert outrider(*arguments, "--output", joined).err.startswith("0 tokens")
+    assert lines_of(joined) == lines_of(whole)
+
+
+def test_more_shards_than_prompts(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Some have nothing to do, and that is no error: the number of machines need not follow the file."""
+    output, shard = tmp_path / "out.jsonl", f"{NUM_PROMPTS + 1}/{NUM_PROMPTS + 1}"
+    ended = outrider("generate", "--prompts", prompts, "--output", output, *OPTIONS, "--shard", shard)
+    assert ended.code == 0 and ended.err.startswith("0 tokens") and not output.exists()
+
+
+def test_a_shard_does_not_continue_the_file_of_another(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """It is left as it is. Its own shard goes on, and so may the whole run."""
+    output = tmp_path / "out.jsonl"
+    arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS, "--shard")
+    assert outrider(*arguments, "2/3").code == 0
+    whole = output.read_bytes()
+    for other in ("1/3", "3/3", "1/2", "2/4"):
+        message = outrider(*arguments, other).error
+        assert message.startswith(f"{output}, line ") and message.endswith(": choose another output file")
+        assert "is of another shard (prompt " in message
+        assert output.read_bytes() == whole
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
+    assert outrider(*arguments, "2/3").code == 0
+    assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert outrider(*arguments[:-1]).code == 0
+    assert [json.loads(line)["index"] for line in lines_of(output)] == list(range(NUM_PROMPTS))
+
+
+@pytest.mark.parametrize("text", ["", "3", "0/4", "5/4", "-1/4", "1/0", "1.5/4", "1/4/2", "a/b", "1/" + "9" * 99])
+def test_shards_that_there_are_not(text: str) -> None:
+    with pytest.raises(OptionError) as error:
+        Shard.parse(text)
+    assert str(error.value) == (
+        f"--shard = {text!r} is not possible: write NUMBER/COUNT, for four processes 1/4, 2/4, 3/4 and 4/4"
+    )
+
+
+def test_a_run_that_is_killed_again_and_again(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Whenever it is killed, what was written is kept, and in the end each line is there once, as it would have been.
+
+    benchmarks/long_job.py does the same with 20,000 prompts."""
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    arguments = ("generate", "--prompts", prompts, *OPTIONS, "--output")
+    command = [sys.executable, "-m", "outrider", *map(str, arguments), str(output)]
+    num_before = 0
+    for _ in range(2):
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and len(_lines(output)) < num_before + 3:
+                time.sleep(0.001)
+            os.kill(process.pid, signal.SIGKILL)
+        num_before = len(_lines(output))
+    assert outrider(*arguments, output).code == 0
+    assert outrider(*arguments, whole).code == 0
+    assert lines_of(output) == lines_of(whole)
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []

@@ -1,0 +1,199 @@
+"""``outrider generate --ray``: prompts continued by other processes."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import outrider.errors
+from commands import Outrider, only_document
+from outrider.errors import OutriderError
+
+NUM_PROMPTS = 60
+OPTIONS = ("-n", 3, "--seed", 20, "--dtype", "float64", "--batch-size", 2)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"{'Once ' * (1 + i % 7)}upon a time\n" for i in range(NUM_PROMPTS)))
+    return path
+
+
+REFUSED: list[tuple[tuple[object, ...], str]] = [
+    (("--ray-workers", 2), "--ray-workers = 2 is not possible: it is for work on a cluster: add --ray ADDRESS"),
+    (("--ray", "local", "--ray-workers", 0), "--ray-workers = 0 is not possible: a whole number >= 1"),
+    (("--ray", "ray://head:10001"), "start the command on the cluster, with --ray auto"),
+    (("--ray", "local", "--device", "cuda:1"), "--device = 'cuda:1' is not possible: a worker on Ray sees one GPU"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(map(str, options)) for options, _ in REFUSED])
+def test_options_out_of_range(outrider: Outrider, prompts: Path, options: tuple[object, ...], message: str) -> None:
+    assert message in outrider("generate", "--prompts", prompts, *options).error
+
+
+def test_a_single_prompt_needs_no_cluster(outrider: Outrider) -> None:
+    assert "for a file of prompts" in outrider("generate", "Once", "--ray", "local").error
+
+
+def test_without_ray_the_extra_is_named(
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    output = tmp_path / "out.jsonl"
+    message = outrider("generate", "--prompts", prompts, "--output", output, "--ray", "local").error
+    assert message == "this needs ray: pip install 'outrider[ray]'"
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("name", outrider.errors.__all__)
+def test_errors_go_from_one_process_to_another(name: str) -> None:
+    kind: type[OutriderError] = getattr(outrider.errors, name)
+    arguments = {"OptionError": ("--top-p", 7, "0 < top_p <= 1"), "MissingExtra": ("ray", "ray")}.get(name, ("text",))
+    error = kind(*arguments)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind and str(copy) == str(error) and vars(copy) == vars(error)
+
+
+# With Ray itself: each test starts a cluster of two workers, which takes about ten seconds.
+
+
+def arguments_of(prompts: Path, output: Path, *more: object) -> list[str]:
+    arguments = ["generate", "--prompts", prompts, "--output", output, *OPTIONS, *more]
+    return [str(argument) for argument in arguments]
+
+
+@contextmanager
+def started(prompts: Path, output: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
+    """The command on Ray, in a process of its own: Ray starts threads and handles signals."""
+    pytest.importorskip("ray", reason="needs the extra 'ray'")
+    command = [sys.executable, "-m", "outrider", *arguments_of(prompts, output, "--ray", "local", "--ray-workers", 2)]
+    with subprocess.Popen([*command, *map(str, more)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_rows(process: subprocess.Popen[str], output: Path, num_rows: int) -> None:
+    while process.poll() is None and len(lines_of(output)) < num_rows:
+        time.sleep(0.001)
+
+
+def lines_of(output: Path) -> list[str]:
+    return sorted(output.read_text().splitlines()) if output.exists() else []
+
+
+def title_of(pid: int) -> str:
+    """Empty, if there is no such process, or not any more."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The processes that a process has started, and those have: by number, their titles."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: title_of(child) for child in found - {pid}}
+
+
+@pytest.fixture
+def whole(outrider: Outrider, prompts: Path, tmp_path: Path) -> list[str]:
+    """The lines that one process writes."""
+    output = tmp_path / "whole.jsonl"
+    assert outrider(*arguments_of(prompts, output)).code == 0
+    return lines_of(output)
+
+
+@pytest.mark.slow
+def test_two_workers_write_what_one_process_writes(prompts: Path, tmp_path: Path, whole: list[str]) -> None:
+    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
+    with started(prompts, output, "--json", document) as process:
+        _, message = process.communicate()
+    assert process.returncode == 0, message
+    assert message.count("\n") == 1 and "(fable with fable-draft, K = 4, block)" in message
+    assert lines_of(output) == whole
+    summary = only_document(document.read_text(), "generate")
+    num_tokens = sum(len(json.loads(line)["token_ids"]) for line in whole)
+    assert summary["stats"]["num_generated_tokens"] == num_tokens
+    assert summary["provenance"]["argv"][:2] == ["generate", "--prompts"]
+    assert summary["provenance"]["dtype"] == "float64"
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_nothing(prompts: Path, tmp_path: Path, whole: list[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    with started(prompts, output) as process:
+        wait_for_rows(process, output, 3)
+        workers = [pid for pid, title in descendants(process.pid).items() if title.startswith("ray::_RemoteWorker")]
+        assert workers
+        os.kill(workers[0], signal.SIGKILL)
+        num_rows = len(lines_of(output))
+        _, message = process.communicate()
+    assert process.returncode == 0, message
+    assert num_rows < NUM_PROMPTS  # it had not ended before
+    assert lines_of(output) == whole
+
+
+@pytest.mark.slow
+def test_a_killed_command_is_continued_without_ray(
+    outrider: Outrider, prompts: Path, tmp_path: Path, whole: list[str]
+) -> None:
+    """Nothing of the cluster stays behind."""
+    output = tmp_path / "out.jsonl"
+    with started(prompts, output) as process:
+        wait_for_rows(process, output, 3)
+        others = descendants(process.pid)
+        process.kill()
+    assert 3 <= len(lines_of(output)) < NUM_PROMPTS
+    while any(title_of(pid) for pid in others):
+        time.sleep(0.01)
+    assert outrider(*arguments_of(prompts, output)).code == 0
+    assert lines_of(output) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ((), "{prompts}, line 61: the prompt has "),
+        (("--target", "fabel"), "no model is called 'fabel': did you mean 'fable'?"),
+        (("--top-k", "-1"), "top_k = -1 is not possible"),
+        (("--logit-bias", "99999999=1"), "99999999"),
+    ],
+)
+def test_errors_are_one_line(prompts: Path, tmp_path: Path, more: tuple[str, ...], reason: str) -> None:
+    """Those that a worker finds, too."""
+    output = tmp_path / "out.jsonl"
+    with prompts.open("a") as stream:
+        stream.write("word " * 2000 + "\n")
+    with started(prompts, output, *more) as process:
+        _, message = process.communicate()
+    assert process.returncode == 2
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert reason.format(prompts=prompts) in message
+    assert not output.exists()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there(prompts: Path, tmp_path: Path) -> None:
+    with started(prompts, tmp_path / "out.jsonl", "--ray", "auto") as process:
+        _, message = process.communicate()
+    assert process.returncode == 2
+    assert message.startswith("error: --ray = 'auto' is not possible: ") and message.count("\n") == 1
+    assert message.endswith("(local: this machine, without a cluster)\n")
