@@ -125,8 +125,8 @@ def generate(
                 many = open_ray_workers(cluster, setup, batch_size, finished.num_missing, num_tokens)
                 workers = files.enter_context(many)
             _continue_all(setup, workers, lines, finished, batch_size, write, totals)
-        origin = None if json_target is None else workers.origin()
-    print(totals.summary(str(setup)), file=sys.stderr)
+        summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
+    print(summary, file=sys.stderr)
     if json_target is not None:
         settings = setup.settings() | {"shard": shard}
         write_document(json_target, make_document("generate", settings, totals.to_json(), origin=origin))

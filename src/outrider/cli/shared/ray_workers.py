@@ -67,8 +67,9 @@ class RayOptions:
             raise OptionError("--ray", self.ray, remedy)
         if self.ray_workers is not None and self.ray_workers < 1:
             raise OptionError("--ray-workers", self.ray_workers, "a whole number >= 1")
-        if pair.device.startswith("cuda:"):
-            raise OptionError("--device", pair.device, "a worker on Ray sees one GPU, its own: write cuda")
+        for name, device in (("--device", pair.device), ("--draft-device", pair.draft_device or "")):
+            if device.startswith("cuda:"):
+                raise OptionError(name, device, "a worker on Ray sees one GPU, its own: write cuda")
 
 
 @contextmanager
@@ -125,7 +126,7 @@ class RayWorkers:
         self._new: Callable[[], Any] = lambda: actor.remote(setup, num_slots, num_tokens // self._num_workers)
         self._actors = [self._new() for _ in range(self._num_workers)]
         # Asked first: after Ctrl-C it would be answered after the batch that is under way.
-        self._origins = [actor.origin.remote() for actor in self._actors]
+        self._about = [actor.about.remote() for actor in self._actors]
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
         return self._all("lengths", prompts)
@@ -133,17 +134,24 @@ class RayWorkers:
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
         return self._all("rows", prompts)
 
+    def pair(self) -> str:
+        return self._first_about()[0]
+
     def origin(self) -> dict[str, Any]:
-        """That of the first who has answered, for the command that was given here."""
+        """That of a worker, for the command that was given here."""
+        return self._first_about()[1] | {"argv": sys.argv[1:]}
+
+    def _first_about(self) -> tuple[str, dict[str, Any]]:
+        """Of the first worker that has answered."""
         import ray
 
-        answers = list(self._origins)
+        answers = list(self._about)
         while answers:
             (answer,), answers = ray.wait(answers)
             with suppress(ray.exceptions.RayActorError):  # lost before
-                origin: dict[str, Any] = _get(answer)
-                return origin | {"argv": sys.argv[1:]}
-        raise WorkerError("all workers were lost")
+                about: tuple[str, dict[str, Any]] = _get(answer)
+                return about
+        raise WorkerError("all workers were lost before they were ready")
 
     def _all(self, method: str, prompts: Prompts) -> Iterator[tuple[int, Any]]:
         """Hand prompts out in batches, and give the results as they come, one for each prompt.
@@ -219,8 +227,8 @@ class _RemoteWorker:
         for row in self._worker.rows(prompts):
             yield [row]
 
-    def origin(self) -> dict[str, Any]:
-        return self._worker.origin()
+    def about(self) -> tuple[str, dict[str, Any]]:
+        return self._worker.pair(), self._worker.origin()
 
 
 def _get(answer: Any) -> Any:

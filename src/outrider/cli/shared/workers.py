@@ -44,11 +44,6 @@ class Setup:
         options = self.options if line is None else self.options | line.options
         return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, chat=self.chat)
 
-    def __str__(self) -> str:
-        if self.draft == "none":
-            return f"{self.pair.target}, plain"
-        return f"{self.pair.target} with {self.draft}, K = {self.k}, {self.pair.acceptance}"
-
     def max_new_tokens(self, line: PromptLine) -> int:
         number: int = (self.options | line.options)["max_new_tokens"]
         return number
@@ -77,6 +72,9 @@ class Workers(Protocol):
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
         """For each prompt, as soon as it has ended, its index, its row and the counts of its rounds. Rows come in any
         order."""
+
+    def pair(self) -> str:
+        """The models, and how they are used."""
 
     def origin(self) -> dict[str, Any]:
         """The provenance of the rows."""
@@ -126,6 +124,13 @@ class Worker:
                 made = made_of(done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs)
                 seed, stats = done.seed, done.stats
             yield index, (row_of(index, line, ids, seed, made), stats)
+
+    def pair(self) -> str:
+        decoder = self.decoder
+        target, draft = decoder.target.name, decoder.drafter.name
+        if draft == "none":
+            return f"{target}, plain"
+        return f"{target} with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
 
     def origin(self) -> dict[str, Any]:
         return origin_of(self.decoder.target)
