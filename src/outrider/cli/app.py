@@ -87,7 +87,7 @@ def main() -> None:
     # The libraries' own warnings and retries would bury the one line that tells what is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    for library in ("bitsandbytes", "torchao"):
+    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # their progress bars, like ours, are for terminals
