@@ -23,7 +23,7 @@ from outrider.decoding.costs import costs_by_load
 from outrider.decoding.engine import Engine, decode, final_length
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options
@@ -376,7 +376,8 @@ def load(
     Args:
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
-        draft: the same; or "ngram"; or "none" or None for plain decoding.
+        draft: the same; a name that ends in ":greedy" drafts the model's likeliest tokens; or "ngram"; or "none" or
+            None for plain decoding.
         tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
         device ... tensor_parallel: how the target is placed (see ``Placement``); models in memory stay as they are.
@@ -421,10 +422,11 @@ def load_drafter(
         return NoDrafter()
     if draft == "ngram":
         return NgramDrafter()
-    checkpoint = _checkpoint(draft, tokenizer, placement, models_file)
+    model, is_greedy = split_name(draft)
+    checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
-    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size))
+    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size), is_greedy)
 
 
 def _checkpoint(

@@ -5,6 +5,7 @@ test, with as many seeds, finds out every wrong rule of outrider.certify.control
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import scipy.stats
@@ -89,6 +90,15 @@ def test_the_output_follows_the_targets_law(rule: Rule, drafter: str, settings: 
     drafters: dict[str, Drafter] = {"model": model_drafter, "ngram": NgramDrafter(), "none": NoDrafter()}
     law = table_law(target.model.table, PROMPT, Sampling(**settings), NUM_TOKENS)
     assert _pvalue(target, drafters[drafter], rule, law, **settings) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_a_greedy_draft_leaves_the_law_alone(rule: Rule) -> None:
+    """False alarm: 1e-6 each."""
+    target, drafter = table_pair(4)
+    settings = SETTINGS["all"]
+    law = table_law(target.model.table, PROMPT, Sampling(**settings), NUM_TOKENS)
+    assert _pvalue(target, replace(drafter, is_greedy=True), rule, law, **settings) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +23,11 @@ from outrider.replay import replay as module
 from outrider.replay.log_format import Record
 from outrider.replay.record import top_probs
 from outrider.replay.renewal import RoundLaw, log_ratios
-from outrider.replay.replay import replay, summarise
+from outrider.replay.replay import MATCH, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import RoundCounts
+from reference import draft_paths
 from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair
 
 KS = [1, 2, 3, 5, 8]
@@ -62,22 +65,45 @@ def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, has_model: bo
             assert got == want
 
 
-def _enumerated(rule: str, num_tokens: int, k: int) -> dict[tuple[int, ...], tuple[float, RoundCounts]]:
+Rounds = list[tuple[float, int, tuple[int, ...]]]
+"""Ways in which a round may go: probability, accepted tokens, committed tokens."""
+
+
+def _rounds_by_rule(rule: str, draft: list[list[float]], k: int) -> dict[tuple[int, int], Rounds]:
+    """By (last token, number drafted), from all that can happen in the rule itself."""
+    found = defaultdict(list)
+    for one in outcomes(RULES[rule], rule, TARGET.softmax(-1).tolist(), draft, range(k + 1)):
+        found[one.case.last, len(one.case.ids)].append((one.case.weight, one.num_accepted, one.committed))
+    return found
+
+
+def _rounds_by_match(draft: list[list[float]], k: int) -> dict[tuple[int, int], Rounds]:
+    """The same where draft and target sample by themselves, and tokens stand as long as they are equal."""
+    p, found = TARGET.softmax(-1).tolist(), defaultdict(list)
+    for last, n in product(range(3), range(k + 1)):
+        for ids, weight in draft_paths(last, draft, n):
+            for target_ids in product(range(3), repeat=n + 1):
+                num_accepted = next((i for i in range(n) if ids[i] != target_ids[i]), n)
+                rows = zip((last, *ids), target_ids, strict=True)
+                chance = math.prod(p[before][x] for before, x in rows)
+                found[last, n].append((weight * chance, num_accepted, target_ids[: num_accepted + 1]))
+    return found
+
+
+def _enumerated(
+    by_start: dict[tuple[int, int], Rounds], num_tokens: int, k: int
+) -> dict[tuple[int, ...], tuple[float, RoundCounts]]:
     """Every text that a three-token chain can write after token 1, where 2 ends a text: its probability, and the
-    expected counts of the rounds that wrote it, by going through all rounds of the rule itself."""
+    expected counts of the rounds that wrote it, by going through all rounds."""
     found: dict[tuple[int, ...], list[tuple[float, list[tuple[int, int]], int]]] = defaultdict(list)
-    cases = outcomes(RULES[rule], rule, TARGET.softmax(-1).tolist(), DRAFT.softmax(-1).tolist(), range(k + 1))
-    by_start = defaultdict(list)
-    for one in cases:
-        by_start[one.case.last, len(one.case.ids)].append(one)
 
     def go_on(text: tuple[int, ...], weight: float, rounds: list[tuple[int, int]]) -> None:
         n = min(k, num_tokens - len(text) - 1)
-        for one in by_start[(1, *text)[-1], n]:
-            cut = one.committed[: one.committed.index(2) + 1] if 2 in one.committed else one.committed
-            is_truncated = len(cut) < len(one.committed)
-            longer, more = (*text, *cut), weight * one.case.weight
-            all_rounds = rounds if is_truncated else [*rounds, (n, one.num_accepted)]
+        for chance, num_accepted, committed in by_start[(1, *text)[-1], n]:
+            cut = committed[: committed.index(2) + 1] if 2 in committed else committed
+            is_truncated = len(cut) < len(committed)
+            longer, more = (*text, *cut), weight * chance
+            all_rounds = rounds if is_truncated else [*rounds, (n, num_accepted)]
             if cut[-1] == 2 or len(longer) == num_tokens:
                 found[longer].append((more, all_rounds, int(is_truncated)))
             elif more > 0:
@@ -112,25 +138,76 @@ def _assert_same(got: RoundCounts, want: RoundCounts) -> None:
     assert got.num_truncated == pytest.approx(want.num_truncated, abs=1e-11)
 
 
-def _replayed(text: tuple[int, ...], rule: str, num_tokens: int, k: int) -> RoundCounts:
-    target, drafter = table_lm(TARGET), ModelDrafter(table_lm(DRAFT, name="draft"))
-    header = header_of(target, 1, max_new_tokens=num_tokens)
-    (probs,) = top_probs(target, [((1,), text)], Sampling(), 1)
+def _replayed(
+    text: tuple[int, ...],
+    law: str,
+    num_tokens: int,
+    k: int,
+    *,
+    is_greedy: bool = False,
+    has_probs: bool = True,
+    **q: Any,
+) -> RoundCounts:
+    target, drafter = table_lm(TARGET), ModelDrafter(table_lm(DRAFT, name="draft"), is_greedy)
+    header = header_of(target, 1 if has_probs else None, max_new_tokens=num_tokens)
+    probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
     record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
-    return next(iter(replay([record], header, drafter, rule, [k]))).laws(k)[0].expected()
+    draft_sampling = Sampling(**q) if q else None
+    return next(iter(replay([record], header, drafter, law, [k], draft_sampling=draft_sampling))).laws(k)[0].expected()
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(("num_tokens", "k"), [(4, 1), (4, 2), (3, 3)])
-def test_expectations_given_a_text_are_exact(rule: str, num_tokens: int, k: int) -> None:
-    """For each text that can be written, against all ways in which the rule may have written it."""
-    laws = _enumerated(rule, num_tokens, k)
+def _assert_exact(by_start: dict[tuple[int, int], Rounds], law: str, num_tokens: int, k: int, **how: Any) -> None:
+    """For each text that can be written, against all ways in which the law may have written it."""
     p = TARGET.softmax(-1).tolist()
-    for text, (mass, want) in laws.items():
+    for text, (mass, want) in _enumerated(by_start, num_tokens, k).items():
         assert mass == pytest.approx(
             math.prod(p[last][x] for last, x in zip((1, *text), text, strict=False)), abs=1e-12
         )
-        _assert_same(_replayed(text, rule, num_tokens, k), want)
+        _assert_same(_replayed(text, law, num_tokens, k, **how), want)
+
+
+SIZES = pytest.mark.parametrize(("num_tokens", "k"), [(4, 1), (4, 2), (3, 3)])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@SIZES
+def test_expectations_given_a_text_are_exact(rule: str, num_tokens: int, k: int) -> None:
+    _assert_exact(_rounds_by_rule(rule, DRAFT.softmax(-1).tolist(), k), rule, num_tokens, k)
+
+
+@pytest.mark.parametrize("has_probs", [True, False], ids=["p", "no p"])
+@SIZES
+def test_expectations_of_equal_samples_are_exact(num_tokens: int, k: int, has_probs: bool) -> None:
+    """The target's probabilities are not needed."""
+    by_start = _rounds_by_match(DRAFT.softmax(-1).tolist(), k)
+    _assert_exact(by_start, MATCH, num_tokens, k, has_probs=has_probs)
+
+
+@pytest.mark.parametrize("law", [*RULES, MATCH])
+@pytest.mark.parametrize("has_probs", [True, False], ids=["p", "no p"])
+def test_expectations_of_a_greedy_draft_are_exact(law: str, has_probs: bool, num_tokens: int = 4, k: int = 2) -> None:
+    """Whatever the law, a certain draft stands if it is what the target samples."""
+    best = torch.nn.functional.one_hot(DRAFT.argmax(-1), 3).tolist()
+    by_start = _rounds_by_match(best, k)
+    for start, rounds in _rounds_by_rule("rejection", [[float(x) for x in row] for row in best], k).items():
+        assert _summed(rounds) == pytest.approx(_summed(by_start[start]), abs=1e-11)
+    _assert_exact(by_start, law, num_tokens, k, is_greedy=True, has_probs=has_probs)
+
+
+def _summed(rounds: Rounds) -> dict[Any, float]:
+    sums: dict[Any, float] = defaultdict(float)
+    for chance, *way in rounds:
+        sums[tuple(way)] += chance
+    return {way: chance for way, chance in sums.items() if chance > 1e-12}
+
+
+@pytest.mark.parametrize("law", ["rejection", "block", MATCH])
+def test_a_draft_may_sample_in_its_own_way(law: str) -> None:
+    """At half the temperature, and from its two likeliest tokens."""
+    scores = 2 * DRAFT
+    q = scores.masked_fill(scores == scores.amin(-1, keepdim=True), -torch.inf).softmax(-1).tolist()
+    by_start = _rounds_by_match(q, 2) if law == MATCH else _rounds_by_rule(law, q, 2)
+    _assert_exact(by_start, law, 4, 2, temperature=0.5, top_k=2)
 
 
 def _inverted(logs: renewal.Floats, k: int) -> renewal.Floats:
@@ -157,7 +234,7 @@ def test_wrong_formulas_show(rule: str, wrong: Callable[..., renewal.Floats], mo
     """The control of the test above."""
     monkeypatch.setattr("outrider.replay.replay.survival", lambda name, logs, k: wrong(logs, k))
     with pytest.raises(AssertionError):
-        for text, (_, want) in _enumerated(rule, 4, 2).items():
+        for text, (_, want) in _enumerated(_rounds_by_rule(rule, DRAFT.softmax(-1).tolist(), 2), 4, 2).items():
             _assert_same(_replayed(text, rule, 4, 2), want)
 
 
@@ -201,10 +278,12 @@ def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, k: int, pair
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_sampled_look_up(rule: str) -> None:
+@pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy draft", "look-up"])
+def test_sampled_rounds_of_certain_drafts(rule: str, is_greedy: bool) -> None:
     """A drafted token of a one-hot q stands if and only if it is in the text, so that the rounds are certain."""
-    target, _ = table_pair(8)
-    scores = _z_scores(rule, 3, target, NgramDrafter(), 100)
+    target, drafter = table_pair(8, draft_context_len=11)
+    drafter = dataclasses.replace(drafter, is_greedy=True) if is_greedy else NgramDrafter()
+    scores = _z_scores(rule, 3, target, drafter, 100)
     assert set(scores.values()) == {0.0}
 
 
@@ -269,7 +348,7 @@ def test_a_sampled_log_without_probabilities_is_refused() -> None:
     assert list(replay(records, header, NgramDrafter(), "rejection", [1]))
     with pytest.raises(OptionError, match="name a draft to replay"):
         list(replay(records, header, NoDrafter(), "rejection", [1]))
-    with pytest.raises(OptionError, match="choose one of rejection, block, gumbel"):
+    with pytest.raises(OptionError, match="choose one of rejection, block, gumbel, match"):
         list(replay(records, header, drafter, "hope", [1]))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, q_sampling
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, one_hot
@@ -171,13 +171,15 @@ def draft_rows(
     has_penalty = sampling.repetition_penalty != 1
     settings = Settings.of([sampling], target.vocab_size, target.device)
     if drafter.lm is not None:
+        draft_settings = Settings.of([q_sampling(drafter, sampling)], target.vocab_size, target.device)
         pairs = zip(
             force(target, texts, has_penalty=has_penalty),
             force(drafter.lm, texts, has_penalty=has_penalty),
             strict=True,
         )
         for chunk, draft in pairs:
-            yield chunk, normalised(chunk.probs(settings)), normalised(draft.probs(settings)).to(chunk.ids.device)
+            q = normalised(draft.probs(draft_settings)).to(chunk.ids.device)
+            yield chunk, normalised(chunk.probs(settings)), q
         return
     if drafter.most_drafted == 0 or drafter.models:  # a head's q is not a function of the text alone
         for chunk in force(target, texts, has_penalty=has_penalty):

@@ -135,8 +135,10 @@ def time_rounds(
         prompts = torch.randint(arm.target.vocab_size, (num_rows, length), generator=generator).tolist()
         rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
         requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
-        # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
-        drafter = Altered(arm.drafter, arm.drafter.name, _filled_up)
+        drafter = arm.drafter
+        if not drafter.models:
+            # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
+            drafter = Altered(drafter, drafter.name, _filled_up)
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
         first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
         if not others:  # the context is full
@@ -159,7 +161,7 @@ def time_rounds(
 
 def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
     """As many tokens as are wanted, whatever a look-up has found."""
-    if draft.probs is not None or int(rows.num_wanted.amax()) == 0:
+    if int(rows.num_wanted.amax()) == 0:
         return draft
     return Draft(ids=rows.last_ids[:, None].expand(-1, k), probs=None, num_drafted=rows.num_wanted)
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings
@@ -148,7 +149,8 @@ class Drafter(Protocol):
 
     @property
     def lm(self) -> LM | None:
-        """The language model whose next-token distribution q is, given the text alone; None for other drafters."""
+        """The language model behind q, if q depends on the text alone; None for other drafters. ``q_sampling`` tells
+        under which options it gives q."""
         ...
 
     @property
@@ -273,6 +275,11 @@ class _AlteredSession(Session):
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         return self._alter(rows, k, self._inner.propose(rows, k, rule, noise))
+
+
+def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:
+    """The options under which the drafter's model gives q, for a row with ``sampling``: the same, or greedy ones."""
+    return replace(sampling, temperature=0.0) if drafter.is_one_hot else sampling
 
 
 def empty_draft(rows: Rows) -> Draft:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,21 +16,39 @@ from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, is_finite, mark_seen, to_probs
 from outrider.sampling.rules import Rule
 
+GREEDY = ":greedy"
+"""Ends the name of a draft model that drafts its most probable tokens."""
+
+
+def split_name(name: Any) -> tuple[Any, bool]:
+    """The model that a draft's name stands for, and whether it drafts greedily."""
+    is_greedy = isinstance(name, str) and name.endswith(GREEDY)
+    return (name.removesuffix(GREEDY), True) if is_greedy else (name, False)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafter:
-    """Drafts with a language model, under the same sampling options as the target."""
+    """Drafts with a language model, under the same sampling options as the target.
+
+    Attributes:
+        is_greedy: it drafts its most probable tokens instead, so that q is one-hot: a drafted token then stands with
+            probability p, and not with min(1, p/q). Several inference engines draft like this.
+    """
 
     lm: LM
+    is_greedy: bool = False
 
     most_drafted: ClassVar[int | None] = None
-    is_one_hot: ClassVar[bool] = False
     reads_on_host: ClassVar[bool] = False
     features: ClassVar[tuple[int, ...]] = ()
 
     @property
     def name(self) -> str:
-        return self.lm.name
+        return self.lm.name + GREEDY * self.is_greedy
+
+    @property
+    def is_one_hot(self) -> bool:
+        return self.is_greedy
 
     @property
     def models(self) -> tuple[LM, ...]:
@@ -41,15 +59,16 @@ class ModelDrafter:
         return self.lm.context_len
 
     def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
-        return ModelSession(self.lm, num_slots, capacity, device)
+        return ModelSession(self.lm, self.is_greedy, num_slots, capacity, device)
 
     def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
-        return ModelDrafter(change(self.lm))
+        return replace(self, lm=change(self.lm))
 
 
 def _draft_steps(
     lm: LM,
     rule: Rule,
+    is_greedy: bool,
     view_len: int,
     k: int,
     cache: SlotCache,
@@ -70,11 +89,14 @@ def _draft_steps(
         num_drafted: at most; none where the context is full. [B]
 
     Returns:
-        ids [B, K], q [B, K, V], whether q is finite [B, K], the tokens drafted [B] and those in the cache then [B]
+        ids [B, K], whether q is finite [B, K], the tokens drafted [B], those in the cache then [B], and q [B, K, V]
+        unless it is one-hot
     """
     cached = torch.minimum(cached, lengths - 1)
     # The last drafted token is never fed, so the draft may go one beyond its own context.
     num_drafted = torch.minimum(num_drafted, (lm.context_len + 1 - lengths).clamp_min(0))
+    if is_greedy:
+        settings = settings.greedy()
     ids: list[Tensor] = []
     probs: list[Tensor] = []
     finite: list[Tensor] = []
@@ -88,12 +110,17 @@ def _draft_steps(
             step_seen = mark_seen(seen, torch.stack(ids, dim=1))[:, -1:] if ids else seen[:, None]
         logits = lm.forward(fed, positions, cache, view_len, num_logits=1)
         finite.append(is_finite(logits[:, -1]))
-        probs.append(to_probs(logits, settings, step_seen)[:, -1])  # [B, V]
-        ids.append(rule.draw(probs[-1], noise.at(i)))
+        q = to_probs(logits, settings, step_seen)[:, -1]  # [B, V]
+        if is_greedy:
+            ids.append(q.argmax(dim=-1))
+        else:
+            probs.append(q)
+            ids.append(rule.draw(q, noise.at(i)))
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
     cached = torch.where(num_drafted > 0, lengths + num_drafted - 1, cached)
-    return torch.stack(ids, dim=1), torch.stack(probs, dim=1), torch.stack(finite, dim=1), num_drafted, cached
+    made = torch.stack(ids, dim=1), torch.stack(finite, dim=1), num_drafted, cached
+    return made if is_greedy else (*made, torch.stack(probs, dim=1))
 
 
 class ModelSession(Session):
@@ -108,8 +135,8 @@ class ModelSession(Session):
     token was never fed, and one more for each round without drafts since then.
     """
 
-    def __init__(self, lm: LM, num_slots: int, capacity: int, device: torch.device) -> None:
-        self._lm = lm
+    def __init__(self, lm: LM, is_greedy: bool, num_slots: int, capacity: int, device: torch.device) -> None:
+        self._lm, self._is_greedy = lm, is_greedy
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._heads = {num_slots: self._cache}
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
@@ -167,10 +194,11 @@ class ModelSession(Session):
         fed = self._fed(rows, cached, cache, most_lacking)
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
         arguments = (cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.seen, noise)
-        ids, probs, is_good, num_drafted, now_cached = lm.run(_draft_steps, (rule, view_len, k), *arguments)
+        shape = rule, self._is_greedy, view_len, k
+        ids, is_good, num_drafted, now_cached, *probs = lm.run(_draft_steps, shape, *arguments)
         cached.copy_(now_cached)
         self._count_idle(wanted)
-        return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
+        return Draft(ids=ids, probs=probs[0] if probs else None, num_drafted=num_drafted, is_finite=is_good)
 
     def _count_idle(self, wanted: Sequence[bool]) -> None:
         for slot, is_wanted in enumerate(wanted):

@@ -6,6 +6,7 @@ that a round beginning after t tokens accepts at least i drafted ones is known w
 - ``rejection``: S_i = prod_{j<=i} min(1, r_j), with r_j = q(x_{t+j}) / p(x_{t+j}).
 - ``block``: S_i = min(1, rho_1, ..., rho_i), with rho_j = r_1 ... r_j.
 - ``gumbel``: S_i = prod_{j<=i} g_j, with g_j as in outrider.replay.bounds.
+- ``match``, which keeps a drafted token if the target draws the same by itself: S_i = prod_{j<=i} q(x_{t+j}).
 
 A round that keeps i tokens commits i+1, and the next one begins there. Noise is independent between rounds, so the
 beginnings of rounds form a renewal process, and every expectation follows from u(t), the probability that a round
@@ -141,5 +142,5 @@ class RoundLaw:
 
 
 def survival(rule: str, values: Any, k: int) -> Floats:
-    """S of a rule by name, from log(q/p) of each token (for ``gumbel``: from log g). [n] -> [n, K+1]"""
+    """S of a rule by name, from log(q/p) of each token (``gumbel``: log g; ``match``: log q). [n] -> [n, K+1]"""
     return by_block(values, k) if rule == "block" else token_by_token(values, k)

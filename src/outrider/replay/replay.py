@@ -18,21 +18,28 @@ import torch
 from torch import Tensor
 
 from outrider.api import load
-from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import Drafter, q_sampling
+from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
+from outrider.options import Sampling
 from outrider.replay.bounds import Bounds, Known, bounds
 from outrider.replay.log_format import Header, Record
 from outrider.replay.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
-from outrider.sampling.rules import RULES, Rule
+from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import Text, force
 from outrider.stats.counts import RoundCounts, tau_interval, total
 from outrider.stats.intervals import Interval, ratio_of_sums
 from outrider.text.tokenizer import fingerprint
+
+MATCH = "match"
+"""A drafted token stands if the target, which samples for itself, draws the same: with probability sum p q. It is
+lossless for any draft, and no better than ``rejection``; other programs accept like this."""
+LAWS = (*RULES, MATCH)
+"""The laws of acceptance that can be predicted: those of the rules, and of other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class Replayed:
             possible, and as frequent as possible. They are made on demand: those of all K up to 1024 would take
             gigabytes for a long text.
         overlap: for each judged token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
-            itself, which has the same mean over the tokens drawn there; None without a q.
+            itself, which has the same mean over the tokens drawn there; None without a q or a p.
     """
 
     index: int
@@ -122,7 +129,8 @@ def load_draft(
         raise OptionError("--draft", name, "plain decoding is what the log holds; name a draft to replay")
     if name == "ngram":
         return NgramDrafter()
-    loaded = load(name, device=device, dtype=dtype, models_file=models_file)
+    model, is_greedy = split_name(name)
+    loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
         raise TokenizerMismatch(
@@ -133,24 +141,36 @@ def load_draft(
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
         lm = LM(lm.model, name=lm.name, vocab_size=header.vocab_size, context_len=lm.context_len)
-    return ModelDrafter(lm)
+    return ModelDrafter(lm, is_greedy)
 
 
 def replay(
-    records: Iterable[Record], header: Header, drafter: Drafter, rule: str, ks: Sequence[int], *, batch_size: int = 8
+    records: Iterable[Record],
+    header: Header,
+    drafter: Drafter,
+    law: str,
+    ks: Sequence[int],
+    *,
+    draft_sampling: Sampling | None = None,
+    batch_size: int = 8,
 ) -> Iterator[Replayed]:
     """Judge a draft against records, ``batch_size`` at a time.
 
+    Args:
+        law: of acceptance, one of LAWS.
+        draft_sampling: the options under which a draft model drafts, where they are not the target's.
+
     Raises:
-        OptionError: the rule is unknown, there is no draft, or the log lacks the probabilities needed.
+        OptionError: the law is unknown, there is no draft, or the log lacks the probabilities needed.
     """
-    if rule not in RULES:
-        raise OptionError("acceptance", rule, f"choose one of {', '.join(RULES)}")
+    if law not in LAWS:
+        raise OptionError("acceptance", law, f"choose one of {', '.join(LAWS)}")
     if drafter.most_drafted == 0:
         raise OptionError("draft", drafter.name, "plain decoding is what the log holds; name a draft to replay")
     if drafter.models and drafter.lm is None:
         raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
-    if not drafter.is_one_hot and header.sampling.temperature > 0 and header.num_probs is None:
+    needs_probs = not drafter.is_one_hot and law != MATCH and header.sampling.temperature > 0
+    if needs_probs and header.num_probs is None:
         raise OptionError(
             "draft",
             drafter.name,
@@ -161,10 +181,11 @@ def replay(
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
         if drafter.lm is not None:
-            yield from _replay_model(group, header, drafter.lm, rule)
+            sampling = q_sampling(drafter, draft_sampling or header.sampling)
+            yield from _replay_model(group, header, drafter.lm, law, sampling, drafter.is_one_hot)
         else:
             for record in group:
-                yield _replay_look_up(record, header, drafter, RULES[rule], ks)
+                yield _replay_look_up(record, header, drafter, ks)
 
 
 def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
@@ -193,17 +214,23 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
     return Summary(expected, alpha)
 
 
-def _replay_model(records: Sequence[Record], header: Header, lm: LM, rule: str) -> Iterator[Replayed]:
-    judged = _judge(records, header, lm)
+def _replay_model(
+    records: Sequence[Record], header: Header, lm: LM, law: str, sampling: Sampling, is_one_hot: bool
+) -> Iterator[Replayed]:
+    judged = _judge(records, header, lm, sampling)
     for record, places in zip(records, judged, strict=True):
-        low, high = places.agreement if rule == "gumbel" else (places.log_ratios, places.log_ratios)
+        low, high = places.log_ratios, places.log_ratios
+        if is_one_hot or law == MATCH:  # under every law a token of a one-hot q stands if it is the text's
+            low, high = places.log_probs, places.log_probs
+        elif law == GUMBEL.name:
+            low, high = places.agreement
         # A row drafts fewer tokens near its end, and where the draft's context ends; see engine.py and model.py.
         lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
         room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
-        yield Replayed(record.index, record.category, partial(_laws, rule, low, high, room), places.overlap)
+        yield Replayed(record.index, record.category, partial(_laws, law, low, high, room), places.overlap)
 
 
-def _laws(rule: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[RoundLaw, RoundLaw]:
+def _laws(law: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[RoundLaw, RoundLaw]:
     """See ``Replayed``.
 
     Args:
@@ -211,8 +238,8 @@ def _laws(rule: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple
         room: the most tokens that a round may draft. [n]
     """
     num_drafted = np.minimum(k, room)
-    least = RoundLaw.of(survival(rule, low, k), num_drafted)
-    most = least if np.array_equal(low, high) else RoundLaw.of(survival(rule, high, k), num_drafted)
+    least = RoundLaw.of(survival(law, low, k), num_drafted)
+    most = least if np.array_equal(low, high) else RoundLaw.of(survival(law, high, k), num_drafted)
     return least, most
 
 
@@ -224,19 +251,20 @@ def _room(record: Record, header: Header) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """For each token of a text log(q/p), both ends of log g, and the overlap as in ``Replayed``. Beyond the draft's
-    context the logarithms are -inf, and there is no overlap."""
+    """For each token of a text log q, log(q/p), both ends of log g, and the overlap as in ``Replayed``. Beyond the
+    draft's context the logarithms are -inf, and there is no overlap."""
 
+    log_probs: Floats  # [n]
     log_ratios: Floats  # [n]
     agreement: tuple[Floats, Floats]  # [n], [n]
-    overlap: tuple[Floats, Floats, Floats]  # [at most n], ...
+    overlap: tuple[Floats, Floats, Floats] | None  # [at most n], ...
 
 
-def _judge(records: Sequence[Record], header: Header, lm: LM) -> list[_Places]:
-    """A draft model on the texts."""
-    sampling = header.sampling
+def _judge(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling) -> list[_Places]:
+    """A draft model on the texts, drafting under these options."""
     settings = Settings.of([sampling], header.vocab_size, lm.device)
-    logs = [np.full(len(record.token_ids), -np.inf) for record in records]
+    own_logs = [np.full(len(record.token_ids), -np.inf) for record in records]
+    logs = [np.full_like(one, -np.inf) for one in own_logs]
     agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
     overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
     num_done = [0] * len(records)
@@ -252,14 +280,23 @@ def _judge(records: Sequence[Record], header: Header, lm: LM) -> list[_Places]:
             q, ids = q_rows[is_here], chunk.ids[is_here]
             part = slice(num_done[row], num_done[row] + len(ids))
             num_done[row] = part.stop
+            q_x = _numpy(q.gather(1, ids[:, None])[:, 0])
+            with np.errstate(divide="ignore"):
+                own_logs[row][part] = np.log(q_x)
             known = _known(records[row], header, part, ids)
-            found = bounds(q, known)
-            q_x = q.gather(1, ids[:, None])[:, 0]
-            logs[row][part] = log_ratios(_numpy(q_x), _numpy(known.probs))
-            _keep(found, agreements[row], overlaps[row], part)
+            if known is not None:
+                logs[row][part] = log_ratios(q_x, _numpy(known.probs))
+                _keep(bounds(q, known), agreements[row], overlaps[row], part)
+    places_of = zip(own_logs, logs, agreements, overlaps, num_done, strict=True)
+    has_p = header.sampling.temperature == 0 or header.num_probs is not None
     return [
-        _Places(log, agreement, (_joined(low), _joined(high), np.exp(np.minimum(log[:num], 0.0))))
-        for log, agreement, (low, high), num in zip(logs, agreements, overlaps, num_done, strict=True)
+        _Places(
+            own_log,
+            log,
+            agreement,
+            (_joined(low), _joined(high), np.exp(np.minimum(log[:num], 0.0))) if has_p else None,
+        )
+        for own_log, log, agreement, (low, high), num in places_of
     ]
 
 
@@ -276,13 +313,15 @@ def _joined(parts: Sequence[Floats]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _known(record: Record, header: Header, part: slice, ids: Tensor) -> Known:
-    """The recorded part of p. For a greedy text it is complete: one-hot at the text's own token, by definition."""
+def _known(record: Record, header: Header, part: slice, ids: Tensor) -> Known | None:
+    """The recorded part of p, if any. For a greedy text it is complete: one-hot at the text's own token, by
+    definition."""
     if header.sampling.temperature == 0:
         ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
         return Known(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
     probs = record.probs
-    assert probs is not None, "a sampled log without probabilities is refused"
+    if probs is None:
+        return None
     return Known(
         ids=ids,
         probs=probs.token_probs[part].to(ids.device),
@@ -297,15 +336,15 @@ def _numpy(values: Tensor) -> Floats:
     return array
 
 
-def _replay_look_up(record: Record, header: Header, drafter: Drafter, rule: Rule, ks: Sequence[int]) -> Replayed:
-    """A drafter with a one-hot q: a drafted token is accepted if and only if it equals the text's token. (If it does,
-    min(1, q/p), g and every rho are 1; if not, q is 0.)"""
+def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequence[int]) -> Replayed:
+    """A drafter with a one-hot q: under every law a drafted token is accepted if and only if it equals the text's
+    token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
     text = (*record.prompt_ids, *record.token_ids)
     prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
     found: dict[int, tuple[Integers, Integers]] = {}
     for k in ks:
         wanted = np.minimum(k, _room(record, header)).tolist()
-        proposed = list(proposals(drafter, prefixes, wanted, rule, header.vocab_size))
+        proposed = list(proposals(drafter, prefixes, wanted, REJECTION, header.vocab_size))
         num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(proposed)]
         num_drafted = [len(ids) for ids in proposed]
         found[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))

@@ -79,6 +79,18 @@ class Settings:
             has_sampled=self.has_sampled or row.temperature > 0,
         )
 
+    def greedy(self) -> Settings:
+        """The same at temperature 0, where the filters change nothing."""
+        return replace(
+            self,
+            temperature=torch.zeros_like(self.temperature),
+            top_k=None,
+            top_p=None,
+            min_p=None,
+            has_greedy=True,
+            has_sampled=False,
+        )
+
     def head(self, num_rows: int) -> Settings:
         """Of the first rows, a view."""
         if num_rows == len(self.temperature):

@@ -50,8 +50,10 @@ def alpha(
     results: dict[str, list[Alpha]] = {}
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
-        if drafter.lm is None:
-            raise OptionError("--draft", name, "alpha compares two models (outrider replay judges look-ups)")
+        if drafter.lm is None or drafter.is_one_hot:
+            raise OptionError(
+                "--draft", name, "alpha compares two models (outrider replay judges look-ups and greedy drafts)"
+            )
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(
                 decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, counted, options_json, progress_bar, write_json
+from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
@@ -94,8 +95,14 @@ def plan(
 
     from outrider.decoding.costs import tokens_needed
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
+    from outrider.replay.replay import MATCH
     from outrider.sampling.rules import RULES
 
+    law = pair.acceptance
+    if law == MATCH:
+        if measure:
+            raise OptionError("--measure", law, "only other programs accept like this; leave one of the two out")
+        pair = replace(pair, acceptance="rejection")  # whose rounds cost as much
     decoder = pair.load()
     if num_draft_tokens is None and decoder.target.execution.is_prepared:
         ks = [k for k in decoder.target.execution.favoured_k if k > 0]
@@ -104,11 +111,15 @@ def plan(
     for lm in lms:
         if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
             raise OptionError("--context", max(contexts), f"{lm.name} accepts {lm.context_len} tokens")
-    records, header = _said(decoder, pair, _texts(prompts), options) if log is None else _read(log, decoder)
-    if log is not None:
+    if log is None:
+        # One number for each token suffices if a rule uses p and q of that token alone.
+        num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
+        records, header = own_text(decoder, _texts(prompts), options, num_probs)
+    else:
+        records, header = _read(log, decoder)
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts, is_bounded = _counts(drafters, records, header, pair.acceptance, ks)
+    counts, is_bounded = _counts(drafters, records, header, law, ks)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[Choice]]] = []
     rule = RULES[pair.acceptance]
@@ -120,6 +131,8 @@ def plan(
     console = console_for(json_target)
     for costs, found in results:
         _show(console, decoder, pair, options, costs, found)
+    if law == MATCH:
+        console.print("The numbers are for programs that accept like this: outrider export --to mlx.", style="dim")
     if is_bounded:
         console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
@@ -173,26 +186,6 @@ def _texts(prompts: Path | None) -> list[str]:
     return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
 
 
-def _said(
-    decoder: Decoder, pair: PairOptions, texts: Sequence[str], options: dict[str, Any]
-) -> tuple[list[Record], Header]:
-    """The target's answers to the prompts, as in a log."""
-    from outrider.replay.record import header_of, record_batch
-
-    # One number for each token suffices if a rule uses p and q of that token alone.
-    num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if pair.acceptance == "gumbel" else 1
-    seed = options["seed"]
-    without_seed = {name: value for name, value in options.items() if name != "seed"}
-    labels = [(index, text, None, seed + index) for index, text in enumerate(texts)]
-    with progress_bar("the target's own text", len(texts)) as advance:
-        records, is_interrupted = record_batch(
-            decoder, texts, labels, without_seed, num_probs=num_probs, on_done=advance
-        )
-    if is_interrupted:
-        raise typer.Exit(130)
-    return records, header_of(decoder, without_seed, num_probs)
-
-
 def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
     from outrider.replay.log import Log
     from outrider.text.tokenizer import fingerprint
@@ -207,7 +200,7 @@ def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
 
 
 def _counts(
-    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
+    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, law: str, ks: Sequence[int]
 ) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
     """The expected rounds of each draft and K; if only part of p is known, with acceptance as rare as possible. Also
     returns whether that is so."""
@@ -217,7 +210,7 @@ def _counts(
     is_bounded = False
     with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
-            replayed = replay(records, header, drafter, acceptance, ks)
+            replayed = replay(records, header, drafter, law, ks)
             expected = summarise(counted(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
             is_bounded |= any(one.upper is not None for one in expected.values())

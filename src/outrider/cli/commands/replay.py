@@ -102,13 +102,12 @@ def replay(
 
     from outrider.bench.plots import check_plot_file, plot_tau
     from outrider.replay.log import Log
-    from outrider.replay.replay import load_draft, summarise
+    from outrider.replay.replay import LAWS, load_draft, summarise
     from outrider.replay.replay import replay as judge
     from outrider.replay.rounds import Arm
-    from outrider.sampling.rules import RULES
 
-    if drafts.acceptance not in RULES:
-        raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(RULES)}")
+    if drafts.acceptance not in LAWS:
+        raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(LAWS)}")
     if plot is not None:
         check_plot_file(plot)
     set_threads(drafts.threads)

@@ -66,7 +66,8 @@ class PairOptions:
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="Known name, folder, hub id, 'ngram' or 'none'. Repeat it to compare several. "
+            help="Known name, folder, hub id, 'ngram' or 'none'; NAME:greedy drafts the likeliest tokens. Repeat it to "
+            "compare several. "
             "Default: fable-draft for fable, else ngram.",
             rich_help_panel=_MODELS,
         ),

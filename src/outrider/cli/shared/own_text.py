@@ -1,0 +1,40 @@
+"""Texts that a target writes for a command, as if they had been recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from outrider.cli.shared.output import progress_bar
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.replay.log_format import Header, Record
+
+
+def own_text(
+    decoder: Decoder, texts: Sequence[str], options: dict[str, Any], num_probs: int
+) -> tuple[list[Record], Header]:
+    """The target's answers to prompts, as in a log.
+
+    Args:
+        options: with the seed of the first prompt.
+        num_probs: so many of the largest probabilities are kept.
+
+    Raises:
+        typer.Exit: interrupted.
+    """
+    from outrider.replay.record import header_of, record_batch
+
+    seed = options["seed"]
+    without_seed = {name: value for name, value in options.items() if name != "seed"}
+    labels = [(index, text, None, seed + index) for index, text in enumerate(texts)]
+    with progress_bar("the target's own text", len(texts)) as advance:
+        records, is_interrupted = record_batch(
+            decoder, texts, labels, without_seed, num_probs=num_probs, on_done=advance
+        )
+    if is_interrupted:
+        raise typer.Exit(130)
+    return records, header_of(decoder, without_seed, num_probs)
