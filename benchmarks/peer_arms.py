@@ -30,7 +30,9 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 
 from outrider.api import Decoder, load, load_drafter
+from outrider.export.gguf import write_gguf
 from outrider.models.placement import Placement
+from outrider.models.registry import ModelSpec
 
 EXACT = "exact"
 OTHER = "not the published rule"
@@ -159,11 +161,9 @@ def llama_cpp_arms(
     target: Path, draft: Path, ks: Sequence[int], server: Path, num_threads: int, context_len: int, folder: Path
 ) -> Iterator[Runs]:
     """Of llama.cpp's own server; one for each arm, since it takes K when it starts, and only then."""
-    from gguf_of import write_gguf
-
     files = folder / "target.gguf", folder / "draft.gguf"
     for path, file in zip((target, draft), files, strict=True):
-        write_gguf(path, file)
+        write_gguf(ModelSpec(name=path.name, path=path), file, torch.float32)
     processes: list[subprocess.Popen[bytes]] = []
 
     def arm(name: str, cache_type: str, k: int | None = None, drafting: str = "greedy") -> tuple[Arm, Run]:

@@ -17,7 +17,7 @@ FLOORS = """
     cli
     certify
     bench
-    distill
+    distill export
     evals replay
     __init__
     api scoring

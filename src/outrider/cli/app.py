@@ -17,6 +17,7 @@ from outrider.cli.commands import (
     compare,
     distill,
     divergence,
+    export,
     generate,
     latency,
     models,
@@ -45,6 +46,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "shapes": shapes.shapes,
     },
     "Train": {"distill": distill.distill},
+    "Hand over": {"export": export.export},
     "Trust and score": {
         "certify": certify.certify,
         "certify-samples": certify_samples.certify_samples,

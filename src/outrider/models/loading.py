@@ -140,6 +140,16 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     return dtype or torch.float32
 
 
+def load_config(spec: ModelSpec) -> Any:
+    """The configuration alone. Raises ModelNotFound, ModelCorrupt, UnsupportedModel."""
+    import transformers
+
+    with _loading(spec, "configuration"):
+        config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
+        _check_kind(spec.name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+        return config
+
+
 def load_tokenizer(spec: ModelSpec) -> Any:
     """The tokenizer alone. Raises ModelNotFound, ModelCorrupt."""
     import transformers

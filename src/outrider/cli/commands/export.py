@@ -1,0 +1,262 @@
+"""``outrider export``: a pair for another inference engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import (
+    JsonOption,
+    MachineOptions,
+    PairOptions,
+    SamplingOptions,
+    SeedOption,
+    TargetOption,
+    flat,
+    parse_k,
+    set_threads,
+)
+from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
+from outrider.cli.shared.own_text import own_text
+from outrider.errors import OptionError
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.export.checks import Described
+    from outrider.export.engines import Engine, Handover
+    from outrider.export.folder import Facts
+    from outrider.export.laws import Outlook
+    from outrider.replay.log_format import Header, Record
+
+_NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the texts and rounds of --measure
+
+
+@flat
+def export(
+    machine: MachineOptions,
+    sampling: SamplingOptions,
+    to: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp, tensorrt-llm, openvino, transformers or mlx.")],
+    output: Annotated[Path, typer.Option(help="Folder for the files.")],
+    target: TargetOption = "fable",
+    draft: Annotated[str | None, typer.Option(help="Known name, folder or hub id. Default: fable-draft.")] = None,
+    num_draft_tokens: Annotated[
+        str, typer.Option("-k", "--num-draft-tokens", help="K; auto takes the best one, if it is known, else 4.")
+    ] = "auto",
+    context: Annotated[int | None, typer.Option(help="Most tokens of a text. Default: what the target takes.")] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Recorded output of the target (outrider record --probs 1), with its sampling options."),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Time rounds of 1, 2, 4 and 8 texts on this machine, for the best K; without --log, let the target "
+            "write 15 texts first.",
+        ),
+    ] = False,
+    draft_cost: Annotated[
+        float | None,
+        typer.Option(
+            help="Time of a draft step over that of a target step in the engine. Default: the ratio of the weights."
+        ),
+    ] = None,
+    seed: SeedOption = 0,
+    json_target: JsonOption = None,
+) -> None:
+    """Hand a pair to another engine: its configuration and command, and what its own law of acceptance promises."""
+    from outrider.export.checks import check_pair, describe
+    from outrider.export.engines import ENGINES, Handover
+    from outrider.export.folder import Facts, location, write_folder
+    from outrider.models.placement import DTYPES
+    from outrider.models.registry import resolve
+
+    if to not in ENGINES:
+        raise OptionError("--to", to, f"choose one of {', '.join(ENGINES)}")
+    engine = ENGINES[to]
+    ks = parse_k(num_draft_tokens)
+    if len(ks) > 1:
+        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "one number, or auto")
+    if draft_cost is not None and not (math.isfinite(draft_cost) and draft_cost >= 0):
+        raise OptionError("--draft-cost", draft_cost, "a number >= 0")
+    if measure and draft_cost is not None:
+        raise OptionError("--draft-cost", draft_cost, "--measure measures it: leave one of the two out")
+    options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=_NUM_TOKENS)
+    check_json_target(json_target)
+    set_threads(machine.threads)
+    names = target, draft or ("fable-draft" if target == "fable" else "none")
+    if names[1] in ("none", "ngram"):
+        raise OptionError("--draft", names[1], "name a draft model")
+    described = []
+    for option, name in zip(("--target", "--draft"), names, strict=True):
+        spec = resolve(name, machine.models)
+        if spec.quantization is not None or spec.gguf is not None:
+            raise OptionError(option, name, "checkpoints are handed over as stored: name the one in safetensors")
+        described.append(describe(spec))
+    check_pair(described[0], described[1], context, engine.vocab_gap)
+
+    records, header, outlooks, basis = _judge(
+        engine, (described[0], described[1]), machine, options, log, measure, draft_cost
+    )
+    asked = header.sampling if header is not None else Sampling(**options)
+    _check_sampling(to, engine, asked)
+    k = ks[0] if isinstance(ks[0], int) else None
+    setting = _setting(engine, outlooks, asked, k)
+    chosen = outlooks.get(setting)
+    handover = Handover(
+        target=location(described[0].spec, "target"),
+        draft=location(described[1].spec, "draft"),
+        k=k or (chosen and chosen.best_k) or DEFAULT_NUM_DRAFT_TOKENS,
+        sampling=asked,
+        setting=setting,
+        context=context,
+        k_by_rows=chosen.k_by_rows if chosen is not None and k is None else (),
+    )
+    facts = Facts(described[0], described[1], outlooks, basis)
+    written = write_folder(output, engine, handover, facts, DTYPES.get(machine.dtype))
+    console = console_for(json_target)
+    _show(console, engine, handover, facts, output, written)
+    body: dict[str, Any] = {
+        "engine": {"name": engine.name, "version": engine.version},
+        "law": engine.laws[setting].name,
+        "setting": setting or None,
+        "k": handover.k,
+        "k_by_rows": [list(entry) for entry in handover.k_by_rows],
+        "outlooks": [_outlook_json(engine, key, one) for key, one in outlooks.items()],
+        "files": written,
+    }
+    settings = asdict(machine) | {"to": to, "target": names[0], "draft": names[1], "output": output, "log": log}
+    settings |= {"num_draft_tokens": num_draft_tokens, "context": context, "measure": measure}
+    write_json(json_target, "export", settings | {"draft_cost": draft_cost, "seed": seed, **asdict(sampling)}, body)
+
+
+def _check_sampling(to: str, engine: Engine, sampling: Sampling) -> None:
+    """Raises OptionError: the engine cannot sample like this with a draft, exactly."""
+    for one in fields(SamplingOptions):
+        value = getattr(sampling, one.name)
+        if value != one.default and one.name not in engine.options:
+            option = f"--{one.name.replace('_', '-')}"
+            raise OptionError(option, value, f"{engine.name} {engine.version} cannot do this exactly with a draft")
+    if sampling.temperature > 0 and not engine.is_exact_sampled:
+        raise OptionError(
+            "--temperature",
+            sampling.temperature,
+            f"with a draft, {engine.name} {engine.version} does not sample from the target's distribution "
+            "(docs/certify.md): give -t 0, or choose another engine than --to " + to,
+        )
+
+
+def _judge(
+    engine: Engine,
+    described: tuple[Described, Described],
+    machine: MachineOptions,
+    options: dict[str, Any],
+    log: Path | None,
+    measure: bool,
+    draft_cost: float | None,
+) -> tuple[Sequence[Record], Header | None, dict[str, Outlook], str]:
+    """tau under each of the engine's laws, as far as there are texts; and where all that comes from."""
+    if log is None and not measure:
+        return [], None, {}, ""
+    from outrider.decoding.costs import tokens_needed
+    from outrider.drafters.model import ModelDrafter
+    from outrider.evals.prompts import PROMPTS
+    from outrider.export.laws import KS, by_draft_cost, by_measured_costs
+    from outrider.models.memory import sizes_of
+    from outrider.replay.log import Log
+    from outrider.replay.plan import Setting, measure_costs
+    from outrider.replay.replay import load_draft
+    from outrider.sampling.rules import REJECTION
+    from outrider.text.tokenizer import fingerprint
+
+    specs = described[0].spec, described[1].spec
+    records: Sequence[Record] | Log
+    if log is not None:
+        records = Log.open(log)
+        header = records.header
+        if header.target != specs[0].name or header.tokenizer not in (None, fingerprint(described[0].tokenizer)):
+            raise OptionError("--log", str(log), f"it was recorded from {header.target}, not from this {specs[0].name}")
+        if not len(records):
+            raise OptionError("--log", str(log), "it has no records yet: resume outrider record")
+        basis = f"On {len(records)} texts of {log.name}"
+    decoder = None
+    if measure:
+        pair = PairOptions(target=specs[0].name, draft=[specs[1].name], **asdict(machine))
+        decoder = pair.load()
+        drafter = pair.load_draft(decoder, specs[1].name)
+        if log is None:
+            records, header = own_text(decoder, PROMPTS, options, num_probs=1)
+            basis = f"On {len(records)} texts of {_NUM_TOKENS} tokens written here"
+    else:
+        place = {"device": machine.device, "dtype": machine.dtype, "models_file": machine.models}
+        drafter = load_draft(specs[1].name, header, **place)  # type: ignore[arg-type]
+    assert isinstance(drafter, ModelDrafter)
+    expected = {key: law.expected(records, header, drafter.lm, KS) for key, law in engine.laws.items()}
+    if decoder is not None:
+        context = min(_CONTEXT, decoder.context_len - tokens_needed(max(KS)))
+        settings = [Setting(rows, context) for rows in _ROWS]
+        drafters, costs = {specs[1].name: drafter}, []
+        with progress_bar("timing rounds", len(settings) * (_NUM_PASSES + 1)) as advance:
+            for one in settings:
+                how = KS, REJECTION, header.sampling, one, lambda: advance(1), _NUM_PASSES
+                costs.append(measure_costs(decoder.target, drafters, *how))
+        basis += "; rounds timed by Outrider on this machine, not by the engine."
+        return list(records), header, {key: by_measured_costs(one, costs) for key, one in expected.items()}, basis
+    sizes = [sizes_of(spec) for spec in specs]
+    if draft_cost is None and sizes[0] is not None and sizes[1] is not None:
+        draft_cost = sizes[1].num_params / sizes[0].num_params
+        basis += (
+            f"; a draft step is taken to cost {draft_cost:.2f} of a target step, as the weights do, and a verify 1."
+        )
+    elif draft_cost is not None:
+        basis += f"; a draft step is taken to cost {draft_cost:g} of a target step, as given, and a verify 1."
+    else:
+        basis += "; the cost of a draft step is not known."
+    return list(records), header, {key: by_draft_cost(one, draft_cost) for key, one in expected.items()}, basis
+
+
+def _setting(engine: Engine, outlooks: Mapping[str, Outlook], sampling: Sampling, k: int | None) -> str:
+    """The engine's setting with the better law. If nothing is known of either, the first; at temperature 0, where all
+    are the same, the one that keeps no probabilities."""
+    if sampling.temperature == 0:
+        return list(engine.laws)[-1]
+    return max(engine.laws, key=lambda key: outlooks[key].merit(k)) if outlooks else next(iter(engine.laws))
+
+
+def _show(
+    console: Console, engine: Engine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
+) -> None:
+    law = engine.laws[handover.setting]
+    console.print(f"{engine.name} {engine.version}, {facts.target.spec.name} with {facts.draft.spec.name}: {output}")
+    console.print(f"  {', '.join(written)}", soft_wrap=True)
+    console.print(f"It accepts a drafted token with probability {law.about}.", soft_wrap=True)
+    outlook = facts.outlooks.get(handover.setting)
+    if outlook is None:
+        console.print(f"tau: not known (give --log or --measure); K = {handover.k}")
+    else:
+        tau = outlook.tau[handover.k].tau if handover.k in outlook.tau else None
+        value = "not known" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
+        gain = outlook.speed_up.get(handover.k)
+        text = "" if gain is None else f", speed-up {gain:.2f} (predicted)"
+        console.print(f"K = {handover.k}: tau {value}{text}. {facts.basis}", soft_wrap=True, markup=False)
+        if outlook.best_k is not None and outlook.speed_up[outlook.best_k] <= 1:
+            console.print("By this prediction no K is faster than plain decoding under this law.")
+    console.print(f"  cd {output} && {engine.start}", style="bold", soft_wrap=True)
+
+
+def _outlook_json(engine: Engine, key: str, outlook: Outlook) -> dict[str, Any]:
+    return {
+        "setting": key or None,
+        "law": engine.laws[key].name,
+        "best_k": outlook.best_k,
+        "k_by_rows": [list(entry) for entry in outlook.k_by_rows],
+        "tau": [{"k": k, "tau": one.tau and one.tau.to_json()} for k, one in outlook.tau.items()],
+        "speed_up": [{"k": k, "speed_up": value} for k, value in outlook.speed_up.items()],
+    }

@@ -1,0 +1,362 @@
+"""The engines that a pair can be handed to: their laws of acceptance, what they can sample, and the files they take.
+
+Facts were read in the sources of the versions named in ``ENGINES`` (docs/export.md cites the places). Settings that are
+not lossless are never written: SGLang's thresholds below 1, vLLM's ``fly`` and ``synthetic``, an
+``assistant_ensemble_weight``. Each ``_files`` function is a pure function of a handover; nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, Law
+from outrider.options import Sampling
+
+# Of the text models that Outrider can load, the families that are most used; in the registries of the versions below.
+_FAMILIES = frozenset(
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Granite")
+)
+_FILTERS = frozenset({"temperature", "top_k", "top_p"})
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A pair on its way to an engine.
+
+    Attributes:
+        target, draft: folders beside the files, or hub ids.
+        k: drafted tokens per round.
+        setting: of the engine, the key of its law.
+        context: most tokens of a text, None for the target's own.
+        k_by_rows: (rows, K), ascending: the K that is best from so many running requests on; empty if not known.
+    """
+
+    target: str
+    draft: str
+    k: int
+    sampling: Sampling
+    setting: str
+    context: int | None = None
+    k_by_rows: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An inference engine.
+
+    Attributes:
+        name: for people.
+        version: that was read.
+        laws: of acceptance, by the engine's own setting; one of them with the key "" where there is no choice.
+        options: fields of ``Sampling`` that it can do with a draft, exactly.
+        families: architectures that it is known to serve; None where that was not looked up.
+        vocab_gap: by how many rows the vocabularies of a pair may differ; None where it does not look.
+        files: name -> text.
+        start: the command that starts it, in the folder.
+        port: of its server, by default; None where it is a program that ends.
+        notes: for the README.
+        is_exact_sampled: whether its drafts leave the law of sampled text as it is.
+        needs_gguf: weights are taken in GGUF files, target.gguf and draft.gguf.
+    """
+
+    name: str
+    version: str
+    laws: Mapping[str, Law]
+    options: frozenset[str]
+    families: frozenset[str] | None
+    vocab_gap: int | None
+    files: Callable[[Handover], dict[str, str]]
+    start: str
+    port: int | None = None
+    notes: tuple[str, ...] = ()
+    is_exact_sampled: bool = True
+    needs_gguf: bool = False
+
+
+def _script(*commands: Sequence[str]) -> str:
+    """A shell script that runs commands in its own folder."""
+    lines = [" \\\n  ".join(_groups(command)) for command in commands]
+    return "\n".join(["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', *lines, ""])
+
+
+def _groups(words: Sequence[str]) -> list[str]:
+    """The words of a command, quoted, an option with its value each."""
+    groups = [words[0]]
+    for word in words[1:]:
+        quoted = word if word.startswith('"$(') else shlex.quote(word)
+        is_option = word.startswith("-") and not word[1:].isdigit()
+        if is_option:
+            groups.append(quoted)
+        else:
+            groups[-1] += f" {quoted}"
+    return groups
+
+
+def _lines(values: Mapping[str, Any], show: Callable[[Any], str] = json.dumps) -> str:
+    """An object with an entry on each line."""
+    entries = ",\n".join(f"  {show(key)}: {show(value)}" for key, value in values.items())
+    return f"{{\n{entries}\n}}"
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return _lines(values) + "\n"
+
+
+def _request(handover: Handover) -> dict[str, Any]:
+    """The body of a request to ``/v1/completions`` with the sampling options written out: some engines take what is
+    missing from the checkpoint."""
+    sampling = handover.sampling
+    body: dict[str, Any] = {"model": handover.target, "prompt": "Once upon a time", "max_tokens": 128}
+    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
+    if sampling.repetition_penalty != 1:
+        body["repetition_penalty"] = sampling.repetition_penalty
+    return body
+
+
+def vllm_config(handover: Handover) -> dict[str, Any]:
+    """``--speculative-config``; see ``SpeculativeConfig`` in vllm/config/speculative.py."""
+    config: dict[str, Any] = {
+        "method": "draft_model",
+        "model": handover.draft,
+        "num_speculative_tokens": handover.k,
+        "draft_sample_method": handover.setting,
+        "rejection_sample_method": "standard",
+    }
+    if handover.k_by_rows:
+        # No K of the table may be larger than num_speculative_tokens; the last entry holds for all larger batches.
+        firsts = [rows for rows, _ in handover.k_by_rows]
+        lasts = [first - 1 for first in firsts[1:]] + [firsts[-1]]
+        ks = [k for _, k in handover.k_by_rows]
+        table = [list(entry) for entry in zip(firsts, lasts, ks, strict=True)]
+        config["num_speculative_tokens"] = max(handover.k, *ks)
+        config["num_speculative_tokens_per_batch_size"] = table
+    return config
+
+
+def _vllm(handover: Handover) -> dict[str, str]:
+    command = ["vllm", "serve", handover.target, "--speculative-config", '"$(cat speculative.json)"']
+    if handover.context is not None:
+        command += ["--max-model-len", str(handover.context)]
+    files = {"speculative.json": _json(vllm_config(handover)), "serve.sh": _script(command)}
+    return files | {"request.json": _json(_request(handover))}
+
+
+def _sglang(handover: Handover) -> dict[str, str]:
+    command = ["python", "-m", "sglang.launch_server", "--model-path", handover.target]
+    command += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", handover.draft]
+    command += ["--speculative-num-steps", str(handover.k), "--speculative-eagle-topk", "1"]
+    command += ["--speculative-num-draft-tokens", str(handover.k + 1)]  # the last token is counted too
+    if handover.context is not None:
+        command += ["--context-length", str(handover.context)]
+    return {"serve.sh": _script(command), "request.json": _json(_request(handover))}
+
+
+def _llama_cpp(handover: Handover) -> dict[str, str]:
+    sampling = handover.sampling
+    command = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-simple"]
+    command += ["--spec-draft-n-max", str(handover.k), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0.0"]
+    command += ["--spec-draft-sampling", handover.setting, "-c", str(handover.context or 0)]
+    # Filters after the temperature, as in Transformers; by default it comes last, and other filters are on.
+    command += ["--samplers", "penalties;temperature;top_k;top_p;min_p", "--temp", f"{sampling.temperature:g}"]
+    command += ["--top-k", str(sampling.top_k), "--top-p", f"{sampling.top_p:g}", "--min-p", f"{sampling.min_p:g}"]
+    command += ["--repeat-penalty", f"{sampling.repetition_penalty:g}", "--repeat-last-n", "-1"]
+    body = {"prompt": "Once upon a time", "max_tokens": 128}
+    return {"serve.sh": _script(command), "request.json": _json(body)}
+
+
+def _tensorrt_llm(handover: Handover) -> dict[str, str]:
+    lines = [
+        "disable_overlap_scheduler: true",
+        "speculative_config:",
+        "  decoding_type: Draft_Target",
+        f"  max_draft_len: {handover.k}",
+        f"  speculative_model: {json.dumps(handover.draft)}",
+    ]
+    if handover.context is not None:
+        lines.insert(0, f"max_seq_len: {handover.context}")
+    command = ["trtllm-serve", handover.target, "--config", "config.yaml"]
+    files = {"config.yaml": "\n".join(lines) + "\n", "serve.sh": _script(command)}
+    return files | {"request.json": _json(_request(handover))}
+
+
+def _openvino(handover: Handover) -> dict[str, str]:
+    convert = [
+        ["optimum-cli", "export", "openvino", "--model", model, "--weight-format", "fp16", f"openvino-{name}"]
+        for name, model in (("target", handover.target), ("draft", handover.draft))
+    ]
+    program = f"""\
+import openvino_genai
+
+draft = openvino_genai.draft_model("openvino-draft", "CPU")
+pipeline = openvino_genai.LLMPipeline("openvino-target", "CPU", draft_model=draft)
+config = openvino_genai.GenerationConfig()
+config.max_new_tokens = 128
+config.do_sample = False
+config.num_assistant_tokens = {handover.k}
+print(pipeline.generate("Once upon a time", config))
+"""
+    return {"convert.sh": _script(*convert), "generate.py": program}
+
+
+def transformers_options(handover: Handover) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of ``generate``, and what the draft's own ``generation_config`` must hold."""
+    sampling = handover.sampling
+    options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": sampling.repetition_penalty}
+    if sampling.temperature > 0:
+        options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        if sampling.min_p > 0:
+            options["min_p"] = sampling.min_p
+    if sampling.logit_bias:
+        options["sequence_bias"] = [[[token_id], float(bias)] for token_id, bias in sampling.logit_bias.items()]
+    # By default a draft ends as soon as it is unsure.
+    drafting = {"num_assistant_tokens": handover.k, "num_assistant_tokens_schedule": "constant"}
+    return options, {**drafting, "assistant_confidence_threshold": 0.0}
+
+
+def _transformers(handover: Handover) -> dict[str, str]:
+    options, drafting = transformers_options(handover)
+    program = f"""\
+import os
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+os.chdir(os.path.dirname(os.path.abspath(__file__)))
+tokenizer = AutoTokenizer.from_pretrained({handover.target!r})
+target = AutoModelForCausalLM.from_pretrained({handover.target!r}, dtype="auto", device_map="auto")
+draft = AutoModelForCausalLM.from_pretrained({handover.draft!r}, dtype="auto", device_map="auto")
+drafting = {_lines(drafting, repr)}
+draft.generation_config.update(**drafting)
+options = {_lines(options, repr)}
+inputs = tokenizer("Once upon a time", return_tensors="pt").to(target.device)
+output = target.generate(
+    input_ids=inputs.input_ids,
+    attention_mask=inputs.attention_mask,
+    assistant_model=draft,
+    max_new_tokens=128,
+    **options,
+)
+print(tokenizer.decode(output[0], skip_special_tokens=True))
+"""
+    return {"generate.py": program}
+
+
+def _mlx(handover: Handover) -> dict[str, str]:
+    sampling = handover.sampling
+    command = ["mlx_lm.generate", "--model", handover.target, "--draft-model", handover.draft]
+    command += ["--num-draft-tokens", str(handover.k), "--temp", f"{sampling.temperature:g}"]
+    command += ["--top-k", str(sampling.top_k), "--top-p", f"{sampling.top_p:g}", "--min-p", f"{sampling.min_p:g}"]
+    command += ["--ignore-chat-template", "--max-tokens", "128", "--prompt", "Once upon a time"]
+    return {"generate.sh": _script(command)}
+
+
+ENGINES = {
+    "vllm": Engine(
+        name="vLLM",
+        version="0.33.0",
+        laws={"probabilistic": RATIO_BY_TEMPERATURE, "greedy": GREEDY},
+        options=_FILTERS | {"repetition_penalty"},
+        families=_FAMILIES,
+        vocab_gap=0,
+        files=_vllm,
+        start="sh serve.sh",
+        port=8000,
+        notes=(
+            "`draft_sample_method` is written, since its default is `greedy`, another law.",
+            "Requests with `min_p` or `logit_bias` are refused by vLLM while a draft is in use.",
+        ),
+    ),
+    "sglang": Engine(
+        name="SGLang",
+        version="0.5.23",
+        laws={"": GREEDY},
+        options=_FILTERS,
+        families=_FAMILIES,
+        vocab_gap=0,
+        files=_sglang,
+        start="sh serve.sh",
+        port=30000,
+        notes=(
+            "Drafts are greedy: `--speculative-use-rejection-sampling` is refused for STANDALONE.",
+            "On the CPU, on XPU and on ROCm a verify is greedy whatever the request's temperature is.",
+            "With a draft, `min_p` is not applied, and penalties do not see the tokens of the same round: leave both.",
+        ),
+    ),
+    "llama.cpp": Engine(
+        name="llama.cpp",
+        version="build 11549",
+        laws={"probabilistic": RATIO_OF_TEN, "greedy": GREEDY},
+        options=_FILTERS | {"min_p", "repetition_penalty"},
+        families=None,
+        vocab_gap=128,
+        files=_llama_cpp,
+        start="sh serve.sh",
+        port=8080,
+        notes=(
+            "`--spec-draft-sampling` is written, since its default is `greedy`, another law. Builds without the option "
+            "(that of llama-cpp-python 0.3.36, say) are greedy.",
+            "Samplers are written out: llama.cpp's own defaults are top-k 40, top-p 0.95, min-p 0.05.",
+            "A request may override the server's sampling options.",
+        ),
+        needs_gguf=True,
+    ),
+    "tensorrt-llm": Engine(
+        name="TensorRT-LLM",
+        version="1.2.1",
+        laws={"": GREEDY},
+        options=_FILTERS,
+        families=None,
+        vocab_gap=None,
+        files=_tensorrt_llm,
+        start="sh serve.sh",
+        port=8000,
+        notes=(
+            "The law is that of the default attention backend, whose drafting loop is greedy. With another backend, "
+            "or a `draft_len_schedule`, drafts are sampled.",
+            "No table of K by load is written: the keys of `draft_len_schedule` changed their meaning between "
+            "versions.",
+        ),
+    ),
+    "openvino": Engine(
+        name="OpenVINO GenAI",
+        version="2026.4.1",
+        laws={"": GREEDY},
+        options=frozenset({"temperature"}),
+        families=None,
+        vocab_gap=None,
+        files=_openvino,
+        start="sh convert.sh && python generate.py",
+        notes=("`convert.sh` needs optimum-intel. The weights are converted to float16.",),
+        is_exact_sampled=False,
+    ),
+    "transformers": Engine(
+        name="Transformers",
+        version="5.23.0",
+        laws={"": RATIO},
+        options=_FILTERS | {"min_p", "repetition_penalty", "logit_bias"},
+        families=None,
+        vocab_gap=0,
+        files=_transformers,
+        start="python generate.py",
+        notes=(
+            "`assistant_confidence_threshold` is 0: by default (0.4) a draft ends early. The options of the draft are "
+            "read from the draft's own `generation_config`.",
+            "One prompt at a time: Transformers has no batches with an assistant.",
+        ),
+    ),
+    "mlx": Engine(
+        name="mlx-lm",
+        version="0.32.2",
+        laws={"": EQUALITY},
+        options=_FILTERS | {"min_p"},
+        families=_FAMILIES,
+        vocab_gap=None,
+        files=_mlx,
+        start="sh generate.sh",
+        notes=("With a draft, requests are served one at a time.",),
+    ),
+}

@@ -1,0 +1,183 @@
+"""The folder that is handed over: configuration, scripts, checkpoints and a README."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.errors import FileError
+from outrider.export.checks import Described
+from outrider.export.engines import Engine, Handover
+from outrider.export.gguf import obstacle, write_gguf
+from outrider.export.laws import Outlook
+from outrider.models.registry import ModelSpec
+from outrider.system.files import write_text
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the README states of a handover.
+
+    Attributes:
+        outlooks: by the engine's setting; empty where no texts were judged.
+        basis: where the texts and the costs come from.
+    """
+
+    target: Described
+    draft: Described
+    outlooks: Mapping[str, Outlook]
+    basis: str
+
+
+def location(spec: ModelSpec, name: str) -> str:
+    """How a model is named in the files: a hub id, or a link of this name beside them."""
+    return str(spec.hub) if spec.path is None else name
+
+
+def write_folder(
+    output: Path, engine: Engine, handover: Handover, facts: Facts, dtype: torch.dtype | None
+) -> list[str]:
+    """Write all files. Checkpoints are linked, hub ids named; llama.cpp gets GGUF files.
+
+    Args:
+        dtype: of GGUF files; None for that of the checkpoint.
+
+    Returns:
+        The names of the files, links included.
+
+    Raises:
+        FileError: the folder cannot be written, or has other things under these names.
+        MissingExtra, UnsupportedModel
+    """
+    files = engine.files(handover)
+    models = {"target": facts.target.spec, "draft": facts.draft.spec}
+    notes = list(engine.notes)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        links = [] if engine.needs_gguf else [_link(output / name, spec) for name, spec in models.items() if spec.path]
+    except OSError as error:
+        raise FileError(f"cannot write {output}: {error.strerror}") from None
+    if engine.needs_gguf:
+        commands = []
+        for name, spec in models.items():
+            reason = obstacle(spec)
+            if reason is None:
+                write_gguf(spec, output / f"{name}.gguf", dtype)
+                links.append(f"{name}.gguf")
+            else:
+                notes.append(
+                    f"{name}.gguf is not written here, since {reason}: `convert.sh` runs llama.cpp's converter."
+                )
+                commands.append(_conversion(name, spec))
+        if commands:
+            files["convert.sh"] = "#!/bin/sh\nset -eu\n" + "\n".join(commands) + "\n"
+    files["README.md"] = readme(engine, handover, facts, notes, sorted([*files, *links]))
+    for name, text in files.items():
+        write_text(output / name, text)
+        if name.endswith(".sh"):
+            (output / name).chmod(0o755)
+    return sorted([*files, *links])
+
+
+def _link(path: Path, spec: ModelSpec) -> str:
+    """A link to the checkpoint. Another link there is replaced, anything else is left."""
+    assert spec.path is not None
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        raise FileError(f"{path} is there already, and is not a link: choose another folder, or remove it")
+    path.symlink_to(spec.path.resolve(), target_is_directory=True)
+    return path.name
+
+
+def _conversion(name: str, spec: ModelSpec) -> str:
+    """With llama.cpp's own converter, in its repository."""
+    folder = str(spec.path.resolve()) if spec.path is not None else f"{name}-checkpoint"
+    command = shlex.join(["python", "convert_hf_to_gguf.py", folder, "--outfile", f"{name}.gguf"])
+    fetch = [] if spec.path is not None else [shlex.join(["hf", "download", str(spec.hub), "--local-dir", folder])]
+    return "\n".join([*fetch, command])
+
+
+def readme(engine: Engine, handover: Handover, facts: Facts, notes: Sequence[str], names: Sequence[str]) -> str:
+    """What was written and checked, and what the engine's law promises."""
+    law = engine.laws[handover.setting]
+    lines = [
+        f"# {facts.target.spec.name} with the draft {facts.draft.spec.name}, for {engine.name}",
+        "",
+        f"Written by `outrider export` from the sources of {engine.name} {engine.version}.",
+        "",
+        f"    {engine.start}",
+    ]
+    if engine.port is not None:
+        url = f"http://127.0.0.1:{engine.port}/v1/completions"
+        lines.append(f"    curl {url} -H 'Content-Type: application/json' -d @request.json")
+    lines += ["", f"Files: {', '.join(names)}."]
+    if "target" in names or "draft" in names:
+        lines.append("`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them.")
+    lines += ["", "## Acceptance", "", f"{engine.name} accepts a drafted token with probability {law.about}."]
+    if handover.sampling.temperature == 0:
+        lines.append("At temperature 0 all lossless laws of acceptance are the same.")
+    else:
+        lines.append("This is lossless, but tau (tokens per round) is that of this law: other engines have another.")
+    lines += ["", *_table(engine, handover, facts), ""]
+    lines += ["## Checked", "", *(f"- {line}" for line in _checks(engine, facts)), "", "## Notes", ""]
+    lines += [f"- {note}" for note in notes]
+    return "\n".join(lines) + "\n"
+
+
+def _table(engine: Engine, handover: Handover, facts: Facts) -> list[str]:
+    if not facts.outlooks:
+        return [
+            f"**tau is not known**, and K = {handover.k} was not chosen by it. `--log LOG` takes texts that the target "
+            "wrote (`outrider record --probs 1`), `--measure` writes some."
+        ]
+    settings = [key for key in engine.laws if key in facts.outlooks]
+    outlook = facts.outlooks[handover.setting]
+    heads = [f"tau, {key}" if key else "tau" for key in settings]
+    lines = [
+        facts.basis,
+        "",
+        f"| K | {' | '.join(heads)} | speed-up, predicted |",
+        "|" + "---|" * (len(heads) + 2),
+    ]
+    for k in outlook.tau:
+        taus = [facts.outlooks[key].tau[k].tau for key in settings]
+        texts = ["-" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]" for tau in taus]
+        speed_up = f"{outlook.speed_up[k]:.2f}" if k in outlook.speed_up else "-"
+        mark = "**" if k == handover.k else ""
+        lines.append(f"| {mark}{k}{mark} | {' | '.join(texts)} | {speed_up} |")
+    best = outlook.best_k
+    if best is None:
+        lines += ["", f"Written: K = {handover.k}. The best K is not known: give `--draft-cost` or `--measure`."]
+    else:
+        gain = outlook.speed_up[best]
+        verdict = f"Best: K = {best}, {gain:.2f} times as fast as plain decoding, by this prediction."
+        if gain <= 1:
+            verdict = f"**By this prediction no K is faster than plain decoding** (K = {best}: {gain:.2f})."
+        lines += ["", f"Written: K = {handover.k}. {verdict}"]
+    if outlook.k_by_rows:
+        by_rows = ", ".join(f"{rows}: {k or 'none'}" for rows, k in outlook.k_by_rows)
+        lines.append(f"Best K by texts at once, measured on this machine: {by_rows}.")
+    return lines
+
+
+def _checks(engine: Engine, facts: Facts) -> list[str]:
+    target, draft = facts.target, facts.draft
+    lines = [
+        "Both tokenizers have the same tokens under the same ids.",
+        f"vocab_size {target.vocab_size} and {draft.vocab_size}; context {target.context_len} and {draft.context_len}.",
+    ]
+    architectures = sorted({target.architecture, draft.architecture})
+    if engine.families is None:
+        lines.append(f"Not checked: whether this version serves {' and '.join(architectures)}.")
+    elif unknown := [name for name in architectures if name not in engine.families]:
+        lines.append(
+            f"**{' and '.join(unknown)}: not among the architectures looked up** in {engine.version}; it may be served."
+        )
+    else:
+        lines.append(f"{' and '.join(architectures)}: in the registry of {engine.version}.")
+    return lines

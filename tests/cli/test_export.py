@@ -1,0 +1,164 @@
+"""``outrider export``."""
+
+import json
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outrider, only_document
+from outrider.api import load
+from outrider.export.engines import ENGINES
+from pairs import random_llama, save, word_tokenizer, zoo
+
+
+@pytest.fixture
+def log(outrider: Outrider, tmp_path: Path) -> Path:
+    prompts, log = tmp_path / "prompts", tmp_path / "log"
+    prompts.write_text("Once upon a time\nThe king\nIn the wood\n")
+    assert outrider("record", "--prompts", prompts, "--output", log, "--probs", 1, "-n", 24, "-t", 0.8).code == 0
+    return log
+
+
+@pytest.mark.parametrize("to", [name for name in ENGINES if name != "openvino"])
+def test_a_recorded_pair(outrider: Outrider, log: Path, tmp_path: Path, to: str) -> None:
+    """Each engine gets the tau of its own law, and the options of the log."""
+    ended = outrider("export", "--to", to, "--log", log, "--output", tmp_path / "out", "--json", tmp_path / "json")
+    assert (ended.code, ended.err) == (0, "")
+    document = only_document((tmp_path / "json").read_text(), "export")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(document["files"])
+    outlooks = {one["setting"]: one for one in document["outlooks"]}
+    assert {one or "" for one in outlooks} == set(ENGINES[to].laws)
+    chosen = outlooks[document["setting"]]
+    best = max(chosen["speed_up"], key=lambda one: one["speed_up"])
+    assert document["k"] == chosen["best_k"] == best["k"] and document["law"] == chosen["law"]
+    tau = {one["k"]: one["tau"]["value"] for one in chosen["tau"]}
+    assert best["speed_up"] == pytest.approx(tau[best["k"]] / (1 + best["k"] * _draft_cost()), rel=1e-3)
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert f"Written: K = {document['k']}." in readme and f"{tau[best['k']]:.2f} [" in readme
+    assert ENGINES[to].laws[document["setting"] or ""].about in readme and "0.8" in _all_text(tmp_path / "out")
+
+
+def _all_text(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in folder.iterdir() if path.suffix in (".sh", ".json", ".py"))
+
+
+def _draft_cost() -> float:
+    """The ratio of the parameters."""
+    sizes = [load(name).target.model.num_parameters() for name in ("fable-draft", "fable")]
+    return sizes[0] / sizes[1]
+
+
+def test_the_laws_are_in_order(outrider: Outrider, log: Path, tmp_path: Path) -> None:
+    """The embedded pair at temperature 0.8: ratio above greedy above equal samples."""
+
+    def tau(to: str) -> list[float]:
+        ended = outrider("export", "--to", to, "--log", log, "--output", tmp_path / to, "--json", "-")
+        document = only_document(ended.out, "export")
+        [chosen] = [one for one in document["outlooks"] if one["setting"] == document["setting"]]
+        return [one["tau"]["value"] for one in chosen["tau"]]
+
+    ratio, greedy, match = (tau(to) for to in ("transformers", "sglang", "mlx"))
+    assert all(a > b > c > 1 for a, b, c in zip(ratio, greedy, match, strict=True))
+
+
+def test_nothing_known(outrider: Outrider, tmp_path: Path) -> None:
+    """Without a recording that is said plainly, and the K is the one that was asked for, or 4."""
+    ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--json", "-")
+    document = only_document(ended.out, "export")
+    assert document["k"] == 4 and document["outlooks"] == [] and document["setting"] == "probabilistic"
+    assert "tau: not known" in ended.err and "**tau is not known**" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "target").resolve() == zoo("fable") and (tmp_path / "draft").resolve() == zoo("fable-draft")
+    assert os.access(tmp_path / "serve.sh", os.X_OK)
+    assert outrider("export", "--to", "vllm", "--output", tmp_path, "-k", 7, "-t", 0).code == 0  # in its own place
+    config = json.loads((tmp_path / "speculative.json").read_text())
+    assert (config["num_speculative_tokens"], config["draft_sample_method"]) == (7, "greedy")
+    (tmp_path / "draft").unlink()
+    (tmp_path / "draft").mkdir()
+    assert "is there already" in outrider("export", "--to", "vllm", "--output", tmp_path).error
+
+
+def test_measured_here(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The K of each load goes into vLLM's table. (Fewer texts, K and passes than usual.)"""
+    monkeypatch.setattr("outrider.cli.commands.export._NUM_TOKENS", 8)
+    monkeypatch.setattr("outrider.cli.commands.export._NUM_PASSES", 1)
+    monkeypatch.setattr("outrider.cli.commands.export._ROWS", (1, 3))
+    monkeypatch.setattr("outrider.evals.prompts.PROMPTS", ("Once upon a time", "The king"))
+    monkeypatch.setattr("outrider.export.laws.KS", (1, 2))
+    ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--measure", "--json", "-")
+    document = only_document(ended.out, "export")
+    assert [rows for rows, _ in document["k_by_rows"]] == [1, 3]
+    config = json.loads((tmp_path / "speculative.json").read_text())
+    table = config["num_speculative_tokens_per_batch_size"]
+    assert table == [[1, 2, document["k_by_rows"][0][1]], [3, 3, document["k_by_rows"][1][1]]]
+    assert "On 2 texts of 8 tokens written here; rounds timed" in ended.err
+
+
+def _random_pair(folder: Path, **more: Any) -> tuple[Path, Path]:
+    """In float64, so that no near tie decides."""
+    tokenizer = word_tokenizer()
+    target = save(folder / "t", random_llama(seed=1, context_len=256), tokenizer)
+    return target, save(folder / "d", random_llama(seed=2, **{"context_len": 256} | more), tokenizer)
+
+
+def test_transformers_runs_what_is_written(
+    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = _random_pair(tmp_path)
+    arguments = "--target", target, "--draft", draft, "-t", 0, "-k", 3, "--output", tmp_path / "out"
+    assert outrider("export", "--to", "transformers", *arguments).code == 0
+    monkeypatch.chdir(tmp_path)  # and back again: the script goes to its own folder
+    capsys.readouterr()
+    runpy.run_path(str(tmp_path / "out" / "generate.py"))
+    decoder = load(target, dtype="float64")
+    [want] = decoder.generate("Once upon a time", max_new_tokens=128, temperature=0.0)
+    assert capsys.readouterr().out.strip().endswith(want.text.strip()) and len(want.token_ids) > 5
+
+
+def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> None:
+    """Words are no byte-level tokens: its own converter is named."""
+    target, draft = _random_pair(tmp_path)
+    arguments = "--target", target, "--draft", draft, "--output", tmp_path / "out"
+    assert outrider("export", "--to", "llama.cpp", *arguments).code == 0
+    lines = (tmp_path / "out" / "convert.sh").read_text().splitlines()
+    assert lines[2:] == [
+        f"python convert_hf_to_gguf.py {target} --outfile target.gguf",
+        f"python convert_hf_to_gguf.py {draft} --outfile draft.gguf",
+    ]
+    assert "target.gguf is not written here, since llama.cpp has no name" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_bad_pairs(outrider: Outrider, tmp_path: Path) -> None:
+    target, short = _random_pair(tmp_path, context_len=64)
+    pair = "export", "--to", "sglang", "--output", tmp_path / "out", "--target", target, "--draft"
+    assert "takes 64 tokens: give --context 64" in outrider(*pair, short).error
+    assert outrider(*pair, short, "--context", 64).code == 0
+    assert "--context-length 64" in (tmp_path / "out" / "serve.sh").read_text()
+    assert "takes 256 tokens" in outrider(*pair, short, "--context", 512).error
+    wide = save(tmp_path / "wide", random_llama(100, context_len=256), word_tokenizer())
+    assert "vocab_size of 97" in outrider(*pair, wide).error
+    other = save(tmp_path / "other", random_llama(context_len=256), word_tokenizer(word="v{}"))
+    assert "have different tokenizers" in outrider(*pair, other).error
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_bad_options(outrider: Outrider, log: Path, tmp_path: Path) -> None:
+    def error(to: str, *more: object) -> str:
+        return outrider("export", "--to", to, "--output", tmp_path / "out", *more).error
+
+    assert "choose one of vllm, sglang" in error("ollama")
+    assert "one number, or auto" in error("vllm", "-k", "1,2")
+    assert "a number >= 0" in error("vllm", "--draft-cost", "-1")
+    assert "leave one of the two out" in error("vllm", "--draft-cost", 0.1, "--measure")
+    assert "name a draft model" in error("vllm", "--draft", "ngram")
+    assert "as stored" in error("vllm", "--target", "fable:int8", "--draft", "fable-draft")
+    assert "vLLM 0.33.0 cannot do this exactly" in error("vllm", "--min-p", 0.1)
+    assert "SGLang 0.5.23 cannot do this exactly" in error("sglang", "--repetition-penalty", 1.1)
+    assert "does not sample from the target's distribution" in error("openvino")
+    assert "it was recorded from fable, not from this fable-draft" in error(
+        "vllm", "--log", log, "--target", "fable-draft", "--draft", "fable"
+    )
+    assert not (tmp_path / "out").exists()
+    assert outrider("export", "--to", "openvino", "--output", tmp_path / "out", "-t", 0).code == 0
