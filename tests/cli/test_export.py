@@ -11,15 +11,23 @@ import pytest
 from commands import Outrider, only_document
 from outrider.api import load
 from outrider.export.engines import ENGINES
-from pairs import random_llama, save, word_tokenizer, zoo
+from outrider.replay.log_writer import LogWriter
+from outrider.replay.record import header_of, record_batch
+from pairs import embedded, random_llama, save, word_tokenizer, zoo
 
 
-@pytest.fixture
-def log(outrider: Outrider, tmp_path: Path) -> Path:
-    prompts, log = tmp_path / "prompts", tmp_path / "log"
-    prompts.write_text("Once upon a time\nThe king\nIn the wood\n")
-    assert outrider("record", "--prompts", prompts, "--output", log, "--probs", 1, "-n", 24, "-t", 0.8).code == 0
-    return log
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of the embedded target, as ``outrider record --probs 1`` writes them."""
+    path = tmp_path_factory.mktemp("recorded") / "log"
+    texts, options = ["Once upon a time", "The king", "In the wood"], {"temperature": 0.8, "max_new_tokens": 24}
+    labels = [(index, text, None, index) for index, text in enumerate(texts)]
+    decoder = embedded().plain()
+    records, _ = record_batch(decoder, texts, labels, options, num_probs=1)
+    writer = LogWriter(path, header_of(decoder, options, 1), [label[1:] for label in labels])
+    writer.append(records)
+    writer.flush()
+    return path
 
 
 @pytest.mark.parametrize("to", [name for name in ENGINES if name != "openvino"])
@@ -127,7 +135,8 @@ def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> No
         f"python convert_hf_to_gguf.py {target} --outfile target.gguf",
         f"python convert_hf_to_gguf.py {draft} --outfile draft.gguf",
     ]
-    assert "target.gguf is not written here, since llama.cpp has no name" in (tmp_path / "out" / "README.md").read_text()
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "target.gguf is not written here, since llama.cpp has no name" in readme
 
 
 def test_bad_pairs(outrider: Outrider, tmp_path: Path) -> None:

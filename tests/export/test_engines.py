@@ -16,7 +16,7 @@ from outrider.replay.replay import Expected
 from outrider.stats.counts import RoundCounts, tau_interval
 from pairs import embedded, embedded_tokenizer, zoo
 
-PAIR = Handover("target", "draft", 3, Sampling(temperature=0.7, top_k=40, top_p=0.9), "")
+PAIR = Handover("target", "draft", 3, Sampling(temperature=0.7, top_k=40, top_p=0.9), "", 512)
 
 # By nobody's wish does any of these become part of what is written.
 LOSSY = (
@@ -34,7 +34,7 @@ LOSSY = (
 
 def _written(name: str) -> list[tuple[str, Handover, dict[str, str]]]:
     engine = ENGINES[name]
-    handovers = [replace(PAIR, setting=setting, context=context) for setting in engine.laws for context in (None, 512)]
+    handovers = [replace(PAIR, setting=setting) for setting in engine.laws]
     handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0), k_by_rows=((1, 5), (4, 2), (8, 0))))
     return [(name, handover, engine.files(handover)) for handover in handovers]
 
@@ -70,7 +70,7 @@ def _values(words: list[str]) -> dict[str, str]:
 
 
 def test_vllm() -> None:
-    files = ENGINES["vllm"].files(replace(PAIR, setting="probabilistic", context=512))
+    files = ENGINES["vllm"].files(replace(PAIR, setting="probabilistic"))
     words = _words(files["serve.sh"])
     assert words[:3] == ["vllm", "serve", "target"] and _values(words)["--max-model-len"] == "512"
     assert _values(words)["--speculative-config"] == "$(cat speculative.json)"
@@ -83,7 +83,7 @@ def test_vllm() -> None:
     }
     assert json.loads(files["request.json"])["top_k"] == 40
     plain = ENGINES["vllm"].files(replace(PAIR, setting="greedy", sampling=Sampling()))
-    assert json.loads(plain["request.json"])["top_k"] == -1 and "max-model-len" not in plain["serve.sh"]
+    assert json.loads(plain["request.json"])["top_k"] == -1
 
 
 def test_the_table_of_vllm_is_what_it_takes() -> None:
@@ -106,12 +106,13 @@ def test_llama_cpp_samples_like_the_others() -> None:
     assert values["--spec-draft-n-max"] == "3" and values["--spec-draft-sampling"] == "probabilistic"
     assert values["--samplers"] == "penalties;temperature;top_k;top_p;min_p"
     names = ("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--repeat-last-n")
-    assert [values[name] for name in names] == ["0.7", "40", "0.9", "0", "1.25", "-1"]
+    assert [values[name] for name in names] == ["0.7", "40", "0.9", "0", "1.25", "512"]
 
 
 def test_tensorrt_llm() -> None:
     config = ENGINES["tensorrt-llm"].files(replace(PAIR, draft="org/small: draft"))["config.yaml"].splitlines()
     assert config == [
+        "max_seq_len: 512",
         "disable_overlap_scheduler: true",
         "speculative_config:",
         "  decoding_type: Draft_Target",

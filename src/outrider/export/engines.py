@@ -21,6 +21,7 @@ _FAMILIES = frozenset(
     f"{name}ForCausalLM"
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Granite")
 )
+_LLAMA_CPP_PORT = 8080
 _FILTERS = frozenset({"temperature", "top_k", "top_p"})
 
 
@@ -32,7 +33,7 @@ class Handover:
         target, draft: folders beside the files, or hub ids.
         k: drafted tokens per round.
         setting: of the engine, the key of its law.
-        context: most tokens of a text, None for the target's own.
+        context: most tokens of a text.
         k_by_rows: (rows, K), ascending: the K that is best from so many running requests on; empty if not known.
     """
 
@@ -41,7 +42,7 @@ class Handover:
     k: int
     sampling: Sampling
     setting: str
-    context: int | None = None
+    context: int
     k_by_rows: Sequence[tuple[int, int]] = ()
 
 
@@ -139,46 +140,46 @@ def vllm_config(handover: Handover) -> dict[str, Any]:
 
 
 def _vllm(handover: Handover) -> dict[str, str]:
-    command = ["vllm", "serve", handover.target, "--speculative-config", '"$(cat speculative.json)"']
-    if handover.context is not None:
-        command += ["--max-model-len", str(handover.context)]
+    command = ["vllm", "serve", handover.target, "--max-model-len", str(handover.context)]
+    command += ["--speculative-config", '"$(cat speculative.json)"']
     files = {"speculative.json": _json(vllm_config(handover)), "serve.sh": _script(command)}
     return files | {"request.json": _json(_request(handover))}
 
 
 def _sglang(handover: Handover) -> dict[str, str]:
     command = ["python", "-m", "sglang.launch_server", "--model-path", handover.target]
+    command += ["--context-length", str(handover.context)]
     command += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", handover.draft]
     command += ["--speculative-num-steps", str(handover.k), "--speculative-eagle-topk", "1"]
     command += ["--speculative-num-draft-tokens", str(handover.k + 1)]  # the last token is counted too
-    if handover.context is not None:
-        command += ["--context-length", str(handover.context)]
     return {"serve.sh": _script(command), "request.json": _json(_request(handover))}
 
 
 def _llama_cpp(handover: Handover) -> dict[str, str]:
     sampling = handover.sampling
-    command = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-simple"]
+    # The default port is another one in newer builds.
+    command = ["llama-server", "--port", str(_LLAMA_CPP_PORT), "-m", "target.gguf", "-md", "draft.gguf"]
+    command += ["--spec-type", "draft-simple"]
     command += ["--spec-draft-n-max", str(handover.k), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0.0"]
-    command += ["--spec-draft-sampling", handover.setting, "-c", str(handover.context or 0)]
+    command += ["--spec-draft-sampling", handover.setting, "-c", str(handover.context)]
     # Filters after the temperature, as in Transformers; by default it comes last, and other filters are on.
     command += ["--samplers", "penalties;temperature;top_k;top_p;min_p", "--temp", f"{sampling.temperature:g}"]
     command += ["--top-k", str(sampling.top_k), "--top-p", f"{sampling.top_p:g}", "--min-p", f"{sampling.min_p:g}"]
-    command += ["--repeat-penalty", f"{sampling.repetition_penalty:g}", "--repeat-last-n", "-1"]
+    # Of the whole text, as in Transformers.
+    command += ["--repeat-penalty", f"{sampling.repetition_penalty:g}", "--repeat-last-n", str(handover.context)]
     body = {"prompt": "Once upon a time", "max_tokens": 128}
     return {"serve.sh": _script(command), "request.json": _json(body)}
 
 
 def _tensorrt_llm(handover: Handover) -> dict[str, str]:
     lines = [
+        f"max_seq_len: {handover.context}",
         "disable_overlap_scheduler: true",
         "speculative_config:",
         "  decoding_type: Draft_Target",
         f"  max_draft_len: {handover.k}",
         f"  speculative_model: {json.dumps(handover.draft)}",
     ]
-    if handover.context is not None:
-        lines.insert(0, f"max_seq_len: {handover.context}")
     command = ["trtllm-serve", handover.target, "--config", "config.yaml"]
     files = {"config.yaml": "\n".join(lines) + "\n", "serve.sh": _script(command)}
     return files | {"request.json": _json(_request(handover))}
@@ -295,7 +296,7 @@ ENGINES = {
         vocab_gap=128,
         files=_llama_cpp,
         start="sh serve.sh",
-        port=8080,
+        port=_LLAMA_CPP_PORT,
         notes=(
             "`--spec-draft-sampling` is written, since its default is `greedy`, another law. Builds without the option "
             "(that of llama-cpp-python 0.3.36, say) are greedy.",

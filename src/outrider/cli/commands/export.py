@@ -100,7 +100,7 @@ def export(
         if spec.quantization is not None or spec.gguf is not None:
             raise OptionError(option, name, "checkpoints are handed over as stored: name the one in safetensors")
         described.append(describe(spec))
-    check_pair(described[0], described[1], context, engine.vocab_gap)
+    most = check_pair(described[0], described[1], context, engine.vocab_gap)
 
     records, header, outlooks, basis = _judge(
         engine, (described[0], described[1]), machine, options, log, measure, draft_cost
@@ -116,7 +116,7 @@ def export(
         k=k or (chosen and chosen.best_k) or DEFAULT_NUM_DRAFT_TOKENS,
         sampling=asked,
         setting=setting,
-        context=context,
+        context=most,
         k_by_rows=chosen.k_by_rows if chosen is not None and k is None else (),
     )
     facts = Facts(described[0], described[1], outlooks, basis)
