@@ -6,8 +6,8 @@
 The target writes texts at temperature 1, without a draft; tau is predicted from them for each law
 (outrider.export.laws) and each K. Then Outrider, Transformers, llama.cpp and mlx-lm generate with the draft, on the
 same prompts with other seeds, and the tokens per round are counted (how: peer_arms.py; how to get the server is said in
-peers.py). Both count rounds that the end of a text cuts short. All in float32; intervals are over the prompts, 95%. The
-last line of standard output is the result in JSON.
+peers.py). Both count rounds that the end of a text cuts short. Weights are float32, llama.cpp's cache is float16;
+intervals are over the prompts, 95%. The last line of standard output is the result in JSON.
 """
 
 from __future__ import annotations

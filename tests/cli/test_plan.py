@@ -68,6 +68,21 @@ def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, monkeypatch: 
     assert "outrider generate --target fable --draft none" in ended.out
 
 
+def test_the_law_of_other_programs(outrider: Outrider, prompts: Path) -> None:
+    """Drafts are compared by the law that is asked for, and a pair of equal samples is not one that runs here."""
+    arguments = "plan", *QUICK, "--prompts", prompts, "-k", 2, "--json", "-"
+
+    def taus(*more: object) -> dict[str, float]:
+        document = only_document(outrider(*arguments, *more).out, "plan")
+        return {one["draft"]: one["tau"]["value"] for one in document["settings"][0]["choices"]}
+
+    both = taus("--draft", "fable-draft", "--draft", "fable-draft:greedy", "--acceptance", "rejection")
+    match = taus("--acceptance", "match")
+    assert both["fable-draft"] > both["fable-draft:greedy"] and both["fable-draft"] > match["fable-draft"] > 1
+    assert "export --to mlx" in outrider(*arguments, "--acceptance", "match").err
+    assert "leave one of the two out" in outrider("plan", "--acceptance", "match", "--measure").error
+
+
 def test_every_option_that_matters_is_in_the_command(outrider: Outrider, prompts: Path) -> None:
     options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", 1, *options)

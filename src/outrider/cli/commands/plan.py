@@ -130,9 +130,7 @@ def plan(
 
     console = console_for(json_target)
     for costs, found in results:
-        _show(console, decoder, pair, options, costs, found)
-    if law == MATCH:
-        console.print("The numbers are for programs that accept like this: outrider export --to mlx.", style="dim")
+        _show(console, decoder, pair, options, costs, found, is_ours=law != MATCH)
     if is_bounded:
         console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
@@ -160,7 +158,8 @@ def plan(
         "is_interrupted": is_interrupted,
     }
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
-    write_json(json_target, "plan", options_json(pair, options, **more), body, decoder.target)
+    document_options = options_json(pair, options, **more) | {"acceptance": law}
+    write_json(json_target, "plan", document_options, body, decoder.target)
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -224,6 +223,7 @@ def _show(
     options: Mapping[str, Any],
     costs: Costs,
     found: Sequence[Choice],
+    is_ours: bool,
 ) -> None:
     from outrider.bench.report import interval_text, new_table
 
@@ -261,7 +261,10 @@ def _show(
     same = [one for one in found if one.draft == best.draft]
     free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
     console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it always agreed: {agreeing:.2f}.")
-    console.print(f"  {command}", style="bold", soft_wrap=True)
+    if is_ours:
+        console.print(f"  {command}", style="bold", soft_wrap=True)
+    else:
+        console.print("The numbers are for programs that accept by equality: outrider export --to mlx.", style="dim")
 
 
 def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int | None) -> str:
