@@ -123,6 +123,7 @@ def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
         "Generate": ["generate", "compare", "latency"],
         "Choose a draft": ["models", "plan", "alpha", "record", "replay", "analyze", "shapes"],
         "Train": ["distill"],
+        "Hand over": ["export"],
         "Trust and score": ["certify", "certify-samples", "divergence", "eval"],
     }
 
