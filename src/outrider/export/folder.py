@@ -179,5 +179,5 @@ def _checks(engine: Engine, facts: Facts) -> list[str]:
             f"**{' and '.join(unknown)}: not among the architectures looked up** in {engine.version}; it may be served."
         )
     else:
-        lines.append(f"{' and '.join(architectures)}: in the registry of {engine.version}.")
+        lines.append(f"{' and '.join(architectures)}: known to {engine.name} {engine.version}.")
     return lines

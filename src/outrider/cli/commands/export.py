@@ -45,7 +45,9 @@ def export(
     to: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp, tensorrt-llm, openvino, transformers or mlx.")],
     output: Annotated[Path, typer.Option(help="Folder for the files.")],
     target: TargetOption = "fable",
-    draft: Annotated[str | None, typer.Option(help="Known name, folder or hub id. Default: fable-draft.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Known name, folder or hub id. Default: fable-draft for fable.")
+    ] = None,
     num_draft_tokens: Annotated[
         str, typer.Option("-k", "--num-draft-tokens", help="K; auto takes the best one, if it is known, else 4.")
     ] = "auto",
@@ -97,7 +99,7 @@ def export(
     described = []
     for option, name in zip(("--target", "--draft"), names, strict=True):
         spec = resolve(name, machine.models)
-        if spec.quantization is not None or spec.gguf is not None:
+        if spec.quantization is not None or spec.gguf is not None or machine.quantize not in (None, "none"):
             raise OptionError(option, name, "checkpoints are handed over as stored: name the one in safetensors")
         described.append(describe(spec))
     most = check_pair(described[0], described[1], context, engine.vocab_gap)
