@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -16,9 +19,13 @@ def available_bytes(device: torch.device) -> int | None:
     On a CUDA device, memory that torch keeps for itself counts as free; on the CPU, a container's limit counts.
     """
     if device.type == "cuda":
+        import torch
+
         unused, _ = torch.cuda.mem_get_info(device)
         return unused + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "mps":
+        import torch
+
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     if device.type != "cpu":
         return None
