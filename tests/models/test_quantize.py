@@ -14,7 +14,7 @@ import outrider
 from outrider.errors import CompileError, MissingExtra, OptionError, UnsupportedModel
 from outrider.models.loading import weights_checksum
 from outrider.models.memory import weights_bytes
-from outrider.models.quantize import num_bytes, quantized_share
+from outrider.models.quantize import num_bytes, quantized_share, widened_weights
 from outrider.models.registry import QUANTIZATIONS
 from pairs import random_llama, save, word_tokenizer, zoo
 
@@ -79,6 +79,20 @@ def test_quantized_weights_are_compiled(quantization: str) -> None:
 def test_kernels_that_cannot_be_traced_are_refused_by_name(quantization: str) -> None:
     with pytest.raises(CompileError, match=f"fable:{quantization} cannot be compiled here: .* cannot be traced"):
         tokens(outrider.load(f"fable:{quantization}").compiled())
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_weights_are_widened_for_a_draft(quantization: str) -> None:
+    """A model with plain weights in place of quantized ones gives the logits of the quantized one."""
+    lm = outrider.load(f"fable:{quantization}").target
+    plain = transformers.AutoModelForCausalLM.from_pretrained(zoo("fable"), dtype=torch.float32)
+    plain.load_state_dict(widened_weights(lm.model), strict=False)
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        want, got = lm.model(input_ids=ids).logits, plain(input_ids=ids).logits
+    # LLM.int8() rounds activations as well.
+    tolerance = 0.05 if quantization == "8bit" else 0.02
+    assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
 def test_names_of_a_file_are_quantized(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import OptionError
+from outrider.models.quantize import widened_weights
 
 # Weights that combine several matrices: their leading part is not composed of leading parts.
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
@@ -117,7 +118,7 @@ def copy_slices(target: Any, draft: Any) -> None:
     Raises:
         OptionError: parts of the target's weights have no meaning by themselves.
     """
-    source = target.state_dict()
+    source = widened_weights(target)
     num_target = target.config.get_text_config(decoder=True).num_hidden_layers
     layers = kept_layers(num_target, draft.config.num_hidden_layers)
     parts: dict[str, Tensor] = {}

@@ -175,7 +175,24 @@ def quantized_share(model: nn.Module) -> float:
         state = getattr(parameter, "quant_state", None)
         number = state.shape.numel() if state is not None else parameter.numel()
         total += number
-        quantized += number * any(
-            not inner.is_floating_point() or inner.itemsize == 1 for inner in stored_tensors(parameter)
-        )
+        quantized += number * _is_quantized(parameter)
     return quantized / total if total else 0.0
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return any(not inner.is_floating_point() or inner.itemsize == 1 for inner in stored_tensors(parameter))
+
+
+@torch.no_grad()
+def widened_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name, with quantized ones as plain numbers again: what a layer makes of the unit vectors, by
+    whichever library."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    weights |= dict(model.named_buffers(remove_duplicate=False))
+    dtype = next(one.dtype for one in weights.values() if one.is_floating_point())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and _is_quantized(module.weight):
+            units = torch.eye(module.in_features, dtype=dtype, device=module.weight.device)
+            products = module(units) if module.bias is None else module(units) - module.bias
+            weights[f"{name}.weight"] = products.T.contiguous()
+    return weights
