@@ -18,6 +18,7 @@ PROVENANCE = {
     "processor",
     "device",
     "num_threads",
+    "num_processes",
     "argv",
     "time",
 }

@@ -42,6 +42,7 @@ from outrider.options import (
 from outrider.records import Chunk, Completion, Request, Round, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
+from outrider.system.ranks import here, join
 from outrider.text.row_text import RowText
 from outrider.text.tokenizer import Detokenizer, Prompt, check_same_tokens, encode
 
@@ -89,7 +90,8 @@ class Decoder:
         kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
 
         Raises:
-            CompileError: from the first generation; a model or this machine does not allow it.
+            CompileError: several processes share the target; or, from the first generation, a model or this machine
+                does not allow it.
         """
         return replace(self, target=self.target.compiled(), drafter=self.drafter.with_models(LM.compiled))
 
@@ -316,7 +318,7 @@ class Decoder:
         check_names(options)
         ids = self.encode(prompt)
         has_seed = options.get("seed") is not None
-        seed = options["seed"] if has_seed else secrets.randbits(63)
+        seed = options["seed"] if has_seed else here().shared(secrets.randbits(63))
         stop = options.get("stop")
         sampling = Sampling(**{**options, "seed": seed, "stop": () if stop is None else stop})
         self.check_bias(sampling.logit_bias or {})
@@ -394,7 +396,7 @@ def load(
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
     placement = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel)
-    checkpoint = _checkpoint(target, tokenizer, placement, models_file)
+    checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     plain = Decoder(
         target=build_lm(checkpoint, num_tokens_of(checkpoint)),
         tokenizer=checkpoint.tokenizer,
@@ -430,16 +432,23 @@ def load_drafter(
 
 
 def _checkpoint(
-    model: str | Path | Any, tokenizer: Any | None, placement: Placement, models_file: Path | None
+    model: str | Path | Any,
+    tokenizer: Any | None,
+    placement: Placement,
+    models_file: Path | None,
+    *,
+    is_target: bool = False,
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} brings its own")
-        return load_checkpoint(resolve(str(model), models_file), placement)
+        return load_checkpoint(resolve(str(model), models_file), placement, is_target=is_target)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
         raise OptionError(
             "model", type(model).__name__, "a name, a folder, a hub id, or a Hugging Face model in memory"
         )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        join()  # the processes that share it
     name = config.name_or_path or type(model).__name__
     return Checkpoint(name, model, tokenizer)

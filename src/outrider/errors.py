@@ -14,7 +14,8 @@
     │   ├── WorkerError            the processes that do the work on other machines end before it is done
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
-    └── NumericsError              a model gave NaN or infinite logits
+    ├── NumericsError              a model gave NaN or infinite logits
+    └── RankError                  the processes of a job that share a target have parted
 
 The command line prints the message of any of them on one line and ends with exit code 2. A fault of Outrider itself is
 an ``assert`` or an ordinary exception, never one of these.
@@ -34,6 +35,7 @@ __all__ = [
     "OptionError",
     "OutriderError",
     "PromptError",
+    "RankError",
     "TokenizerMismatch",
     "UnsupportedModel",
     "UsageError",
@@ -117,3 +119,7 @@ class MissingExtra(UsageError):
 
 class NumericsError(OutriderError):
     """A model gave NaN or infinite logits."""
+
+
+class RankError(OutriderError):
+    """The processes of a job (``torchrun``), which share a target, have come to different tokens."""

@@ -34,6 +34,7 @@ from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.stats.evidence import rate_bound, tokens_needed
+from outrider.system.ranks import here
 from outrider.text.row_text import RowText
 
 NUM_PILOT_TOKENS = 1024
@@ -220,11 +221,12 @@ def fly(job: Job) -> Pilot:
     began = time.perf_counter()
     if job.is_greedy:
         written = write(job, range(first, first + job.batch_size))
-        return Pilot(written, None, (time.perf_counter() - began) / sum(len(one.token_ids) for one in written))
+        num_tokens = sum(len(one.token_ids) for one in written)
+        return Pilot(written, None, here().shared(time.perf_counter() - began) / num_tokens)
     sample = Sample(job, first_text=first)
     observed = sample.first(NUM_PILOT_TOKENS)
     num_tokens = sum(len(one.token_ids) for one in sample.written)  # more: whole batches are written
-    return Pilot(sample.written, observed, (time.perf_counter() - began) / num_tokens)
+    return Pilot(sample.written, observed, here().shared(time.perf_counter() - began) / num_tokens)
 
 
 def certify(

@@ -28,7 +28,9 @@ from outrider.cli.commands import (
 )
 from outrider.cli.commands import eval as eval_
 from outrider.cli.shared.help import Command, Group
+from outrider.cli.shared.processes import run_together
 from outrider.errors import OutriderError
+from outrider.system.ranks import is_one_of_several
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Generate": {
@@ -93,18 +95,27 @@ def main() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # their progress bars, like ours, are for terminals
+    # The processes of distill have the whole target each, and share the sequences to train on.
+    if is_one_of_several() and "distill" not in sys.argv[1:2]:
+        run_together(app, _mistake)
     try:
         app()
-    except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported before it is needed
+    except Exception as error:
+        message = _mistake(error)
+        if message is None:
             raise
-        reason = str(error).split(". ")[0]
-        print(
-            f"error: the device's memory is full ({reason}): choose a narrower --dtype, a smaller batch, fewer tokens "
-            "or a smaller model",
-            file=sys.stderr,
-        )
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _mistake(error: BaseException) -> str | None:
+    """What to tell the user, in one line; None if the fault is Outrider's own."""
+    if isinstance(error, OutriderError):
+        return str(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported before it is needed
+        reason = str(error).split(". ")[0]
+        return (
+            f"the device's memory is full ({reason}): choose a narrower --dtype, a smaller batch, fewer tokens or a "
+            "smaller model"
+        )
+    return None

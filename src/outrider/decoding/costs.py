@@ -28,11 +28,12 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 from outrider.system.files import cache_folder, keep_in_cache
 from outrider.system.provenance import processor_name
+from outrider.system.ranks import here
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
-_METHOD = 3  # to be changed with what is timed, or how: costs that were kept are of another number then
+_METHOD = 4  # to be changed with what is timed, or how: costs that were kept are of another number then
 _KEPT_S = 30 * 24 * 3600.0  # drivers, power settings and neighbours change without a new name
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
@@ -46,21 +47,24 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
             serves the run as well.
     """
     path = _path(target, drafter, rule, num_rows)
-    try:
-        kept = {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
-        is_fresh = time.time() - path.stat().st_mtime < _KEPT_S
-        if (
-            is_fresh
-            and set(kept) == set(_choices(target, drafter))
-            and all(0 < seconds < math.inf for seconds in kept.values())
-        ):
-            return kept
-    except (OSError, ValueError, AttributeError, TypeError):
-        pass  # not there, or not what was written
+    kept = here().of_first(lambda: _read(path, _choices(target, drafter)))
+    if kept is not None:
+        return kept
     _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
     costs = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
     keep_in_cache(path, json.dumps(costs).encode())
     return costs
+
+
+def _read(path: Path, choices: Sequence[int]) -> dict[int, float] | None:
+    """The costs that are kept, if they are fresh and whole."""
+    try:
+        kept = {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
+        is_fresh = time.time() - path.stat().st_mtime < _KEPT_S
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # not there, or not what was written
+    is_whole = set(kept) == set(choices) and all(0 < seconds < math.inf for seconds in kept.values())
+    return kept if is_fresh and is_whole else None
 
 
 def costs_by_load(
@@ -154,9 +158,9 @@ def time_rounds(
         for arm, timings in zip(arms, taken, strict=True):
             timings += rounds(arm)
         on_pass()
-        if not num_passes and time.perf_counter() - begin > _PASSES_S:
+        if not num_passes and here().shared(time.perf_counter() - begin > _PASSES_S):
             break
-    return taken
+    return here().shared(taken)
 
 
 def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
@@ -175,5 +179,6 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     processor = processor_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     machine = torch.__version__, processor, device
-    what = [facts(lm) for lm in lms], drafter.name, rule.name, num_rows, machine, target.execution.favoured_k, _METHOD
+    loop = drafter.name, rule.name, num_rows, target.execution.favoured_k, here().size
+    what = [facts(lm) for lm in lms], loop, machine, _METHOD
     return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

@@ -39,6 +39,7 @@ from outrider.runtime.clock import Clock
 from outrider.runtime.lm import LM, PREFILL_COLUMNS
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule
+from outrider.system.ranks import Agreement
 
 _PATIENCE = 4  # rounds that a row may keep the batch wider than it needs to be, before it is moved down
 
@@ -135,6 +136,7 @@ class Engine:
         self._lookahead = 0 if drafter.reads_on_host else target.execution.lookahead
         self._slots = Slots(num_slots)
         self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be
+        self._agreement = Agreement()
         self._clock = Clock(target.device)
         self._prefills: list[tuple[Any, Any]] = []
         self._under_way: deque[Started] = deque()
@@ -190,6 +192,7 @@ class Engine:
         started = self._under_way.popleft()
         drafting, verifying, verified, end = started.marks
         self._clock.wait(end)
+        self._agreement.check(started.report)
         row_rounds = read(started, self._target.name, self._drafter.name)
         self._schedule.learn(row_rounds)
         self._leave_ended(started)
@@ -256,6 +259,7 @@ class Engine:
                 self._assign(moved_to, slot, self._slots.num_held(moved_to))
             self._assign(slot, source, num_shared)
             row.slot, row.num_cached, row.num_filled = slot, num_shared, num_shared
+            self._agreement.note((row.index, slot, row.token_ids, row.request.sampling))
             self._batch.admit(row)
             self._noise.forget()
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from outrider.errors import DeviceError, ModelCorrupt, ModelNotFound, OutriderError, TokenizerMismatch, UnsupportedModel
 from outrider.models.memory import check_fits, skeleton
+from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
 from outrider.models.quantize import (
@@ -29,7 +30,8 @@ from outrider.models.quantize import (
 )
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
-from outrider.runtime.stored import stored_tensors
+from outrider.runtime.stored import stored_tensors, whole
+from outrider.system.ranks import here
 from outrider.text.tokenizer import vocab_size
 
 _LOG = logging.getLogger(__name__)
@@ -57,8 +59,11 @@ class Checkpoint:
         return frozenset()
 
 
-def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE) -> Checkpoint:
+def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False) -> Checkpoint:
     """Read a model and its tokenizer.
+
+    Args:
+        is_target: unless the placement states something else, all processes of the job share it.
 
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
@@ -66,6 +71,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE) -> Checkp
     import transformers
 
     placed, name = placement.over(spec), placement.name_of(spec)
+    size = num_shares(name, placed, is_target=is_target)
     device, device_map = pick_device(placed.device), device_map_of(placed)
     config = read_config(spec)
     with _loading(spec, f"model on {device}"):
@@ -77,14 +83,19 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE) -> Checkp
             "device_map": device_map or {"": device},
             "max_memory": max_memory_of(placed.max_memory),
         }
+        if size > 1:
+            from transformers.distributed import DistributedConfig
+
+            check_shares(name, size, placed, device, config, "gguf" if spec.gguf else method_of(config))
+            how = {"dtype": dtype or "auto", "distributed_config": DistributedConfig(tp_size=size)}
         if method_of(config) is None:
             dtype = dtype or config.dtype or torch.float32
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
             if device_map is None:
-                check_fits(name, bare, dtype, str(placed.quantization), device)
+                check_fits(name, bare, dtype, str(placed.quantization), device, size)
             if placed.quantization != "none":
-                how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare)
+                how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare, size)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             spec.location,
             config=config,
@@ -247,14 +258,21 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, types and bytes of all weights, as they are in memory."""
+    """SHA-256 over names, shapes, types and bytes of all weights, as they are in memory.
+
+    All processes of a job must call it. Weights that they share are put together one by one. Quantized shares cannot
+    be, and then it is the SHA-256 of the checksums of all processes.
+    """
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        for stored in stored_tensors(weight.detach()):
+        for stored in stored_tensors(whole(weight.detach())):
             # A view of bytes: NumPy does not know all of torch's types.
             digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    checksums = here().of_all(digest.hexdigest())
+    if len(set(checksums)) == 1:
+        return checksums[0]
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()
 
 
 def context_len(config: Any) -> int:

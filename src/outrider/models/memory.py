@@ -110,7 +110,7 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
     from outrider.models.quantize import group_size_of, linear_bytes, quantizable
 
     layers = {} if quantization == "none" else quantizable(model)
-    group_size = group_size_of(layers)
+    group_size = group_size_of(layers, parallel)
     shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in model.tp_plan]
     total, seen = 0, set()
     for name, module in model.named_modules():
@@ -126,20 +126,23 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
     return total
 
 
-def check_fits(name: str, model: Any, dtype: torch.dtype, quantization: str, device: torch.device) -> None:
+def check_fits(
+    name: str, model: Any, dtype: torch.dtype, quantization: str, device: torch.device, parallel: int = 1
+) -> None:
     """Refuse, before it is loaded, a model whose weights do not fit.
 
     Args:
         model: the skeleton, of this type.
+        parallel: see ``weights_bytes``.
 
     Raises:
         DeviceError: with the numbers, and what would fit.
     """
     free = available_bytes(device)
-    needed = weights_bytes(model, dtype, quantization)
+    needed = weights_bytes(model, dtype, quantization, parallel)
     if free is None or needed <= free:
         return
-    others = {one: weights_bytes(model, dtype, one) for one in QUANTIZATIONS}
+    others = {one: weights_bytes(model, dtype, one, parallel) for one in QUANTIZATIONS}
     fitting = [f"--quantize {one} ({size_text(size)})" for one, size in others.items() if size <= free]
     if dtype.itemsize > 2 and quantization == "none" and needed // 2 <= free:
         fitting.insert(0, f"--dtype bfloat16 ({size_text(needed // 2)})")

@@ -60,12 +60,14 @@ class Placement:
             quantization=self.quantization or spec.quantization or "none",
             device_map=self.device_map or spec.device_map or "none",
             max_memory=self.max_memory or spec.max_memory,
-            tensor_parallel=self.tensor_parallel or spec.tensor_parallel,
+            tensor_parallel=spec.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel,
         )
         if placed.dtype != "auto" and placed.dtype not in DTYPES:
             raise OptionError("dtype", placed.dtype, f"choose auto, {', '.join(DTYPES)}")
         if placed.quantization not in ("none", *QUANTIZATIONS):
             raise OptionError("quantization", placed.quantization, f"choose none, {', '.join(QUANTIZATIONS)}")
+        if placed.tensor_parallel is not None and placed.tensor_parallel < 1:
+            raise OptionError("tensor_parallel", placed.tensor_parallel, "a whole number >= 1")
         if placed.max_memory is not None and placed.device_map not in _MAPS:
             raise OptionError("max_memory", placed.max_memory, "it limits a device map: choose --device-map auto")
         return placed

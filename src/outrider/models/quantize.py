@@ -95,13 +95,16 @@ def quantizable(model: Any) -> dict[str, nn.Linear]:
     return {name: module for name, module in linear.items() if module is not last}
 
 
-def quantization_config(quantization: str, device: torch.device, dtype: torch.dtype, skeleton: Any) -> Any:
+def quantization_config(
+    quantization: str, device: torch.device, dtype: torch.dtype, skeleton: Any, parallel: int = 1
+) -> Any:
     """The object that ``from_pretrained`` takes.
 
     Args:
         quantization: one of QUANTIZATIONS.
         dtype: of the arithmetic.
         skeleton: the model without its numbers.
+        parallel: processes that share its layers.
 
     Raises:
         OptionError: there are no kernels for it on this device.
@@ -114,17 +117,17 @@ def quantization_config(quantization: str, device: torch.device, dtype: torch.dt
         return transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=False
         )
-    return transformers.TorchAoConfig(_torchao_config(quantization, device, skeleton))
+    return transformers.TorchAoConfig(_torchao_config(quantization, device, skeleton, parallel))
 
 
-def _torchao_config(quantization: str, device: torch.device, skeleton: Any) -> Any:
+def _torchao_config(quantization: str, device: torch.device, skeleton: Any, parallel: int) -> Any:
     import torchao.quantization as torchao
 
     if quantization == "int8":
         return torchao.Int8WeightOnlyConfig()
     if quantization == "fp8":
         return torchao.Float8WeightOnlyConfig()
-    group_size = group_size_of(quantizable(skeleton))
+    group_size = group_size_of(quantizable(skeleton), parallel)
     if device.type == "cpu":
         # The published configuration wants a package for GPUs.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
@@ -135,9 +138,13 @@ def _torchao_config(quantization: str, device: torch.device, skeleton: Any) -> A
     return torchao.Int4WeightOnlyConfig(group_size=group_size)
 
 
-def group_size_of(layers: Mapping[str, nn.Linear]) -> int:
-    """Inputs that share a scale in int4. torchao passes over layers whose width it does not divide."""
-    widths = {layer.in_features for layer in layers.values()}
+def group_size_of(layers: Mapping[str, nn.Linear], parallel: int) -> int:
+    """Inputs that share a scale in int4. torchao passes over layers whose width it does not divide.
+
+    Args:
+        parallel: processes that may share the inputs of a layer.
+    """
+    widths = {layer.in_features // shares for layer in layers.values() for shares in (1, parallel)}
     return next((size for size in _GROUPS if all(width % size == 0 for width in widths)), _GROUPS[-1])
 
 

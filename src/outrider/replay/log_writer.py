@@ -29,6 +29,7 @@ from outrider.replay.log_format import (
     tensors_of,
 )
 from outrider.system.files import to_disk, write_whole
+from outrider.system.ranks import here
 
 _LINE_BEGINS = b'{"index": '
 _PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # left by an interrupted write
@@ -37,7 +38,7 @@ _MOST_SHARD_BYTES = 2**28  # after which a shard with fewer records is full; bou
 
 
 class LogWriter:
-    """Writes a log, or resumes an interrupted one.
+    """Writes a log, or resumes an interrupted one. (Of the processes of a job the first does; the others count.)
 
     Args:
         path: a folder, created if it does not exist.
@@ -54,17 +55,19 @@ class LogWriter:
         self._path = path
         self._waiting: list[Record] = []
         self._shard_size = max(batch_size, _MIN_SHARD)
-        self.num_finished = 0
-        self._next_shard = 0
+        self.num_finished, self._next_shard = here().of_first(lambda: self._open(path, header, expected))
+
+    def _open(self, path: Path, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> tuple[int, int]:
+        """Begin or resume. Returns the number of records that are there, and of the next shard."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             names = {file.name for file in path.iterdir() if _PART.fullmatch(file.name) is None}
             if names and (names - {HEADER, INDEX} or read_index(path) != [b""]):
-                self._go_on(header, expected)
-            else:
-                if names:  # an empty log, of a run whose options were refused later, say; no other file
-                    read_header(path)
-                self._begin(header)
+                return self._go_on(header, expected)
+            if names:  # an empty log, of a run whose options were refused later, say; no other file
+                read_header(path)
+            self._begin(header)
+            return 0, 0
         except OSError as error:
             raise FileError(f"cannot write {path}: {error.strerror}") from None
 
@@ -76,7 +79,7 @@ class LogWriter:
         to_disk(self._path / HEADER)
         to_disk(self._path)
 
-    def _go_on(self, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> None:
+    def _go_on(self, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> tuple[int, int]:
         path = self._path
         old = read_header(path)
         differing = [
@@ -96,8 +99,7 @@ class LogWriter:
         num_good = _num_good(Log(path, old, lines))
         if half or num_good < len(lines):
             self._cut_index(sum(len(text) + 1 for text in texts[:num_good]))
-        self.num_finished = num_good
-        self._next_shard = max((line.shard for line in lines[:num_good]), default=-1) + 1
+        return num_good, max((line.shard for line in lines[:num_good]), default=-1) + 1
 
     def _cut_index(self, size: int) -> None:
         file = self._path / INDEX
@@ -131,14 +133,15 @@ class LogWriter:
         before = self._waiting, self.num_finished, self._next_shard
         size: int | None = None
         try:
-            write_whole(shard, save(tensors))
-            to_disk(shard)
-            to_disk(self._path)
-            size = index.stat().st_size if index.exists() else 0
-            with index.open("ab") as stream:
-                stream.write(text)
-            to_disk(index)
-            to_disk(self._path)
+            if here().is_first:
+                write_whole(shard, save(tensors))
+                to_disk(shard)
+                to_disk(self._path)
+                size = index.stat().st_size if index.exists() else 0
+                with index.open("ab") as stream:
+                    stream.write(text)
+                to_disk(index)
+                to_disk(self._path)
             self._waiting, self.num_finished, self._next_shard = (
                 [],
                 self.num_finished + len(lines),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.errors import CompileError
 from outrider.runtime.cache import LayerShape, SlotCache, check_room, layer_shapes
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
@@ -38,6 +39,7 @@ class LM:
         context_len: most tokens in a sequence.
         device: where its first layer is.
         dtype: of its activations.
+        num_shares: processes that share the model (tensor parallel); each runs the same forwards.
         execution: runs its steps.
         lock: held while the model runs in Python, or is traced; compiled programs need it not.
     """
@@ -52,6 +54,7 @@ class LM:
         self.device = next(model.parameters()).device
         # Quantized weights are whole numbers; what masks must match is the type of the activations.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.num_shares: int = getattr(model, "tp_size", None) or 1
         config: Any = model.config
         text_config = config.get_text_config(decoder=True)
         self._window: int | None = getattr(text_config, "sliding_window", None)
@@ -64,7 +67,16 @@ class LM:
 
     def compiled(self) -> LM:
         """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
-        shared."""
+        shared.
+
+        Raises:
+            CompileError: several processes share the model.
+        """
+        if self.num_shares > 1 and self.device.type != "cuda":
+            raise CompileError(
+                f"{self.name} cannot be compiled: it is shared by {self.num_shares} processes, and torch.export cannot "
+                "trace the sums over their shares (leave out --compile)"
+            )
         lm = copy.copy(self)  # with what was found out about the model
         lm.execution = Captured() if self.device.type == "cuda" else Compiled()
         return lm

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether several processes share it, each of which has a part."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that several processes may share, put together in each of them."""
+    return tensor.full_tensor() if is_shared(tensor) else tensor
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the bytes of a parameter, in the order in which torch takes it apart."""
+    if is_shared(tensor):
+        return stored_tensors(tensor.to_local())
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]

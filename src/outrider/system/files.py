@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from outrider.errors import FileError
+from outrider.system.ranks import here
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def check_writable(path: Path) -> None:
     Raises:
         FileError
     """
+    path = here().own_path(path)
     existed = path.exists()
     try:
         path.open("a").close()
@@ -50,7 +52,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file whole or not at all: nobody ever finds half of it. Raises OSError.
+    """Write a file whole or not at all: nobody ever finds half of it. (Of the processes of a job the first does so.)
+    Raises OSError.
 
     Args:
         mode: who may do what with it, less what the umask takes.
@@ -58,6 +61,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     Of several who write the same file at once the last one wins. They may be threads, or processes that share the
     folder and nothing else, so the part has a name drawn at random.
     """
+    if not here().is_first:
+        return
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     stream = open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode))
     try:
@@ -100,6 +105,8 @@ def cache_folder(name: str) -> Path:
 
 def keep_in_cache(path: Path, data: bytes) -> None:
     """Keep what can be made again; where that is not possible, go on without."""
+    if not here().is_first:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)

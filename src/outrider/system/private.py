@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from outrider.system.files import write_whole
+from outrider.system.ranks import here
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class PrivateFolder:
 
     def keep(self, name: str, data: bytes) -> None:
         """Keep what can be made again; where that is not possible, go on without."""
+        if not here().is_first:
+            return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._is_trusted():

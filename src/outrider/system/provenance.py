@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outrider.system.ranks import here
+
 
 def provenance(device: str) -> dict[str, Any]:
     """What is needed to understand a measurement later.
@@ -30,6 +32,7 @@ def provenance(device: str) -> dict[str, Any]:
         "processor": processor_name(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device,
         "num_threads": torch.get_num_threads(),
+        "num_processes": here().size,
         "argv": sys.argv[1:],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -21,6 +21,7 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
 from outrider.errors import OptionError, PromptError
 from outrider.records import Timing
+from outrider.system.ranks import here
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -109,7 +110,7 @@ def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[
     elsewhere."""
     from outrider.bench.run import measure
 
-    if console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms):
+    if here().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
         return _show_panels(console, arms, case, options)
     measurements = []
     for arm in arms:

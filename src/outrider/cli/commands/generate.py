@@ -42,6 +42,7 @@ from outrider.cli.shared.workers import Setup, Worker, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.options import Sampling
 from outrider.records import Chunk, Stats, Timing
+from outrider.system.ranks import here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +117,8 @@ def generate(
             write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
             if output is not None:
                 file = files.enter_context(open_output(output))
-                finished, write = file.read_finished(lines, finished.indices, setup.settings), file.write
+                finished = here().of_first(partial(file.read_finished, lines, finished.indices, setup.settings))
+                write = file.write
             totals.num_failed = finished.num_failed
             num_tokens = sum(setup.max_new_tokens(lines[index]) for index in finished.missing())
             if cluster.ray is None:
@@ -143,7 +145,7 @@ def _read_prompt(argument: str | None) -> str:
         raise PromptError("there is no prompt: give one as an argument, pipe it in, or use --prompts FILE")
     else:
         try:
-            text = sys.stdin.buffer.read().decode("utf-8").rstrip("\n")
+            text = here().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
         except UnicodeDecodeError as error:
             raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
     if not text.strip():

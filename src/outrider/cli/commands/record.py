@@ -22,7 +22,8 @@ from outrider.cli.shared.options import (
 )
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
-from outrider.system.files import check_writable
+from outrider.system.files import check_writable, write_text
+from outrider.system.ranks import here
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
@@ -96,7 +97,7 @@ def record(
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)
     is_interrupted = _write(decoder, writer, lines, inputs, labels, options, probs, batch_size)
-    log = Log.open(output)
+    log = here().of_first(lambda: Log.open(output))
     num_tokens = sum(line.num_tokens for line in log.lines)
     print(
         f"{len(log)} of {len(lines)} prompts, {num_tokens} tokens ({decoder.target.name}): {output}"
@@ -106,7 +107,7 @@ def record(
     if is_interrupted:
         raise typer.Exit(130)
     if tensors is not None:
-        tensors.write_text(tensor_text(one.token_ids for one in log), encoding="utf-8")
+        write_text(tensors, tensor_text(one.token_ids for one in log))
 
 
 def _header(decoder: Decoder, options: dict[str, Any], num_probs: int | None, chat: bool) -> Header:

@@ -31,6 +31,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.errors import FileError, OptionError
 from outrider.system.files import check_writable
+from outrider.system.ranks import here
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -136,7 +137,7 @@ def replay(
                 replayed = rounds.drawn(replayed, name)
             summaries.append(summarise(counted(replayed, advance), ks))
     if output is not None:
-        with output.open("w", encoding="utf-8") as stream:
+        with here().own_path(output).open("w", encoding="utf-8") as stream:
             rounds.write(stream, output_format, batch_size)
     arms = [
         (Arm(name, k, drafts.acceptance), summary.expected[k])

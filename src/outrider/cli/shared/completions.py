@@ -13,6 +13,7 @@ from typing import Any
 from outrider.cli.shared.jsonl import PromptFile, PromptLine, parse_row
 from outrider.errors import FileError
 from outrider.system.file_lock import is_regular, open_locked
+from outrider.system.ranks import here
 
 _ROW_BEGINS = b'{"index": '  # so does every line
 
@@ -51,6 +52,7 @@ def open_output(path: Path) -> Iterator[OutputFile]:
     Raises:
         FileError: it cannot be written, or another process is writing to it.
     """
+    path = here().own_path(path)
     existed = path.exists()
     stream = open_locked(path)
     try:

@@ -16,6 +16,7 @@ from typing import IO, Any
 from outrider.errors import FileError
 from outrider.options import Sampling
 from outrider.system.files import read_text
+from outrider.system.ranks import here
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
 _NOTES = {  # fields that mean nothing here, but belong to files as they are found
@@ -112,6 +113,8 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
         try:
             stream: IO[bytes] = stack.enter_context(path.open("rb"))
             if not stream.seekable():  # a pipe is read once, the prompts more often
+                if here().size > 1:
+                    raise FileError(f"cannot read {path}: several processes read the prompts: put them into a file")
                 copy = stack.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(stream, copy)
                 copy.seek(0)

@@ -180,7 +180,8 @@ class PairOptions:
             acceptance=self.acceptance,
             models_file=self.models,
         )
-        is_long = num_tokens >= _LONG_WORK and decoder.target.device.type == "cpu"
+        target = decoder.target
+        is_long = num_tokens >= _LONG_WORK and target.device.type == "cpu" and target.num_shares == 1
         if not (is_long if self.compile is None else self.compile):
             return decoder
         # Compiling is silent for half a minute at a time; say what is going on.

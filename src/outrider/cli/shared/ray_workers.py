@@ -26,6 +26,7 @@ from outrider.cli.shared.options import PairOptions
 from outrider.cli.shared.workers import Prompts, Setup, Worker
 from outrider.errors import DeviceError, MissingExtra, OptionError, OutriderError, WorkerError
 from outrider.records import Stats
+from outrider.system.ranks import here
 
 # Slots that are empty at the end of a batch are lost, so it refills each many times. What a worker has sent is not lost
 # with it, so a long batch costs nothing else, but for the end of the whole work (see _batches).
@@ -62,6 +63,8 @@ class RayOptions:
             if self.ray_workers is not None:
                 raise OptionError("--ray-workers", self.ray_workers, "it is for work on a cluster: add --ray ADDRESS")
             return
+        if here().size > 1:
+            raise OptionError("--ray", self.ray, "each worker on Ray is a process of its own: leave out torchrun")
         if self.ray.startswith("ray://"):
             remedy = "rows cannot be streamed through Ray Client: start the command on the cluster, with --ray auto"
             raise OptionError("--ray", self.ray, remedy)

@@ -1,0 +1,157 @@
+"""Commands under torchrun: several processes that print, write, fail and end as one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outrider
+from launch import launched, ranks_of
+from pairs import save
+from toys import perturbed, tiny_llama
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes are found by their entries there")
+_OF_TORCH = re.compile(r"\[?(rank\d\]:)?[WE]\d{4} |Failed to load .*torchao")
+_LONG = ("-n", 200, "--ignore-eos")
+_LIMIT_S = 120  # of waiting, which no verdict depends on unless something hangs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, their names, and files of prompts."""
+    folder = tmp_path_factory.mktemp("processes")
+    model = tiny_llama()
+    save(folder / "target", model)
+    save(folder / "draft", perturbed(model, 0.1))
+    (folder / "names.toml").write_text(
+        '[models.shared]\npath = "target"\ntensor_parallel = 2\n[models.draft]\npath = "draft"\n'
+    )
+    (folder / "prompts").write_text("w1 w2 w3\nw4\nw5 w6\n")
+    for name, number in (("few", 3), ("many", 5000)):
+        (folder / name).write_text("w1 w2 w3\n" * number)
+    return folder
+
+
+def _generate(folder: Path, *more: object, target: str = "shared") -> list[object]:
+    models = ("--target", target, "--draft", "draft", "--models", folder / "names.toml", "--dtype", "float64")
+    return ["generate", *models, "--seed", 1, *more]
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    """Exit code, output, and what the processes (not torch, nor torchrun's report) wrote to standard error."""
+    out, err = process.communicate(timeout=_LIMIT_S)
+    lines = err.split("Traceback (most recent call last):\n  File", 1)[0].splitlines()
+    return process.returncode, out, [line for line in lines if _OF_TORCH.match(line) is None]
+
+
+def _wait_for_lines(path: Path) -> None:
+    end = time.monotonic() + _LIMIT_S
+    while not path.exists() or path.stat().st_size == 0:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _texts(path: Path) -> dict[int, Any]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({row["index"] for row in rows}) == len(rows)
+    return {row["index"]: row["token_ids"] for row in rows}
+
+
+@pytest.mark.slow
+def test_output_is_that_of_one_process(folder: Path, tmp_path: Path, outrider: Outrider) -> None:
+    """The shared target is asked for by its name; rank 0 prints one summary and writes each file once."""
+    more = ["--prompts", folder / "prompts", "--batch-size", 2, "-n", 12]
+    with launched(
+        *["-m", "outrider"], *_generate(folder, *more, "--output", tmp_path / "two", "--json", tmp_path / "j")
+    ) as process:
+        code, out, err = _ended(process)
+    assert (code, out, len(err)) == (0, "", 1), err
+    assert re.match(r"\d+ tokens, .* \(shared with draft, K = 4, block\)", err[0])
+    assert json.loads((tmp_path / "j").read_text())["stats"]["num_generated_tokens"] > 0
+    outrider(*_generate(folder, *more, "--output", tmp_path / "one", target=str(folder / "target")))
+    assert _texts(tmp_path / "two") == _texts(tmp_path / "one")
+    refused = outrider(*_generate(folder, "w1", "-n", 4)).error
+    assert refused.endswith(
+        "shared needs so many processes, not 1: torchrun --nproc-per-node 2 -m outrider COMMAND ..."
+    )
+
+
+@pytest.fixture
+def generating(folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Two processes in the midst of long work."""
+    more = [*_LONG, "--prompts", folder / "many", "--output", tmp_path / "lines"]
+    with launched("-m", "outrider", *_generate(folder, *more)) as process:
+        _wait_for_lines(tmp_path / "lines")
+        yield process
+
+
+@pytest.mark.parametrize("rank", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_ends_the_job(
+    generating: subprocess.Popen[str], rank: str, folder: Path, tmp_path: Path, outrider: Outrider
+) -> None:
+    """With one clear line, and whole lines in the output: those of one process."""
+    os.kill(ranks_of(generating)[rank], signal.SIGKILL)
+    code, _, err = _ended(generating)
+    assert code != 0
+    assert [line for line in err if line.startswith("error: another process of this job was killed")] == err
+    assert len(err) == 1
+    more = [*_LONG, "--prompts", folder / "few", "--output", tmp_path / "one"]
+    outrider(*_generate(folder, *more, target=str(folder / "target")))
+    lines, expected = _texts(tmp_path / "lines"), _texts(tmp_path / "one")
+    assert lines[0] == expected[0]
+    assert all(lines.get(index, tokens) == tokens for index, tokens in expected.items())
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all(generating: subprocess.Popen[str], tmp_path: Path) -> None:
+    """torchrun hands it on to its processes, and the first tells what was done until then."""
+    os.kill(generating.pid, signal.SIGINT)
+    code, _, err = _ended(generating)
+    assert code != 0
+    assert len(err) == 1 and err[0].endswith(", interrupted"), err
+    assert _texts(tmp_path / "lines")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--target", "fabel", "w1"], "error: no model is called 'fabel': did you mean 'fable'?"),
+        (["--prompts", "PROMPTS", "--output", "/dev/full"], "error: cannot write /dev/full: No space left on device"),
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (["--device", "cpu:1", "w1"], "error: there is no device 'cpu:1' here"),
+    ],
+)
+def test_an_error_is_told_once(folder: Path, more: list[str], expected: str) -> None:
+    """Whether it is one process's own, or that of all."""
+    arguments = [str(folder / "prompts") if one == "PROMPTS" else one for one in more]
+    with launched("-m", "outrider", *_generate(folder, *arguments)) as process:
+        code, out, err = _ended(process)
+    assert code != 0 and out == ""
+    assert "\n".join(err).count(expected) == 1
+    assert "another process" not in "\n".join(err)
+
+
+@pytest.mark.slow
+def test_other_commands(folder: Path, tmp_path: Path) -> None:
+    """A race, and a log, which the first process writes and all go on with."""
+    pair = ["--target", "shared", "--models", folder / "names.toml", "--dtype", "float64"]
+    draft = ["--draft", "draft"]
+    with launched(
+        *["-m", "outrider", "compare", *pair, *draft, "w1 w2", "-n", 8, "--num-runs", 2, "--json", tmp_path / "race"]
+    ) as process:
+        code, out, _ = _ended(process)
+    assert code == 0 and out.count("--- plain") == 1
+    assert len(json.loads((tmp_path / "race").read_text())["arms"]) == 2
+    record = ["record", *pair, "--prompts", folder / "prompts", "--output", tmp_path / "log", "-n", 8, "--probs", 4]
+    for _ in range(2):  # the second finds all done
+        with launched("-m", "outrider", *record) as process:
+            code, _, err = _ended(process)
+        assert code == 0 and err[-1].startswith("3 of 3 prompts"), err

@@ -1,0 +1,43 @@
+"""Starting several processes with torchrun, as a user does."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@contextmanager
+def launched(*arguments: object, size: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """What torchrun starts with these arguments; when the test is over, all of it ends."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TQDM_DISABLE": "1"}
+    command = [*TORCHRUN, str(size), *map(str, arguments)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            for pid in (*ranks_of(launcher).values(), launcher.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> dict[str, int]:
+    """The process numbers by rank, as Linux tells them."""
+    with suppress(FileNotFoundError):  # it has ended
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        return {rank: int(pid) for pid in children if (rank := _rank(pid)) is not None}
+    return {}
+
+
+def _rank(pid: str) -> str | None:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
+            if entry.startswith("RANK="):
+                return entry.removeprefix("RANK=")
+    return None

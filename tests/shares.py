@@ -1,0 +1,147 @@
+"""Run by torchrun, in each process (see models/test_parallel.py): a target shared by all processes, against the same
+one whole. Each process writes what it found to a JSON file of its own.
+
+    torchrun --nproc-per-node 2 tests/shares.py FOLDER
+
+The folder holds two models, ``target`` and ``draft``, and a file of names, in which ``shared`` is the target.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.api import Decoder, load
+from outrider.certify import run as certifying
+from outrider.certify.controls import CONTROLS
+from outrider.decoding import costs
+from outrider.drafters.base import NoDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.errors import OptionError, OutriderError
+from outrider.models.loading import weights_checksum
+from outrider.models.quantize import num_bytes
+from outrider.options import Sampling
+from outrider.runtime.captured import Captured
+from outrider.sampling.rules import RULES
+from outrider.system.ranks import Ranks, join
+
+torch.set_num_threads(1)
+PROMPTS = ["w1 w2 w3 w1 w2", "w5", "w9 w8 w7 w6"]
+
+
+def main(folder: Path) -> None:
+    ranks = join()
+    names = folder / "names.toml"
+    shared = load("shared", str(folder / "draft"), dtype="float64", models_file=names)
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
+    whole = replace(load(model, tokenizer=shared.tokenizer), drafter=shared.drafter)
+    found = {
+        "num_shares": shared.target.num_shares,
+        "heads": shared.target.layer_shapes[0].num_heads,
+        "bytes": [num_bytes(one.target.model) for one in (shared, whole)],
+        "checksums": [weights_checksum(one.target.model) for one in (shared, whole)],
+        "tokens": _tokens(shared, whole),
+        "captured": _captured(shared, whole),
+        "drawn_seed": shared.generate(PROMPTS[0], max_new_tokens=4)[0].seed,
+        "certificate": _certificate(shared),
+        "costs": _costs(shared),
+        "first": _first(ranks),
+        "quantized": _quantized(folder, names),
+        "refused": _refused(shared, folder, names),
+        "parted": _parted(shared, ranks),
+    }
+    (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
+    ranks.leave()
+
+
+def _tokens(shared: Decoder, whole: Decoder) -> dict[str, bool]:
+    """Whether the texts are those of the whole target."""
+    same = {}
+    for drafter in (shared.drafter, NgramDrafter(), NoDrafter()):
+        for rule in RULES:
+            for num_rows in (1, 3):
+                options: dict[str, Any] = {"seed": list(range(num_rows)), "max_new_tokens": 12, "acceptance": rule}
+                texts = [
+                    [one.token_ids for one in replace(decoder, drafter=drafter).generate(PROMPTS[:num_rows], **options)]
+                    for decoder in (shared, whole)
+                ]
+                same[f"{drafter.name}, {rule}, {num_rows}"] = texts[0] == texts[1]
+    return same
+
+
+def _captured(shared: Decoder, whole: Decoder) -> bool:
+    """The same with the steps as they are captured on a CUDA device, here without the recording."""
+    target = copy.copy(shared.target)
+    target.execution = Captured()
+    options: dict[str, Any] = {"seed": 5, "max_new_tokens": 12}
+    texts = [one.generate(PROMPTS[0], **options)[0].token_ids for one in (replace(shared, target=target), whole)]
+    return texts[0] == texts[1]
+
+
+def _certificate(decoder: Decoder) -> dict[str, Any]:
+    """With one deliberate mistake. False alarm: 1e-6."""
+    certifying.NUM_PILOT_TOKENS = 128
+    job = certifying.Job(decoder, Sampling(max_new_tokens=16), [(1, 2), (3,)], 1e-6, batch_size=16, seed=7)
+    pilot = certifying.fly(job)
+    certificate = certifying.certify(job, pilot, 400, controls=CONTROLS[:1])
+    return {
+        "is_ok": certificate.is_certified,
+        "is_caught": [control.is_caught for control in certificate.controls],
+        "seconds": pilot.seconds,
+    }
+
+
+def _costs(decoder: Decoder) -> dict[str, Any]:
+    """Measured costs, and what ``-k auto`` writes with them, without a seed."""
+    text = decoder.generate(PROMPTS[0], max_new_tokens=24, num_draft_tokens="auto")[0].token_ids
+    kept = costs.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
+    return {"text": text, "seconds": list(kept[1].values())}
+
+
+def _first(ranks: Ranks) -> list[Any]:
+    """The first process's value, its error, and all values."""
+
+    def fail() -> None:
+        raise OptionError("a", "b", f"process {ranks.rank} cannot")
+
+    return [ranks.shared(ranks.rank), _error(lambda: ranks.of_first(fail)), ranks.of_all(ranks.rank)]
+
+
+def _quantized(folder: Path, names: Path) -> dict[str, Any]:
+    decoder = load("shared:int8", str(folder / "draft"), models_file=names)
+    text = decoder.generate(PROMPTS[0], seed=1, max_new_tokens=8)[0].token_ids
+    return {"text": text, "checksum": weights_checksum(decoder.target.model)}
+
+
+def _refused(decoder: Decoder, folder: Path, names: Path) -> dict[str, str]:
+    target = str(folder / "target")
+    return {
+        "compiled": _error(lambda: decoder.compiled().generate(PROMPTS[0], max_new_tokens=2)),
+        "alone": _error(lambda: load(target, tensor_parallel=1)),
+        "three": _error(lambda: load(target, tensor_parallel=3)),
+        "device map": _error(lambda: load(target, device_map="auto")),
+        "8bit": _error(lambda: load(target, quantization="8bit")),
+    }
+
+
+def _parted(decoder: Decoder, ranks: Ranks) -> str:
+    """The processes are asked for different texts."""
+    return _error(lambda: decoder.generate(PROMPTS[0], seed=ranks.rank, max_new_tokens=8))
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except OutriderError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
