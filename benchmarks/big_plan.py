@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from outrider.bench.predicted_memory import Memory, Work, predict
+from outrider.bench.predicted_memory import Memory, Predictor, Work
 from outrider.bench.report import new_table
 from outrider.stats.speedup import predict as predict_speed_up
 
@@ -52,10 +52,10 @@ def main() -> None:
     )
     table = new_table(title, "GPUs", "target", "draft", "GB", "fits", "plain ms", "draft ms", "c", "best K", "speed-up")
     rows: list[dict[str, Any]] = []
+    targets, drafts = (Predictor(config, _WORK, torch.bfloat16) for config in (target, draft))
     for num_gpus in (1, 2, 4, 8):
         for target_form, draft_form in _FORMS:
-            share = predict(target, _WORK, dtype=torch.bfloat16, quantization=target_form, parallel=num_gpus)
-            whole = predict(draft, _WORK, dtype=torch.bfloat16, quantization=draft_form)
+            share, whole = targets.memory(target_form, num_gpus), drafts.memory(draft_form)
             total = share.total + whole.total
             plain_s, draft_s = _seconds(share), _seconds(whole)
             best = max(

@@ -26,7 +26,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from outrider.api import Decoder, load
-from outrider.bench.predicted_memory import Work, predict
+from outrider.bench.predicted_memory import Predictor, Work
 from outrider.bench.report import new_table
 from outrider.models.placement import DTYPES
 from outrider.models.registry import resolve
@@ -61,7 +61,7 @@ def main() -> None:
     )
     found = []
     for dtype, quantization, rows, context in _CONFIGURATIONS:
-        predicted = predict(config, Work(context, rows, _K), dtype=DTYPES[dtype], quantization=quantization)
+        predicted = Predictor(config, Work(context, rows, _K), DTYPES[dtype]).memory(quantization)
         command = [sys.executable, __file__, "--target", arguments.target]
         command += ["--measure", dtype, quantization, str(rows), str(context)]
         # Or the C library would keep up to some ten MiB of freed blocks for itself.

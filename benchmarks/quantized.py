@@ -4,7 +4,7 @@
 
 Tokens per second of whole calls, plain and with the draft (in the same form as the target), all arms in turn. "alpha"
 is 1 - the total variation between the model's next-token law and that of the float32 target, at every token of the
-prompts' texts, temperature 1. The certificate is that of ``outrider certify`` with its defaults, for the pair in this
+prompts' texts, temperature 1. The certificate is that of ``outrider certify --budget 1m``, for the pair in this
 form. The last line of standard output is one JSON document.
 """
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--certify", action="store_true", help="also run the certificates")
+    parser.add_argument("--budget", default="1m", help="time for each of them")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arms, sizes = [], {}
@@ -110,7 +111,8 @@ def _alpha(arguments: argparse.Namespace, form: str) -> float:
 
 
 def _certificate(arguments: argparse.Namespace, form: str) -> bool:
-    words = ["--target", arguments.target, "--draft", arguments.draft, *_words(form, ""), *_words(form, "draft-")]
+    words = ["--target", arguments.target, "--draft", arguments.draft, "--budget", arguments.budget]
+    words += [*_words(form, ""), *_words(form, "draft-")]
     verdict: bool = _outrider("certify", *words)["is_certified"]
     return verdict
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import outrider
-from outrider.bench.predicted_memory import Memory, Work, predict
+from outrider.bench.predicted_memory import Memory, Predictor, Work
 from outrider.errors import OptionError
 from outrider.models.quantize import num_bytes
 from pairs import zoo
@@ -21,7 +21,7 @@ def config(name: str = "fable") -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_cache_are_those_of_the_loaded_model(dtype: torch.dtype) -> None:
-    predicted = predict(config(), WORK, dtype=dtype)
+    predicted = Predictor(config(), WORK, dtype).memory()
     lm = outrider.load("fable", device="cpu", dtype=str(dtype).removeprefix("torch.")).target
     cache = lm.new_cache(WORK.num_rows, WORK.context)
     assert predicted.weights == num_bytes(lm.model)
@@ -30,10 +30,10 @@ def test_weights_and_cache_are_those_of_the_loaded_model(dtype: torch.dtype) -> 
 
 def test_steps_take_what_is_predicted() -> None:
     """By the allocator of torch: the most that is alive while a chunk of prefill runs."""
-    predicted = predict(config(), WORK, dtype=torch.float32)
+    predicted = Predictor(config(), WORK, torch.float32).memory()
     lm = outrider.load("fable", device="cpu").target
-    cache = lm.new_cache(1, WORK.context)
-    positions = torch.arange(WORK.context)[None]
+    cache = lm.new_cache(WORK.num_rows, WORK.context)
+    positions = torch.arange(WORK.context).expand(WORK.num_rows, -1)
     with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
         lm.forward(torch.zeros_like(positions), positions, cache, WORK.context, num_logits=1)
     alive = most = 0
@@ -45,7 +45,8 @@ def test_steps_take_what_is_predicted() -> None:
 
 
 def test_processes_share_what_the_plan_says() -> None:
-    alone, shared = (predict(config(), WORK, dtype=torch.float32, parallel=n) for n in (1, 2))
+    predictor = Predictor(config(), WORK, torch.float32)
+    alone, shared = predictor.memory(), predictor.memory(parallel=2)
     assert shared.cache * 2 == alone.cache
     assert alone.weights / 2 <= shared.weights < 0.51 * alone.weights  # norms and tables of angles are on both
 
@@ -58,4 +59,4 @@ def test_the_total_has_the_larger_step() -> None:
 def test_a_context_that_is_too_long() -> None:
     longest = config().max_position_embeddings
     with pytest.raises(OptionError, match=f"this model accepts {longest} tokens"):
-        predict(config(), Work(longest + 1, 1, 4), dtype=torch.float32)
+        Predictor(config(), Work(longest + 1, 1, 4), torch.float32)

@@ -71,34 +71,42 @@ class Memory:
         return self.weights + self.cache + max(self.prefill or 0, self.verify or 0)
 
 
-def predict(config: Any, work: Work, *, dtype: torch.dtype, quantization: str = "none", parallel: int = 1) -> Memory:
-    """The memory of one model.
+class Predictor:
+    """Predicts the memory of one model for some work, in any form.
 
     Args:
         config: of Hugging Face.
         dtype: of the arithmetic.
-        quantization: "none", or one of QUANTIZATIONS.
-        parallel: processes that share each layer; the result is for one of them. Its steps are predicted as if it
-            worked alone, since the largest tensors of a step are not shared.
 
     Raises:
         OptionError: the context is longer than the model's.
     """
-    longest = context_len(config)
-    if work.context > longest:
-        raise OptionError("context", work.context, f"this model accepts {longest} tokens")
-    with FakeTensorMode(), torch.inference_mode():
-        model = skeleton(config, dtype)
-        width = config.get_text_config(decoder=True).vocab_size
-        lm = LM(model, name=config.model_type, vocab_size=width, context_len=longest)
-        length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
-        cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
-        return Memory(
-            weights=weights_bytes(model, dtype, quantization, parallel),
-            cache=sum(store.nbytes for store in cache.storage) // parallel,
-            prefill=_most_at_a_time(_prefill(lm, cache, work)),
-            verify=_most_at_a_time(_verify(lm, cache, work)),
-        )
+
+    def __init__(self, config: Any, work: Work, dtype: torch.dtype) -> None:
+        longest = context_len(config)
+        if work.context > longest:
+            raise OptionError("context", work.context, f"this model accepts {longest} tokens")
+        self._dtype = dtype
+        with FakeTensorMode(), torch.inference_mode():
+            self._model = skeleton(config, dtype)
+            width = config.get_text_config(decoder=True).vocab_size
+            lm = LM(self._model, name=config.model_type, vocab_size=width, context_len=longest)
+            length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
+            cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
+            self._cache = sum(store.nbytes for store in cache.storage)
+            self._prefill = _most_at_a_time(_prefill(lm, cache, work))
+            self._verify = _most_at_a_time(_verify(lm, cache, work))
+
+    def memory(self, quantization: str = "none", parallel: int = 1) -> Memory:
+        """In one form.
+
+        Args:
+            quantization: "none", or one of QUANTIZATIONS.
+            parallel: processes that share each layer; the result is for one of them. Its steps are predicted as if it
+                worked alone, since the largest tensors of a step are not shared.
+        """
+        weights = weights_bytes(self._model, self._dtype, quantization, parallel)
+        return Memory(weights, self._cache // parallel, self._prefill, self._verify)
 
 
 def _prefill(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from outrider.errors import OptionError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.bench.predicted_memory import Memory, Work
+    from outrider.bench.predicted_memory import Work
     from outrider.models.registry import ModelSpec
 
 _MOST_DEVICES = 64
@@ -131,19 +131,19 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
     """One model in every form: as it is, and quantized; on one device and on several."""
     import torch
 
-    from outrider.bench.predicted_memory import predict
+    from outrider.bench.predicted_memory import Predictor
     from outrider.models.loading import read_config
     from outrider.models.placement import DTYPES
     from outrider.models.registry import QUANTIZATIONS
     from outrider.system.available import available_bytes
 
-    config = read_config(spec)
+    predictor = Predictor(read_config(spec), work, DTYPES[dtype])
     is_cuda = torch.cuda.is_available()
     free = available_bytes(torch.device("cuda" if is_cuda else "cpu"))
     rows = []
     for size in sizes:
         for quantization in ("none", *QUANTIZATIONS):
-            memory: Memory = predict(config, work, dtype=DTYPES[dtype], quantization=quantization, parallel=size)
+            memory = predictor.memory(quantization, size)
             rows.append(
                 {
                     "name": spec.name,
