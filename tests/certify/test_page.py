@@ -17,8 +17,9 @@ from outrider.certify.controls import ACCEPT_ALL, Control
 from outrider.certify.page import TESTS, render_certificate, render_samples
 from outrider.certify.run import Job, certify, fly, write
 from outrider.certify.samples import Sample, SamplesReport, judge, judge_greedily
-from outrider.cli.shared.options import PairOptions, SamplingOptions
+from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.output import make_document, options_json
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling

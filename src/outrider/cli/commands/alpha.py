@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.jsonl import read_prompts
-from outrider.cli.shared.options import BatchSizeOption, JsonOption, PairOptions, check_batch_size, flat
+from outrider.cli.shared.options import BatchSizeOption, JsonOption, check_batch_size, flat
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:

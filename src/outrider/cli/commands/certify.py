@@ -26,7 +26,6 @@ from outrider.cli.shared.options import (
     BatchSizeOption,
     HtmlOption,
     JsonOption,
-    PairOptions,
     PromptsOption,
     SamplingOptions,
     SeedOption,
@@ -44,6 +43,7 @@ from outrider.cli.shared.output import (
     options_json,
     progress_bar,
 )
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens

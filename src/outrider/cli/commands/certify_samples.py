@@ -16,8 +16,6 @@ from outrider.cli.shared.options import (
     BatchSizeOption,
     HtmlOption,
     JsonOption,
-    MachineOptions,
-    PairOptions,
     SamplingOptions,
     SignificanceOption,
     check_batch_size,
@@ -32,6 +30,7 @@ from outrider.cli.shared.output import (
     options_json,
     progress_bar,
 )
+from outrider.cli.shared.pair_options import MachineOptions, PairOptions
 from outrider.errors import FileError, OptionError, PromptError
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
     NumDraftTokensListOption,
-    PairOptions,
     SamplingOptions,
     SeedOption,
     flat,
     parse_k,
 )
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError, PromptError
 from outrider.records import Timing
 from outrider.system.ranks import here

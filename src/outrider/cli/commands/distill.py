@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption, set_threads
+from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
+from outrider.cli.shared.pair_options import set_threads
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from outrider.cli.shared.options import (
     BatchSizeOption,
     JsonOption,
     NumDraftTokensOption,
-    PairOptions,
     PromptsOption,
     SamplingOptions,
     SeedOption,
@@ -24,6 +23,7 @@ from outrider.cli.shared.options import (
     single_k,
 )
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError
 
 

@@ -14,7 +14,6 @@ from outrider.cli.shared.options import (
     BatchSizeOption,
     JsonOption,
     NumDraftTokensOption,
-    PairOptions,
     SeedOption,
     TaskSamplingOptions,
     check_batch_size,
@@ -22,6 +21,7 @@ from outrider.cli.shared.options import (
     single_k,
 )
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import Sampling
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import BatchSizeOption, JsonOption, PairOptions, check_batch_size, flat
+from outrider.cli.shared.options import BatchSizeOption, JsonOption, check_batch_size, flat
 from outrider.cli.shared.output import (
     check_json_target,
     check_outputs,
@@ -17,6 +17,7 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_json,
 )
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import FileError, OptionError
 
 

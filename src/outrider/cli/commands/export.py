@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import (
-    JsonOption,
-    MachineOptions,
-    PairOptions,
-    SamplingOptions,
-    SeedOption,
-    TargetOption,
-    flat,
-    parse_k,
-    set_threads,
-)
+from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
 from outrider.cli.shared.own_text import own_text
+from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 

@@ -20,7 +20,6 @@ from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
     NumDraftTokensOption,
-    PairOptions,
     SamplingOptions,
     check_batch_size,
     flat,
@@ -35,6 +34,7 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_document,
 )
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.prompt_order import Shard, by_length
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.rows import Totals, made_of, row_of

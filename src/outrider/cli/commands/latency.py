@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import (
-    JsonOption,
-    NumDraftTokensListOption,
-    PairOptions,
-    SamplingOptions,
-    SeedOption,
-    flat,
-    parse_k,
-)
+from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
+from outrider.cli.shared.pair_options import PairOptions
 
 if TYPE_CHECKING:
     from outrider.api import Decoder

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.jsonl import read_prompts
-from outrider.cli.shared.options import JsonOption, PairOptions, SamplingOptions, SeedOption, flat, parse_k
+from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, counted, options_json, progress_bar, write_json
 from outrider.cli.shared.own_text import own_text
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError

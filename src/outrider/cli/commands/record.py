@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.jsonl import PromptLine, read_prompts
-from outrider.cli.shared.options import (
-    BatchSizeOption,
-    EndOptions,
-    MachineOptions,
-    SamplingOptions,
-    SeedOption,
-    TargetOption,
-    check_batch_size,
-    flat,
-)
+from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
+from outrider.cli.shared.pair_options import MachineOptions, TargetOption
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import here

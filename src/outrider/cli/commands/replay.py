@@ -12,13 +12,11 @@ import typer
 from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import (
     BatchSizeOption,
-    DraftOptions,
     JsonOption,
     NumDraftTokensListOption,
     check_batch_size,
     flat,
     parse_k,
-    set_threads,
 )
 from outrider.cli.shared.output import (
     check_json_target,
@@ -29,6 +27,7 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_json,
 )
+from outrider.cli.shared.pair_options import DraftOptions, set_threads
 from outrider.errors import FileError, OptionError
 from outrider.system.files import check_writable
 from outrider.system.ranks import here

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption, MachineOptions, flat
+from outrider.cli.shared.options import JsonOption, flat
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
+from outrider.cli.shared.pair_options import MachineOptions
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:

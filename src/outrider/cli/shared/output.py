@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.bench.run import Measurement
-    from outrider.cli.shared.options import PairOptions
+    from outrider.cli.shared.pair_options import PairOptions
     from outrider.runtime.lm import LM
 
 

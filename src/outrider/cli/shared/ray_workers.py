@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.shared.jsonl import PromptLine
-from outrider.cli.shared.options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.workers import Prompts, Setup, Worker
 from outrider.errors import DeviceError, MissingExtra, OptionError, OutriderError, WorkerError
 from outrider.records import Stats

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from outrider.cli.shared.options import PairOptions, SamplingOptions
+from outrider.cli.shared.options import SamplingOptions
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import FileError, OptionError
 from outrider.system.files import read_text
 

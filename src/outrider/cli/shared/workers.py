@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.cli.shared.jsonl import PromptLine
-from outrider.cli.shared.options import PairOptions
 from outrider.cli.shared.output import options_json, origin_of
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.rows import made_of, row_of
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import NumDraftTokens

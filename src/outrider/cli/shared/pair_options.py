@@ -1,0 +1,245 @@
+"""Options of models: which ones, and how they are placed on the machine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL
+from outrider.errors import CompileError, OptionError
+from outrider.options import DEFAULT_ACCEPTANCE
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.drafters.base import Drafter
+    from outrider.models.placement import Placement
+
+_LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
+
+
+def set_threads(threads: int | None) -> None:
+    """CPU threads; None leaves torch's own choice.
+
+    Raises:
+        OptionError
+    """
+    if threads is not None:
+        if threads < 1:
+            raise OptionError("--threads", threads, "a whole number >= 1")
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Target, drafts and machine."""
+
+    target: Annotated[str, typer.Option(help="Known name, folder or hub id.", rich_help_panel=MODELS_PANEL)] = "fable"
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Known name, folder, hub id, 'ngram' or 'none'; NAME:greedy drafts the likeliest tokens. Repeat it to "
+            "compare several. "
+            "Default: fable-draft for fable, else ngram.",
+            rich_help_panel=MODELS_PANEL,
+        ),
+    ] = None
+    acceptance: Annotated[
+        str, typer.Option(help="Acceptance rule: block, rejection or gumbel.", rich_help_panel=MODELS_PANEL)
+    ] = DEFAULT_ACCEPTANCE
+    models: Annotated[
+        Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=MACHINE_PANEL)] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, float64, float32, bfloat16, float16. auto is float32 on the CPU, else the checkpoint's own.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = "auto"
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights of the target in fewer bits: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes), none. The "
+            "same as a name that ends in :int8.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the target's layers over devices: auto, balanced, none, or a JSON file from modules to "
+            "devices.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="The most that its device map may put on each device: 0=20GiB,1=20GiB,cpu=60GiB.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = None
+    draft_device: Annotated[
+        str | None, typer.Option(help="The draft's device. Default: the target's.", rich_help_panel=MACHINE_PANEL)
+    ] = None
+    draft_dtype: Annotated[
+        str | None, typer.Option(help="The draft's type. Default: the target's.", rich_help_panel=MACHINE_PANEL)
+    ] = None
+    draft_quantize: Annotated[
+        str | None, typer.Option(help="The same as --quantize, for the draft.", rich_help_panel=MACHINE_PANEL)
+    ] = None
+    draft_device_map: Annotated[
+        str | None, typer.Option(help="The same as --device-map, for the draft.", rich_help_panel=MACHINE_PANEL)
+    ] = None
+    draft_max_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZES", help="The same as --max-memory, for the draft.", rich_help_panel=MACHINE_PANEL),
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=MACHINE_PANEL)
+    ] = None
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the models: minutes the first time, seconds later. On a CUDA device: capture "
+            "them as graphs. Default: for long work on the CPU.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = None
+
+    @property
+    def draft_names(self) -> list[str]:
+        return list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
+
+    @property
+    def single_draft(self) -> str:
+        """For commands that use one.
+
+        Raises:
+            OptionError: several were given.
+        """
+        if len(self.draft_names) > 1:
+            raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
+        return self.draft_names[0]
+
+    @property
+    def compared_draft(self) -> str:
+        """The same for commands that hold it against plain decoding.
+
+        Raises:
+            OptionError: several were given, or none.
+        """
+        if self.single_draft == "none":
+            raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
+        return self.single_draft
+
+    def load(self, num_tokens: int = 0) -> Decoder:
+        """The target, without a draft.
+
+        Args:
+            num_tokens: about how many are to be generated, by which it is decided whether compiling pays.
+        """
+        from outrider.api import load
+
+        set_threads(self.threads)
+        decoder = load(
+            self.target,
+            **asdict(self.placement),
+            acceptance=self.acceptance,
+            models_file=self.models,
+        )
+        target = decoder.target
+        is_long = num_tokens >= _LONG_WORK and target.device.type == "cpu" and target.num_shares == 1
+        if not (is_long if self.compile is None else self.compile):
+            return decoder
+        # Compiling is silent for half a minute at a time; say what is going on.
+        logger = logging.getLogger("outrider.runtime.compiled")
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+        compiled = decoder.compiled()
+        if self.compile is None:
+            try:
+                compiled.generate([[0]], max_new_tokens=1)
+            except CompileError as error:  # nobody asked for it, so go on without
+                logger.warning("%s", error)
+                return decoder
+        return compiled
+
+    @property
+    def placement(self) -> Placement:
+        """The target's."""
+        from outrider.models.placement import Placement
+
+        return Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
+
+    @property
+    def draft_placement(self) -> Placement:
+        """The drafts'."""
+        from outrider.models.placement import Placement
+
+        return Placement(
+            device=self.draft_device or self.device,
+            dtype=self.draft_dtype or self.dtype,
+            quantization=self.draft_quantize,
+            device_map=self.draft_device_map,
+            max_memory=self.draft_max_memory,
+        )
+
+    def load_draft(self, decoder: Decoder, name: str) -> Drafter:
+        """A draft for the target, compiled if that is."""
+        from outrider.api import load_drafter
+        from outrider.runtime.lm import LM
+
+        drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models)
+        return drafter.with_models(LM.compiled) if decoder.target.execution.is_prepared else drafter
+
+
+def _of_pair(name: str) -> Any:
+    """The declaration of an option of ``PairOptions``, for groups that have some of them."""
+    return get_type_hints(PairOptions, include_extras=True)[name].__metadata__[0]
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Where a target runs, for commands that take no draft; what the options mean is said in ``PairOptions``."""
+
+    models: Annotated[Path | None, _of_pair("models")] = None
+    device: Annotated[str, _of_pair("device")] = "auto"
+    dtype: Annotated[str, _of_pair("dtype")] = "auto"
+    quantize: Annotated[str | None, _of_pair("quantize")] = None
+    device_map: Annotated[str | None, _of_pair("device_map")] = None
+    max_memory: Annotated[str | None, _of_pair("max_memory")] = None
+    threads: Annotated[int | None, _of_pair("threads")] = None
+    compile: Annotated[bool | None, _of_pair("compile")] = None
+
+    def load(self, target: str, num_tokens: int = 0) -> Decoder:
+        """See ``PairOptions.load``."""
+        return PairOptions(target=target, **asdict(self)).load(num_tokens)
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Drafts without their target, and machine; what the options mean is said in ``PairOptions``."""
+
+    draft: Annotated[list[str] | None, _of_pair("draft")] = None
+    acceptance: Annotated[str, _of_pair("acceptance")] = DEFAULT_ACCEPTANCE
+    models: Annotated[Path | None, _of_pair("models")] = None
+    device: Annotated[str, _of_pair("device")] = "auto"
+    dtype: Annotated[str, _of_pair("dtype")] = "auto"
+    threads: Annotated[int | None, _of_pair("threads")] = None
+
+    def names(self, target: str) -> list[str]:
+        """Of the drafts, each once."""
+        return PairOptions(target=target, draft=self.draft).draft_names
+
+
+TargetOption = Annotated[str, _of_pair("target")]
