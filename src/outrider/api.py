@@ -383,7 +383,7 @@ def load(
         tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
         device ... tensor_parallel: how the target is placed (see ``Placement``); models in memory stay as they are.
-        draft_placement: how the draft is. None: with the target's device and dtype.
+        draft_placement: how the draft is; where its device and dtype are "auto", with the target's.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
             first use, for each number of rows (about a second each for small models), and kept.
@@ -405,7 +405,7 @@ def load(
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
     )
-    placement = draft_placement or Placement(device, dtype)
+    placement = (draft_placement or _ANYWHERE).inheriting(device, dtype)
     drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, placement=placement, models_file=models_file)
     decoder = replace(plain, drafter=drafter)
     return decoder.compiled() if compile else decoder
@@ -448,6 +448,9 @@ def _checkpoint(
         raise OptionError(
             "model", type(model).__name__, "a name, a folder, a hub id, or a Hugging Face model in memory"
         )
+    if placement.quantization not in (None, "none") or placement.device_map not in (None, "none"):
+        how = placement.quantization or placement.device_map
+        raise OptionError("placement", how, "a model in memory stays as it is: give a name or a folder")
     if (getattr(model, "tp_size", None) or 1) > 1:
         join()  # the processes that share it
     name = config.name_or_path or type(model).__name__

@@ -94,13 +94,16 @@ def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
     rows = {(row["name"], row["quantization"], row["num_devices"]): row for row in document["models"]}
     assert len(rows) == 2 * 2 * 6
     whole, shared = rows["fable", "none", 1], rows["fable", "none", 2]
-    assert 2 * shared["cache_bytes"] == whole["cache_bytes"] and whole["fits_here"]
+    assert 2 * shared["cache_bytes"] == whole["cache_bytes"] and isinstance(whole["fits_here"], bool)
     assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
 
 
 def test_predictions_that_are_not_possible(outrider: Outrider) -> None:
     for arguments, message in (
         (("--draft", "fable-draft"), "--draft = 'fable-draft' is not possible: give its --target too"),
+        (("--target", "fable", "--devices", "3"), "which 3 processes cannot share evenly"),
+        (("--target", "fable", "-k", "-1"), "num_draft_tokens = -1 is not possible"),
+        (("--target", "fable", "--draft", "ngram"), "name the model alone"),
         (("--target", "fable", "--devices", "0"), "--devices = '0' is not possible: whole numbers from 1 to 64"),
         (("--target", "fable", "--context", 10**6), "this model accepts"),
     ):

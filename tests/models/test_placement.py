@@ -21,6 +21,9 @@ def test_a_name_s_own_choices_yield() -> None:
     assert chosen.over(spec) == chosen
     assert (Placement().name_of(spec), chosen.name_of(spec)) == ("a", "a:none")
     assert Placement(quantization="nf4").name_of(spec) == "a:nf4"
+    assert Placement(device_map="none").over(spec).max_memory is None
+    assert Placement(quantization="nf4").name_of(resolve("fable:int8")) == "fable:nf4"
+    assert Placement(quantization="nf4").inheriting("cuda:1", "float16") == Placement("cuda:1", "float16", "nf4")
     assert Placement(quantization="none").name_of(ModelSpec(name="b", hub="x/y")) == "b"
 
 
@@ -31,6 +34,9 @@ def test_names_with_a_form() -> None:
     )
     plain, quantized = resolve("fable"), resolve("fable:int8")
     assert plain.is_same_model(quantized) and Placement().over(plain) != Placement().over(quantized)
+    assert resolve("fable:none").quantization == "none"
+    with pytest.raises(outrider.UsageError, match="ends in two forms"):
+        resolve("fable:int8:nf4")
     with pytest.raises(outrider.UsageError, match="no model is called 'fable:int9'"):
         resolve("fable:int9")
 
@@ -44,7 +50,7 @@ def test_device_maps(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model": 7}))
     with pytest.raises(DeviceError, match="there is no device 'cuda:7'"):
         device_map_of(Placement(device_map=str(file)))
-    for text in ("[]", "{", '{"model": null}'):
+    for text in ("[]", "{", "{}", '{"model": null}', '{"model": "disk"}', '{"model": "auto"}'):
         file.write_text(text)
         with pytest.raises(FileError, match="map.json"):
             device_map_of(Placement(device_map=str(file)))
@@ -95,7 +101,7 @@ def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.Monkey
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = outrider.load("fable", device="cpu")
     monkeypatch.setattr("outrider.runtime.cache.available_bytes", lambda _: 2**20)
-    with pytest.raises(DeviceError, match=r"the cache of fable for 1 rows of 512 tokens needs .* 1.0 MiB are free"):
+    with pytest.raises(DeviceError, match=r"a cache for 1 rows of 512 tokens needs .* 1.0 MiB are free"):
         decoder.generate("Once", max_new_tokens=500)
 
 
@@ -110,5 +116,6 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("100\n")
     assert available.available_bytes(cpu) == 1000
     (tmp_path / "memory.max").write_text("800\n")
-    assert available.available_bytes(cpu) == 700
+    (tmp_path / "memory.stat").write_text("anon 30\ninactive_file 40\nactive_file 20\n")
+    assert available.available_bytes(cpu) == 760
     assert available.available_bytes(torch.device("meta")) is None

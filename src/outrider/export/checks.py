@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
-from outrider.models.loading import context_len, load_config, load_tokenizer
+from outrider.models.loading import context_len, load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 from outrider.text.tokenizer import check_same_tokens
 
@@ -38,7 +38,7 @@ def describe(spec: ModelSpec) -> Described:
     Raises:
         ModelError: the model cannot be had, or is not a causal language model.
     """
-    config = load_config(spec)
+    config = read_config(spec)
     architectures = config.architectures or ()
     if not architectures:
         raise UnsupportedModel(f"{spec.name} does not name its architecture in config.json; add it there")

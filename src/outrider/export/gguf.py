@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.errors import MissingExtra, UnsupportedModel
-from outrider.models.loading import context_len, load_config, load_tokenizer
+from outrider.models.loading import context_len, load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def obstacle(spec: ModelSpec) -> str | None:
     """
     if spec.path is None:
         return "it is on the hub"
-    config = load_config(spec)
+    config = read_config(spec)
     architecture = (config.architectures or ["unknown"])[0]
     if architecture not in _ARCHITECTURES:
         return f"{architecture} is not one of {', '.join(_ARCHITECTURES)}"
@@ -86,7 +86,7 @@ def write_gguf(spec: ModelSpec, output: Path, dtype: torch.dtype | None = None) 
     import gguf
 
     assert spec.path is not None
-    config = load_config(spec)
+    config = read_config(spec)
     dtype = dtype or config.dtype or torch.float32
     if dtype not in _TYPES:
         raise UnsupportedModel(f"{spec.name}: a GGUF file has no {dtype}: choose float32, float16 or bfloat16")

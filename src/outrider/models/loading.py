@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.errors import DeviceError, ModelCorrupt, ModelNotFound, OutriderError, TokenizerMismatch, UnsupportedModel
+from outrider.errors import (
+    DeviceError,
+    ModelCorrupt,
+    ModelNotFound,
+    OptionError,
+    OutriderError,
+    TokenizerMismatch,
+    UnsupportedModel,
+)
 from outrider.models.memory import check_fits, skeleton
 from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
@@ -23,6 +31,7 @@ from outrider.models.probe import probe
 from outrider.models.quantize import (
     check_quantization,
     method_of,
+    picks_outliers,
     quantization_config,
     quantized_share,
     require_packages,
@@ -73,9 +82,12 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     placed, name = placement.over(spec), placement.name_of(spec)
     size = num_shares(name, placed, is_target=is_target)
     device, device_map = pick_device(placed.device), device_map_of(placed)
+    if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
+        raise OptionError("device_map", device_map, "it spreads over CUDA devices: leave out --device cpu")
     config = read_config(spec)
+    method = "gguf" if spec.gguf else method_of(config)
     with _loading(spec, f"model on {device}"):
-        check_quantization(name, placed.quantization or "none", config)
+        check_quantization(name, placed.quantization or "none", method)
         without_outliers(config)
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
         how: dict[str, Any] = {
@@ -86,10 +98,10 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         if size > 1:
             from transformers.distributed import DistributedConfig
 
-            check_shares(name, size, placed, device, config, "gguf" if spec.gguf else method_of(config))
+            check_shares(name, size, placed, device, config, method)
             how = {"dtype": dtype or "auto", "distributed_config": DistributedConfig(tp_size=size)}
-        if method_of(config) is None:
-            dtype = dtype or config.dtype or torch.float32
+        if method is None:
+            dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
             if device_map is None:
@@ -117,8 +129,17 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
                 "first: allow more by --max-memory, or choose fewer bits by --quantize"
             )
     if placed.quantization != "none":
-        _LOG.info("%s: %.0f%% of the weights are quantized", name, 100 * quantized_share(model))
+        _tell_share(name, str(placed.quantization), quantized_share(model))
     return Checkpoint(name, model, load_tokenizer(spec))
+
+
+def _tell_share(name: str, quantization: str, share: float) -> None:
+    """Raises OptionError: none of the weights could be quantized."""
+    if share == 0:
+        raise OptionError("quantization", quantization, f"{name} has no linear layers that it could be applied to")
+    # Where less is quantized than is thought, somebody is surprised by memory and speed.
+    level = logging.INFO if share >= 0.5 else logging.WARNING
+    _LOG.log(level, "%s: %.0f%% of the weights are quantized", name, 100 * share)
 
 
 def read_config(spec: ModelSpec) -> Any:
@@ -149,16 +170,6 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     """The type of a checkpoint's weights as they are on disk, by its configuration; float32 where it does not tell."""
     dtype: torch.dtype | None = read_config(spec).dtype
     return dtype or torch.float32
-
-
-def load_config(spec: ModelSpec) -> Any:
-    """The configuration alone. Raises ModelNotFound, ModelCorrupt, UnsupportedModel."""
-    import transformers
-
-    with _loading(spec, "configuration"):
-        config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
-        _check_kind(spec.name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
-        return config
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
@@ -251,6 +262,11 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     width = config.get_text_config(decoder=True).vocab_size
     if width < num_tokens:
         raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
+    if picks_outliers(model):
+        raise UnsupportedModel(
+            f"{checkpoint.name} treats a column of activations apart as soon as one row has an outlier there, so that "
+            "rows depend on each other: load it with llm_int8_threshold=0"
+        )
     model.eval()
     lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len(config))
     probe(lm, kind)

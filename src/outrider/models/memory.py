@@ -111,7 +111,8 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
 
     layers = {} if quantization == "none" else quantizable(model)
     group_size = group_size_of(layers, parallel)
-    shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in model.tp_plan]
+    plan = {module for module, style in (model.tp_plan or {}).items() if not style.startswith("replicated")}
+    shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in plan]
     total, seen = 0, set()
     for name, module in model.named_modules():
         is_shared = parallel > 1 and any(pattern.fullmatch(name) for pattern in shared)

@@ -6,7 +6,7 @@ The command line, the Python API and files of models use the same words. Nothing
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Placement:
             dtype=spec.dtype or "auto" if self.dtype == "auto" else self.dtype,
             quantization=self.quantization or spec.quantization or "none",
             device_map=self.device_map or spec.device_map or "none",
-            max_memory=self.max_memory or spec.max_memory,
+            max_memory=self.max_memory or (spec.max_memory if self.device_map is None else None),
             tensor_parallel=spec.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel,
         )
         if placed.dtype != "auto" and placed.dtype not in DTYPES:
@@ -72,11 +72,16 @@ class Placement:
             raise OptionError("max_memory", placed.max_memory, "it limits a device map: choose --device-map auto")
         return placed
 
+    def inheriting(self, device: str, dtype: str) -> Placement:
+        """For a draft: the target's device and dtype, where no others are chosen."""
+        own_device = device if self.device == "auto" else self.device
+        return replace(self, device=own_device, dtype=dtype if self.dtype == "auto" else self.dtype)
+
     def name_of(self, spec: ModelSpec) -> str:
         """The model's name, with the quantization that the name does not imply."""
         if self.quantization in (None, spec.quantization) or (self.quantization, spec.quantization) == ("none", None):
             return spec.name
-        return f"{spec.name}:{self.quantization}"
+        return f"{spec.name.removesuffix(f':{spec.quantization}')}:{self.quantization}"
 
 
 def pick_device(name: str) -> torch.device:
@@ -99,7 +104,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
-    """What ``from_pretrained`` takes as ``device_map``.
+    """The ``device_map`` of ``from_pretrained``.
 
     Raises:
         FileError, DeviceError: the file cannot be read, or names a device that is not there.
@@ -116,10 +121,12 @@ def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
         raise FileError(
             f"device_map = {word!r} is neither {', '.join(_MAPS)} nor a JSON file that can be read: {error}"
         ) from None
-    if not isinstance(read, dict) or not all(isinstance(value, (str, int)) for value in read.values()):
+    if not isinstance(read, dict) or not read or not all(isinstance(value, (str, int)) for value in read.values()):
         raise FileError(f'{path}: expected an object of module names and devices, like {{"model.layers.0": "cuda:0"}}')
     places = {module: f"cuda:{value}" if isinstance(value, int) else value for module, value in read.items()}
-    for place in set(places.values()) - {"disk"}:
+    for place in set(places.values()):
+        if place in ("auto", "disk"):
+            raise FileError(f"{path}: {place!r} is no place for a layer: name a device, like cuda:0 or cpu")
         pick_device(place)
     return places
 

@@ -38,23 +38,22 @@ _GROUPS = (128, 32)  # sizes, in order of preference
 _NF4_BLOCK, _NF4_CODES = 64, 16
 
 
-def check_quantization(name: str, quantization: str, config: Any) -> None:
+def check_quantization(name: str, quantization: str, method: str | None) -> None:
     """Refuse, before weights are read, a quantization that is not possible for a model.
 
     Args:
-        config: of the model.
+        method: by which its checkpoint is quantized, if it is.
 
     Raises:
         OptionError: the checkpoint is quantized already.
         ModelCorrupt: it is quantized in an unknown way.
         MissingExtra: a package is not installed.
     """
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    method = method_of(config)
     if quantization == "none":
         if method is not None:
-            if not any(known.startswith(method) for known in AUTO_QUANTIZER_MAPPING):  # it would be passed over
+            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # it would be passed over
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
             require_packages(method, f"{name}, quantized with {method},")
         return
@@ -65,11 +64,16 @@ def check_quantization(name: str, quantization: str, config: Any) -> None:
 
 def method_of(config: Any) -> str | None:
     """The ``quant_method`` of a quantized checkpoint."""
-    own = getattr(config, "quantization_config", None)
+    own = _own_quantization(config)
     if own is None:
         return None
     method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
     return str(getattr(method, "value", method) or "bitsandbytes")  # early ones of bitsandbytes do not state it
+
+
+def _own_quantization(config: Any) -> Any:
+    own = getattr(config, "quantization_config", None)
+    return getattr(config.get_text_config(decoder=True), "quantization_config", None) if own is None else own
 
 
 def require_packages(method: str, needed_by: str) -> None:
@@ -83,9 +87,14 @@ def require_packages(method: str, needed_by: str) -> None:
 def without_outliers(config: Any) -> None:
     """Turn off the threshold of bitsandbytes' 8-bit products in a checkpoint. Above it, a column of activations is
     multiplied in 16 bits *for all rows* as soon as one row has an outlier there, so that rows depend on each other."""
-    own = getattr(config, "quantization_config", None)
+    own = _own_quantization(config)
     if isinstance(own, dict) and own.get("load_in_8bit"):
         own["llm_int8_threshold"] = 0.0
+
+
+def picks_outliers(model: nn.Module) -> bool:
+    """Whether some of its 8-bit products have such a threshold."""
+    return any(getattr(getattr(module, "state", None), "threshold", 0) > 0 for module in model.modules())
 
 
 def quantizable(model: Any) -> dict[str, nn.Linear]:

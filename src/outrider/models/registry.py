@@ -141,7 +141,9 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     if path.exists():
         return _at(ModelSpec(name=name, source="path"), path)
     stem, _, suffix = name.rpartition(":")
-    if stem and (suffix in QUANTIZATIONS or suffix.endswith(".gguf")):
+    if stem and (suffix in ("none", *QUANTIZATIONS) or suffix.endswith(".gguf")):
+        if stem.rpartition(":")[2] in QUANTIZATIONS:
+            raise ModelNotFound(f"{name!r} ends in two forms: give one")
         spec = replace(resolve(stem, extra), name=name)
         return replace(spec, gguf=suffix) if suffix.endswith(".gguf") else replace(spec, quantization=suffix)
     is_path = name.startswith((".", "/", "~")) or name.count("/") != 1

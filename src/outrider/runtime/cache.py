@@ -50,15 +50,8 @@ def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
     return tuple(shapes)
 
 
-def check_room(name: str, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
-    """Whether there is memory for a cache, on each device of the layers.
-
-    Args:
-        name: of the model, for the message.
-
-    Raises:
-        DeviceError
-    """
+def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
+    """Raises DeviceError: there is no memory for a cache, on one of the devices of the layers."""
     needed: dict[torch.device, int] = {}
     for shape in shapes:
         needed[shape.device] = needed.get(shape.device, 0) + shape.bytes_per_token * (capacity + 1) * num_rows
@@ -66,8 +59,8 @@ def check_room(name: str, shapes: Sequence[LayerShape], num_rows: int, capacity:
         free = available_bytes(device)
         if free is not None and size > free:
             raise DeviceError(
-                f"the cache of {name} for {num_rows} rows of {capacity} tokens needs {size_text(size)} on {device}, "
-                f"where {size_text(free)} are free: choose fewer rows or tokens, or leave more room (--max-memory)"
+                f"a cache for {num_rows} rows of {capacity} tokens needs {size_text(size)} on {device}, where "
+                f"{size_text(free)} are free: choose fewer rows or tokens, or leave more room (--max-memory)"
             )
 
 
@@ -146,6 +139,16 @@ class SlotCache(Cache):
                 size = (num_rows, capacity + 1, shape.num_heads, dim)
                 storage.append(torch.zeros(size, dtype=shape.dtype, device=shape.device))
         return cls(storage, capacity)
+
+    @classmethod
+    def allocate(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        """The same, if there is room for it.
+
+        Raises:
+            DeviceError
+        """
+        _check_room(shapes, num_rows, capacity)
+        return cls.empty(shapes, num_rows, capacity)
 
     def rows(self, begin: int, end: int) -> SlotCache:
         """The slots begin <= slot < end: a view of the same memory."""

@@ -50,7 +50,7 @@ class Captured(Prepared):
         try:
             storage = free.pop()
         except IndexError:
-            storage = SlotCache.empty(shapes, num_rows, capacity).storage
+            storage = SlotCache.allocate(shapes, num_rows, capacity).storage
         for store in storage:
             store.zero_()  # a masked place still takes part in 0 * value, which must not be NaN
         cache = SlotCache(storage, capacity)

@@ -42,7 +42,7 @@ class Compiled(Prepared):
     lookahead = 0
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        return SlotCache.empty(shapes, num_rows, capacity)
+        return SlotCache.allocate(shapes, num_rows, capacity)
 
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()  # each run makes results of its own

@@ -93,7 +93,7 @@ class Eager:
         return num_wanted
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        return SlotCache.empty(shapes, num_rows, capacity)
+        return SlotCache.allocate(shapes, num_rows, capacity)
 
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import CompileError
-from outrider.runtime.cache import LayerShape, SlotCache, check_room, layer_shapes
+from outrider.runtime.cache import LayerShape, SlotCache, layer_shapes
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
@@ -98,7 +98,6 @@ class LM:
         Raises:
             DeviceError: there is no room for it.
         """
-        check_room(self.name, self.layer_shapes, num_rows, self.execution.round_length(capacity))
         return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
 
     def view_len(self, length: int, cache: SlotCache) -> int:

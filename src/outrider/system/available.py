@@ -16,7 +16,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that could be allocated now; None where nobody tells.
 
-    On a CUDA device, memory that torch keeps for itself counts as free; on the CPU, a container's limit counts.
+    Memory that torch keeps for itself on a device counts as free. On the CPU, the limit of a container counts.
     """
     if device.type == "cuda":
         import torch
@@ -26,19 +26,19 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         import torch
 
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     if device.type != "cpu":
         return None
     free: int = psutil.virtual_memory().available
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    return free if limit is None or used is None else min(free, max(0, limit - used))
-
-
-def _number(file: Path) -> int | None:
     try:
-        return int(file.read_text())
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such control group; or "max": no limit
-        return None
+        return free
+    # Pages of files that were read count as used, and are given back when memory is needed.
+    used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    return min(free, max(0, limit - used))
 
 
 def size_text(num_bytes: int) -> str:

@@ -200,14 +200,16 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
 def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:
     """Where a draft is the target itself, p = q and nothing may be rejected: a test of everything at once."""
     from outrider.bench.run import count_rejections
+    from outrider.drafters.model import split_name
     from outrider.models.registry import resolve
 
     target = resolve(pair.target, pair.models)
     checks = []
     for name in pair.draft_names:
-        if name in ("none", "ngram"):
+        model, is_greedy = split_name(name)
+        if name in ("none", "ngram") or is_greedy:  # whose q is not p, even for the same model
             continue
-        draft = resolve(name, pair.models)
+        draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):
             continue
         ratios = [ratio for m in measurements if m.arm.draft == name for ratio in m.rejected_ratios]

@@ -10,6 +10,7 @@ import typer
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, write_json
 from outrider.errors import OptionError
+from outrider.options import check_num_draft_tokens
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,8 +49,11 @@ def models(
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
     if dtype not in BYTES_PER_NUMBER:
         raise OptionError("--dtype", dtype, f"choose one of {', '.join(BYTES_PER_NUMBER)}")
+    check_num_draft_tokens(num_draft_tokens)
     if draft is not None and target is None:
         raise OptionError("--draft", draft, "give its --target too")
+    if draft == "ngram" or (draft or "").endswith(":greedy"):
+        raise OptionError("--draft", draft, "name the model alone: a look-up needs none, and greedy drafts no other")
     check_json_target(json_target)
     options: dict[str, Any] = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
     console = console_for(json_target)
@@ -129,17 +133,24 @@ def _numbers_of_devices(text: str) -> list[int]:
 
 def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
     """One model in every form: as it is, and quantized; on one device and on several."""
-    import torch
-
     from outrider.bench.predicted_memory import Predictor
     from outrider.models.loading import read_config
-    from outrider.models.placement import DTYPES
+    from outrider.models.parallel import check_shares
+    from outrider.models.placement import DTYPES, Placement, pick_device
+    from outrider.models.quantize import method_of
     from outrider.models.registry import QUANTIZATIONS
     from outrider.system.available import available_bytes
 
-    predictor = Predictor(read_config(spec), work, DTYPES[dtype])
-    is_cuda = torch.cuda.is_available()
-    free = available_bytes(torch.device("cuda" if is_cuda else "cpu"))
+    config = read_config(spec)
+    method = "gguf" if spec.gguf is not None else method_of(config)
+    if method is not None:
+        raise OptionError("model", spec.name, f"its checkpoint is in {method}: predictions are for plain checkpoints")
+    device = pick_device("auto")
+    for size in sizes:
+        if size > 1:
+            check_shares(spec.name, size, Placement().over(spec), device, config, None)
+    predictor = Predictor(config, work, DTYPES[dtype])
+    free = available_bytes(device)
     rows = []
     for size in sizes:
         for quantization in ("none", *QUANTIZATIONS):
@@ -155,7 +166,7 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
                     "prefill_bytes": memory.prefill,
                     "verify_bytes": memory.verify,
                     "total_bytes": memory.total,
-                    "fits_here": None if free is None else memory.total <= free,
+                    "fits_here": None if free is None or memory.prefill is None else memory.total <= free,
                 }
             )
     return rows
@@ -164,8 +175,8 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
 def _predicted(rows: list[dict[str, Any]], work: Work) -> Table:
     table = _table(
         f"Predicted for each device, {work.num_rows} x {work.context} tokens, K = {work.k}",
-        *("name", "form", "devices", "weights", "cache", "prefill", "verify", "total", "fits here"),
-        texts=("name", "form", "fits here"),
+        *("name", "form", "devices", "weights", "cache", "prefill", "verify", "total", "fits here alone"),
+        texts=("name", "form", "fits here alone"),
     )
     for row in rows:
         form = row["dtype"] if row["quantization"] == "none" else row["quantization"]
