@@ -92,7 +92,7 @@ def _outrider(command: str, *options: str) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "document.json"
         words = [sys.executable, "-m", "outrider", command, *options, "--device", "cpu", "--json", str(file)]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(words, check=command != "certify", stdout=subprocess.DEVNULL)  # which exits with its verdict
         document: dict[str, Any] = json.loads(file.read_text())
     return document
 
