@@ -33,7 +33,6 @@ from outrider.cli.shared.options import (
     check_batch_size,
     check_significance,
     flat,
-    single_k,
 )
 from outrider.cli.shared.output import (
     check_json_target,
@@ -43,7 +42,7 @@ from outrider.cli.shared.output import (
     options_json,
     progress_bar,
 )
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens

@@ -20,10 +20,9 @@ from outrider.cli.shared.options import (
     SeedOption,
     check_batch_size,
     flat,
-    single_k,
 )
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.errors import OptionError
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption, flat, single_k
+from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption, flat
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:

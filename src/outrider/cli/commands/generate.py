@@ -23,7 +23,6 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     check_batch_size,
     flat,
-    single_k,
 )
 from outrider.cli.shared.output import (
     check_json_target,
@@ -34,7 +33,7 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_document,
 )
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.prompt_order import Shard, by_length
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.rows import Totals, made_of, row_of

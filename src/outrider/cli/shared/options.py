@@ -12,20 +12,16 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from outrider.errors import OptionError
 from outrider.options import (
-    DEFAULT_NUM_DRAFT_TOKENS,
     MAX_NUM_DRAFT_TOKENS,
     NumDraftTokens,
     Sampling,
 )
-
-if TYPE_CHECKING:
-    from outrider.cli.shared.pair_options import PairOptions
 
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
 DEFAULT_SIGNIFICANCE = 1e-3
@@ -193,24 +189,6 @@ def parse_k(text: str) -> list[NumDraftTokens]:
         ks += range(low, high + 1)
     autos: list[NumDraftTokens] = ["auto"] if "auto" in parts else []
     return [*sorted(set(ks)), *autos]
-
-
-def single_k(
-    text: str | None, pair: PairOptions, sampling: SamplingOptions | TaskSamplingOptions, seed: int | None
-) -> NumDraftTokens:
-    """For commands that use one K. Without one it is "auto", but not where a seed is to give the same text again, which
-    under most rules takes the same K.
-
-    Raises:
-        OptionError
-    """
-    if text is None:
-        is_free = seed is None or sampling.temperature == 0 or pair.acceptance == "gumbel"
-        return "auto" if is_free else DEFAULT_NUM_DRAFT_TOKENS
-    ks = parse_k(text)
-    if len(ks) > 1:
-        raise OptionError("-k/--num-draft-tokens", text, "this command takes one number")
-    return ks[0]
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:

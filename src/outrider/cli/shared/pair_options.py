@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL
+from outrider.cli.shared.options import (
+    MACHINE_PANEL,
+    MODELS_PANEL,
+    SamplingOptions,
+    TaskSamplingOptions,
+    parse_k,
+)
 from outrider.errors import CompileError, OptionError
-from outrider.options import DEFAULT_ACCEPTANCE
+from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
@@ -243,3 +249,21 @@ class DraftOptions:
 
 
 TargetOption = Annotated[str, _of_pair("target")]
+
+
+def single_k(
+    text: str | None, pair: PairOptions, sampling: SamplingOptions | TaskSamplingOptions, seed: int | None
+) -> NumDraftTokens:
+    """For commands that use one K. Without one it is "auto", but not where a seed is to give the same text again, which
+    under most rules takes the same K.
+
+    Raises:
+        OptionError
+    """
+    if text is None:
+        is_free = seed is None or sampling.temperature == 0 or pair.acceptance == "gumbel"
+        return "auto" if is_free else DEFAULT_NUM_DRAFT_TOKENS
+    ks = parse_k(text)
+    if len(ks) > 1:
+        raise OptionError("-k/--num-draft-tokens", text, "this command takes one number")
+    return ks[0]
