@@ -15,6 +15,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def launched(*arguments: object, size: int = 2) -> Iterator[subprocess.Popen[str]]:
     """What torchrun starts with these arguments; when the test is over, all of it ends."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TQDM_DISABLE": "1"}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # or torchrun says that it chose it
     command = [*TORCHRUN, str(size), *map(str, arguments)]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -94,4 +94,6 @@ def test_a_stream_that_is_left_suspended_is_silent_at_exit(tmp_path: Path) -> No
         "next(stream); next(many)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout) == (0, "")
+    # (torchao, where it is installed, has something to say when it is imported.)
+    assert "Exception" not in done.stderr and "Traceback" not in done.stderr

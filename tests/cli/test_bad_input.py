@@ -236,14 +236,14 @@ def test_documents_that_cannot_be_written(
     outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     """Found out before the work."""
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self: pytest.fail("loaded"))
     path = tmp_path / "no" / "such" / "folder.json"
     assert f"cannot write {path}: No such file or directory" in outrider(*command, "--json", path).error
     assert f"cannot write {tmp_path}: Is a directory" in outrider(*command, "--json", tmp_path).error
 
 
 def test_output_that_cannot_be_written(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self: pytest.fail("loaded"))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once\n")
     path = tmp_path / "no" / "out.jsonl"

@@ -156,7 +156,7 @@ def test_the_document(outrider: Outrider, folder: Path) -> None:
 def test_a_draft_is_not_needed_where_nothing_is_generated(
     outrider: Outrider, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load_draft", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load_draft", lambda *_: pytest.fail("loaded"))
     ended = outrider("eval", "harness", "--tasks", "endings", "--include-path", folder, "--limit", 2)
     assert ended.code == 0 and "fable-draft" not in ended.out and "Scored once: endings" in ended.out
 
@@ -164,7 +164,7 @@ def test_a_draft_is_not_needed_where_nothing_is_generated(
 def test_an_error_before_anything_is_loaded(
     outrider: Outrider, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda *_: pytest.fail("loaded"))
     beams = write_tasks(tmp_path, generation_kwargs={"num_beams": 4, "until": []})
     *_, error = outrider(*EVAL, beams).err.splitlines()
     assert "generation_kwargs: num_beams = 4 is not possible: Outrider has no such option" in error

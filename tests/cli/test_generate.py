@@ -171,7 +171,8 @@ def test_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is a user's message, in the model's template."""
     monkeypatch.setattr(embedded().tokenizer, "chat_template", "{{ messages[0].role }}: {{ messages[0].content }} #")
     monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load", lambda self, num_tokens: embedded().plain())
+    plain = embedded().plain()
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self, num_tokens: plain)
     ended = outrider("generate", "Hello", "--chat", *SHORT, "--draft", "none")
     want = embedded().plain().generate("user: Hello #", seed=1, max_new_tokens=10)[0].text
     assert ended.out == want + "\n"
@@ -204,7 +205,7 @@ def test_ctrl_c_before_the_first_token(outrider: Outrider, monkeypatch: pytest.M
     def interrupted(self: Any, num_tokens: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load", interrupted)
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", interrupted)
     for arguments in (("generate", PROMPT), ("compare",), ("latency",), ("eval", "multiplication")):
         ended = outrider(*arguments)
         assert ended.code == 130

@@ -87,7 +87,7 @@ def test_by_default_k_is_1_to_8_over_15_prompts(outrider: Outrider, monkeypatch:
 def test_bad_plot_files_are_refused_before_the_work(
     outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.cli.shared.options.PairOptions.load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self: pytest.fail("loaded"))
     (tmp_path / "folder.png").mkdir()
     assert "the name must end in .png" in outrider("latency", "--plot", tmp_path / "plot.jpeg").error
     assert "there is no folder" in outrider("latency", "--plot", tmp_path / "no" / "plot.png").error

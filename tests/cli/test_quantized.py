@@ -23,7 +23,7 @@ def test_drafts_of_a_plan_are_quantized_by_name(outrider: Outrider) -> None:
 
 def test_a_certificate_names_the_quantization(outrider: Outrider) -> None:
     words = ("certify", "--target", "fable", "--quantize", "int8", "--draft", "fable-draft:int8")
-    ended = outrider(*words, "--num-tokens", 1000, "-n", 16, "--json", "-")
+    ended = outrider(*words, "--num-tokens", 2000, "-n", 16, "--json", "-")
     document = only_document(ended.out, "certify")
     assert ended.code == 0 and document["is_certified"]
     assert document["options"]["quantize"] == "int8" and document["options"]["draft"] == ["fable-draft:int8"]
