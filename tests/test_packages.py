@@ -15,6 +15,7 @@ SRC = Path(__file__).parent.parent / "src" / "outrider"
 FLOORS = """
     __main__
     cli
+    serve
     certify
     bench
     distill export

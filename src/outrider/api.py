@@ -210,10 +210,7 @@ class Decoder:
                 if engine is None or longest > capacity:
                     # A longer text than any before: all rows have ended, and a larger cache takes the old one's place.
                     engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
-                    schedule = self._schedule(k, rule, num_slots, capacity)
-                    engine = Engine(
-                        self.target, self.drafter, rule, num_slots=num_slots, capacity=capacity, schedule=schedule
-                    )
+                    engine = self._engine(k, rule, num_slots, capacity)
             if engine is None:
                 return
             while (
@@ -236,6 +233,29 @@ class Decoder:
                 if row.finish_reason is not None:
                     del open_jobs[row.row]
                     yield number, completion_of(job)
+
+    def engine(self, num_slots: int, capacity: int) -> Engine:
+        """An engine for prompts that come at any time (docs/engine.md), made by ``job``.
+
+        Args:
+            capacity: most tokens in a row, prompt included.
+        """
+        return self._engine(*self._k_and_rule(None, None), num_slots, capacity)
+
+    def job(self, prompt: Prompt, options: Mapping[str, Any]) -> Job:
+        """One prompt, checked and ready for ``engine``.
+
+        Args:
+            options: fields of ``Sampling``, a value each.
+
+        Raises:
+            OptionError, PromptError
+        """
+        return self._with_own_k(self._job(prompt, options), *self._k_and_rule(None, None))
+
+    def _engine(self, k: NumDraftTokens, rule: Rule, num_slots: int, capacity: int) -> Engine:
+        schedule = self._schedule(k, rule, num_slots, capacity)
+        return Engine(self.target, self.drafter, rule, num_slots=num_slots, capacity=capacity, schedule=schedule)
 
     def _k_and_rule(
         self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None

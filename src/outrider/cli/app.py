@@ -24,6 +24,7 @@ from outrider.cli.commands import (
     plan,
     record,
     replay,
+    serve,
     shapes,
 )
 from outrider.cli.commands import eval as eval_
@@ -35,6 +36,7 @@ from outrider.system.ranks import is_one_of_several
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Generate": {
         "generate": generate.generate,
+        "serve": serve.serve,
         "compare": compare.compare,
         "latency": latency.latency,
     },

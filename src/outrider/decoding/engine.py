@@ -167,6 +167,11 @@ class Engine:
             self._cancelled.add(index)
 
     @property
+    def max_k(self) -> int:
+        """The most tokens that a row may draft in a round."""
+        return self._schedule.max_k
+
+    @property
     def load(self) -> Load:
         with self._lock:
             num_filling, num_free = len(self._filling), self._slots.num_free

@@ -1,0 +1,120 @@
+"""``outrider serve``: HTTP for OpenAI's clients."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.shared.options import PairOptions, flat, parse_k
+from outrider.errors import MissingExtra, OptionError
+from outrider.options import DEFAULT_NUM_SLOTS, check_num_slots
+
+if TYPE_CHECKING:
+    from outrider.api import Decoder
+    from outrider.serve.worker import Worker
+
+_SERVER = "Server"
+
+
+@flat
+def serve(
+    pair: PairOptions,
+    num_draft_tokens: Annotated[
+        str,
+        typer.Option(
+            "-k",
+            "--num-draft-tokens",
+            help="K, tokens drafted per round; auto chooses it by the load (and is 4 for requests with a seed).",
+            rich_help_panel="Models",
+        ),
+    ] = "auto",
+    slots: Annotated[int, typer.Option(help="Texts at a time.", rich_help_panel=_SERVER)] = DEFAULT_NUM_SLOTS,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of a text, prompt included. Default: the target's context, at most 8192.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than loopback need a key.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OUTRIDER_API_KEY",
+            help="Clients must send it. Prefer the variable: others see command lines.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model. Repeatable. Default: the target.", rich_help_panel=_SERVER),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(help="Most texts that wait for a slot; more get 503.", rich_help_panel=_SERVER)
+    ] = 256,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running texts may go on after SIGTERM.", rich_help_panel=_SERVER)
+    ] = 30.0,
+) -> None:
+    """Serve /v1/completions and /v1/chat/completions for OpenAI's clients."""
+    (k, *more) = parse_k(num_draft_tokens)
+    if more:
+        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
+    check_num_slots(slots)
+    if context is not None and context < 2:
+        raise OptionError("--context", context, "a whole number >= 2")
+    if max_queue < 0:
+        raise OptionError("--max-queue", max_queue, "a whole number >= 0")
+    if not 0 <= shutdown_timeout < 1e6:
+        raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
+    if not api_key and not _is_loopback(host):
+        raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
+    draft = pair.single_draft
+    try:
+        from outrider.serve.server import Server, ServerOptions, listen
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name, level in (("outrider", logging.INFO), ("uvicorn", logging.WARNING)):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(level)
+    log = logging.getLogger("outrider")
+
+    def load() -> Decoder:
+        decoder = pair.load()
+        return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+
+    listener = listen(host, port)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    log.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
+
+    def on_ready(worker: Worker) -> None:
+        for line in worker.about():
+            log.info("%s", line)
+        log.info("ready: %s/v1", url)
+
+    options = ServerOptions(
+        names=tuple(served_model_name or [pair.target]),
+        num_slots=slots,
+        context_len=context or 8192,
+        max_queue=max_queue,
+        api_key=api_key or None,
+        shutdown_timeout_s=shutdown_timeout,
+    )
+    Server(load, options, listener, on_ready).run()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,198 @@
+"""What comes of requests, as OpenAI's clients read it: objects of text completions and of chats, whole and in chunks.
+
+Log-probabilities are those of the target's raw logits. A token's text is what it decodes to alone, so that texts of
+tokens need not add up to the text of the answer (half characters).
+
+Source: OpenAI's API reference; for ``metrics`` vLLM, docs/features/speculative_decoding/acceptance_metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outrider.records import Completion, FinishReason, Stats, TokenLogprob
+from outrider.serve.metrics import num_spec_steps
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event. ASCII, since some clients take U+2028 for the end of a line."""
+    return f"data: {json.dumps(value, ensure_ascii=True, allow_nan=False)}\n\n".encode("ascii")
+
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Tokens with their log-probabilities; the first of a prompt has none."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob | None]
+
+
+class TokenTexts:
+    """Tokens as texts.
+
+    Args:
+        tokenizer: of Hugging Face.
+        as_ids: write ``token_id:7`` instead.
+    """
+
+    def __init__(self, tokenizer: Any, as_ids: bool) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def of(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text
+
+
+class Form(Protocol):
+    """How choices are written."""
+
+    kind: str
+    chunk_kind: str
+    id_prefix: str
+
+    def whole(self, index: int, text: str, judged: Judged | None, reason: FinishReason) -> dict[str, Any]: ...
+
+    def begin(self, index: int) -> dict[str, Any] | None:
+        """The first chunk, before there is text."""
+        ...
+
+    def part(self, index: int, text: str, judged: Judged | None, reason: FinishReason | None) -> dict[str, Any]: ...
+
+
+class CompletionForm:
+    """Choices of text completions."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl-"
+
+    def __init__(self, tokens: TokenTexts) -> None:
+        self._tokens = tokens
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, index: int, text: str, judged: Judged | None, reason: FinishReason) -> dict[str, Any]:
+        return self.part(index, text, judged, reason)
+
+    def begin(self, index: int) -> None:
+        return None
+
+    def part(self, index: int, text: str, judged: Judged | None, reason: FinishReason | None) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if judged is None else self._logprobs(index, judged),
+            "finish_reason": None if reason is None else _FINISH[reason],
+        }
+
+    def _logprobs(self, index: int, judged: Judged) -> dict[str, Any]:
+        texts, values, tops, offsets = [], [], [], []
+        offset = self._offsets.get(index, 0)
+        for token_id, logprob in zip(judged.token_ids, judged.logprobs, strict=True):
+            text = self._tokens.of(token_id)
+            texts.append(text)
+            offsets.append(offset)
+            offset += len(text)
+            values.append(None if logprob is None else _finite(logprob.logprob))
+            tops.append(None if logprob is None else self._top(text, logprob))
+        self._offsets[index] = offset
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
+        """The most probable tokens and the chosen one; of those with the same text the most probable."""
+        top: dict[str, float] = {}
+        for token_id, value in logprob.top:
+            top.setdefault(self._tokens.of(token_id), _finite(value))
+        top.setdefault(text, _finite(logprob.logprob))
+        return top
+
+
+class ChatForm:
+    """Choices of chats."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, tokens: TokenTexts) -> None:
+        self._tokens = tokens
+
+    def whole(self, index: int, text: str, judged: Judged | None, reason: FinishReason) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(judged),
+            "finish_reason": _FINISH[reason],
+        }
+
+    def begin(self, index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, text: str, judged: Judged | None, reason: FinishReason | None) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": text} if text else {},
+            "logprobs": self._logprobs(judged),
+            "finish_reason": None if reason is None else _FINISH[reason],
+        }
+
+    def _logprobs(self, judged: Judged | None) -> dict[str, Any] | None:
+        if judged is None:
+            return None
+        content = []
+        for token_id, logprob in zip(judged.token_ids, judged.logprobs, strict=True):
+            assert logprob is not None
+            top = [self._token(*pair) for pair in logprob.top]
+            content.append({**self._token(token_id, logprob.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._tokens.of(token_id)
+        # Half a character has bytes that its text does not tell.
+        bytes_ = None if "\ufffd" in text else list(text.encode("utf-8"))
+        return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def metrics_of(completion: Completion, max_k: int) -> dict[str, Any] | None:
+    """What became of the drafts of one text, under vLLM's names; None where nothing was drafted. The round in which the
+    text ended is left out if tokens after the end were dropped."""
+    stats: Stats = completion.stats
+    num_steps = num_spec_steps(stats)
+    if num_steps == 0:
+        return None
+    histogram = [*stats.acceptance_histogram, *[0] * (max_k + 1 - len(stats.acceptance_histogram))]
+    histogram[0] -= stats.num_rounds - num_steps
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": max_k,
+        }
+    }

@@ -1,0 +1,208 @@
+"""The routes, who may use them, and errors in OpenAI's form.
+
+Source: OpenAI's API reference; ``/tokenize``, ``/detokenize``, ``/version`` and ``max_model_len`` as vLLM has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider.errors import OutriderError
+from outrider.serve.generation import Prepared, begin, streamed, until_disconnect, whole
+from outrider.serve.prepare import Preparer
+from outrider.serve.refusal import Refusal, refusal_of
+from outrider.serve.worker import Worker
+
+_LOG = logging.getLogger("outrider.serve")
+_MOST_BODY_BYTES = 4 * 2**20
+_NUM_TOKENIZING = 2  # threads
+_MOST_WARNED = 100  # names
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_OPEN_PATHS = {"/health", "/ping", "/metrics", "/version"}
+
+
+class App:
+    """What answers requests. ``preparer`` is set when the worker is ready."""
+
+    preparer: Preparer
+
+    def __init__(self, worker: Worker, names: tuple[str, ...], api_key: str | None) -> None:
+        self._worker, self._names = worker, names
+        self._created = int(time.time())
+        self._pool = ThreadPoolExecutor(_NUM_TOKENIZING, thread_name_prefix="outrider-tokenizer")
+        self._warned: set[str] = set()
+        self._registry = CollectorRegistry()
+        self._registry.register(worker.metrics)
+        generation = [
+            Route("/v1/completions", Generation(self, lambda body: self.preparer.completions(body)), methods=["POST"]),
+            Route("/v1/chat/completions", Generation(self, lambda body: self.preparer.chat(body)), methods=["POST"]),
+        ]
+        others = [
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/ping", self._health),
+            Route("/metrics", self._metrics),
+            Route("/version", self._version),
+        ]
+        self.asgi: ASGIApp = Starlette(
+            routes=generation + others,
+            middleware=[Middleware(Guard, api_key=api_key)] if api_key else [],
+            exception_handlers={
+                Refusal: _refuse,
+                OutriderError: _refuse,
+                HTTPException: _refuse_http,
+                Exception: _refuse,
+            },
+        )
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+    async def prepare(self, make: Callable[[bytes], Any], request: Request) -> Any:
+        """Read a body and make something of it, away from the event loop. Raises Refusal."""
+        body = await _body(request)
+        self._worker.check_ready()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, make, body)
+
+    def warn_once(self, names: tuple[str, ...] | list[str]) -> None:
+        for name in names:
+            if name not in self._warned and len(self._warned) < _MOST_WARNED:
+                self._warned.add(name)
+                _LOG.warning("the field %.60r of a request is not known: it is ignored", name)
+
+    async def answer(self, prepared: Prepared, send: Send) -> None:
+        begun = await begin(self._worker, prepared)
+        try:
+            if not prepared.ask.is_stream:
+                response: Response = JSONResponse(await whole(begun))
+                await _send(response, send)
+                return
+            headers = _STREAM_HEADERS | {"content-type": "text/event-stream; charset=utf-8"}
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            async for piece in streamed(begun):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._worker.close(begun.ticket)
+
+    async def _health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._worker.state == "ready" else 503)
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("outrider")})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: Request) -> Response:
+        self._worker.check_ready()
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def _model(self, request: Request) -> Response:
+        self._worker.check_ready()
+        return JSONResponse(self._card(self.preparer.check_model(request.path_params["name"])))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "outrider",
+            "root": self._worker.decoder.target.name,
+            "parent": None,
+            "max_model_len": self._worker.capacity,
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        return JSONResponse(await self.prepare(lambda body: self.preparer.tokenize(body), request))
+
+    async def _detokenize(self, request: Request) -> Response:
+        return JSONResponse(await self.prepare(lambda body: self.preparer.detokenize(body), request))
+
+
+class Generation:
+    """An endpoint that generates. (An object, not a function: then it sees when the client goes away.)"""
+
+    def __init__(self, app: App, make: Callable[[bytes], Prepared]) -> None:
+        self._app, self._make = app, make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prepared = await self._app.prepare(self._make, Request(scope, receive))
+        self._app.warn_once(prepared.ask.unknown)
+        await until_disconnect(receive, self._app.answer(prepared, send))
+
+
+class Guard:
+    """Lets in who has the key."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app, self._digest = app, hashlib.sha256(api_key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            # Digests have one length, so that the comparison takes the same time for all keys.
+            is_right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+            if not (is_right and scheme.lower() == b"bearer"):
+                message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+                refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
+                await _send(_response(refusal), send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _body(request: Request) -> bytes:
+    """Raises Refusal where it is too long, or not said to be JSON: a page in a browser may send other types to any
+    server without asking."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal("send the body with 'Content-Type: application/json'", status=415)
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY_BYTES:
+            raise Refusal(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
+    return body
+
+
+async def _send(response: Response, send: Send) -> None:
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
+def _response(refusal: Refusal) -> Response:
+    headers = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
+    return JSONResponse(refusal.to_json(), refusal.status, headers)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return _response(refusal_of(error))
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path:.100}"
+    type_ = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
+    return _response(Refusal(message, status=error.status_code, type_=type_))

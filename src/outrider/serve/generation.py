@@ -1,0 +1,208 @@
+"""One request for text on its way: rows and scorings submitted, events gathered or streamed.
+
+A client that goes away, streamed to or not, cancels the work, and with it the rows (``until_disconnect``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive
+
+from outrider.errors import OutriderError
+from outrider.jobs import Job, completion_of
+from outrider.records import Chunk, Completion, FinishReason
+from outrider.serve.answers import DONE, KEEP_ALIVE, Form, Judged, event, metrics_of, usage_of
+from outrider.serve.refusal import Refusal, refusal_of
+from outrider.serve.schemas import Ask
+from outrider.serve.worker import Ticket, Worker
+
+_LOG = logging.getLogger("outrider.serve")
+_KEEP_ALIVE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, ready for the worker.
+
+    Attributes:
+        prompt_ids: of each prompt.
+        jobs: a row for each choice, ``n`` for each prompt in turn; none where only the prompt is wanted.
+        form: how choices are written.
+        head: what all answers to it say of themselves.
+    """
+
+    ask: Ask
+    prompt_ids: list[list[int]]
+    prompt_texts: list[str]
+    jobs: list[Job]
+    form: Form
+    model: str
+    fingerprint: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.form.id_prefix + self.id,
+            "object": self.form.chunk_kind if is_chunk else self.form.kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt_ids) * self.ask.n
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that the worker has taken.
+
+    Attributes:
+        scored: the log-probabilities of each prompt, where they are echoed with them.
+    """
+
+    prepared: Prepared
+    ticket: Ticket
+    scored: list[Judged]
+    max_k: int
+
+
+async def begin(worker: Worker, prepared: Prepared) -> Begun:
+    """Score the prompts if they are to be, then queue the rows. The ticket is to be closed. Raises Refusal."""
+    scored = []
+    num_top = prepared.ask.num_logprobs
+    if prepared.ask.echo and num_top is not None:
+        for ids in prepared.prompt_ids:
+            scored.append(Judged(ids, [None, *await worker.score(ids, num_top)]))
+    return Begun(prepared, worker.submit(prepared.jobs), scored, worker.max_k)
+
+
+async def whole(begun: Begun) -> dict[str, Any]:
+    """The answer in one piece."""
+    prepared = begun.prepared
+    async for item in _events(begun.ticket):
+        if item is not None:
+            which, chunk = item
+            prepared.jobs[which].chunks.append(chunk)
+    completions = [completion_of(job) for job in prepared.jobs]
+    choices = []
+    for index in range(prepared.num_choices):
+        echo, judged = _echoed(begun, index)
+        if not completions:
+            choices.append(prepared.form.whole(index, echo, judged, "length"))
+            continue
+        one = completions[index]
+        if one.logprobs is not None:
+            judged = _joined(judged, Judged(one.token_ids, one.logprobs))
+        choice = prepared.form.whole(index, echo + one.text, judged, one.finish_reason)
+        choices.append(choice | {"seed": one.seed})
+    return prepared.head(is_chunk=False) | {"choices": choices} | _totals(begun, completions)
+
+
+async def streamed(begun: Begun) -> AsyncIterator[bytes]:
+    """The answer in server-sent events, an error among them."""
+    prepared = begun.prepared
+    ask, form, head = prepared.ask, prepared.form, prepared.head(is_chunk=True)
+    num_generated = 0
+
+    def chunk_event(choice: dict[str, Any]) -> bytes:
+        value = head | {"choices": [choice]}
+        if ask.has_usage_in_chunks:
+            value["usage"] = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, 0)
+        elif ask.includes_usage:
+            value["usage"] = None
+        return event(value)
+
+    try:
+        for index in range(prepared.num_choices):
+            first = form.begin(index)
+            if ask.echo:
+                reason: FinishReason | None = None if prepared.jobs else "length"
+                first = form.part(index, *_echoed(begun, index), reason)
+            if first is not None:
+                yield chunk_event(first)
+        async for item in _events(begun.ticket):
+            if item is None:
+                yield KEEP_ALIVE
+                continue
+            which, chunk = item
+            prepared.jobs[which].chunks.append(chunk)
+            num_generated += len(chunk.token_ids)
+            if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
+                judged = None if chunk.logprobs is None else Judged(chunk.token_ids, chunk.logprobs)
+                choice = form.part(which, chunk.text, judged, chunk.finish_reason)
+                yield chunk_event(choice | {"seed": chunk.seed})
+        if ask.includes_usage:
+            completions = [completion_of(job) for job in prepared.jobs]
+            yield event(head | {"choices": []} | _totals(begun, completions))
+    except Exception as error:
+        if not isinstance(error, Refusal | OutriderError):
+            _LOG.exception("a stream has failed")
+        yield event(refusal_of(error).to_json())
+    yield DONE
+
+
+async def _events(ticket: Ticket) -> AsyncIterator[tuple[int, Chunk] | None]:
+    """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
+    num_open = len(ticket.jobs)
+    while num_open:
+        try:
+            which, item = await asyncio.wait_for(ticket.events.get(), _KEEP_ALIVE_S)
+        except TimeoutError:
+            yield None
+            continue
+        if isinstance(item, Exception):
+            raise item
+        num_open -= item.finish_reason is not None
+        yield which, item
+
+
+def _echoed(begun: Begun, index: int) -> tuple[str, Judged | None]:
+    """The prompt as the beginning of a choice."""
+    ask, at = begun.prepared.ask, index // begun.prepared.ask.n
+    return (begun.prepared.prompt_texts[at] if ask.echo else "", begun.scored[at] if begun.scored else None)
+
+
+def _joined(first: Judged | None, second: Judged) -> Judged:
+    if first is None:
+        return second
+    return Judged([*first.token_ids, *second.token_ids], [*first.logprobs, *second.logprobs])
+
+
+def _totals(begun: Begun, completions: list[Completion]) -> dict[str, Any]:
+    """Usage, and what became of the drafts."""
+    prepared = begun.prepared
+    num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])
+    num_generated = sum(len(one.token_ids) for one in completions)
+    usage = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, num_cached)
+    # Of one text only: the numbers of several do not add up to those of a text.
+    metrics = metrics_of(completions[0], begun.max_k) if len(completions) == 1 else None
+    return {"usage": usage} if metrics is None else {"usage": usage, "metrics": metrics}
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do it, or as much of it as is done before the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,119 @@
+"""Counts for Prometheus, under names of our own; those of speculative decoding also under vLLM's, since its benchmark
+and dashboards look for no others.
+
+Source of the names: vLLM, docs/features/speculative_decoding (``vllm:spec_decode_*``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from outrider.decoding.engine import Load
+from outrider.jobs import Job
+from outrider.records import Chunk, Stats, Timing
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class _Histogram:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, about: str) -> HistogramMetricFamily:
+        labels = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(labels, map(float, accumulate(self._counts)), strict=True))
+        return HistogramMetricFamily(name, about, buckets=buckets, sum_value=self._sum)
+
+
+class Metrics(Collector):
+    """Written by the thread that owns the models, read by any."""
+
+    def __init__(self, load: Callable[[], Load], model_name: str) -> None:
+        self._load, self._model_name = load, model_name
+        self._stats, self._timing = Stats(), Timing()
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_ended: Counter[str] = Counter()
+        self._first, self._whole, self._token = _Histogram(_SECONDS), _Histogram(_SECONDS), _Histogram(_SECONDS_A_TOKEN)
+
+    def count_time(self, timing: Timing) -> None:
+        """Of a round."""
+        self._timing += timing
+
+    def count_first(self, chunk: Chunk, job: Job, seconds: float) -> None:
+        """A row has its first chunk, so long after it was submitted."""
+        self._num_prompt_tokens += job.num_prompt_tokens
+        self._num_cached_tokens += chunk.num_cached_tokens
+        self._first.add(seconds)
+
+    def count_chunk(self, chunk: Chunk) -> None:
+        self._stats += chunk.stats
+
+    def count_end(self, reason: str) -> None:
+        self._num_ended[reason] += 1
+
+    def count_latency(self, num_tokens: int, decode_s: float, whole_s: float) -> None:
+        """A row has ended: its tokens, the seconds since its first chunk, and since it was submitted."""
+        self._whole.add(whole_s)
+        if num_tokens > 1:
+            self._token.add(decode_s / (num_tokens - 1))
+
+    def collect(self) -> Iterator[Metric]:
+        stats, timing, load = self._stats, self._timing, self._load()
+        yield GaugeMetricFamily("outrider:num_requests_running", "Rows that generate.", load.num_running)
+        yield GaugeMetricFamily("outrider:num_requests_filling", "Rows whose prompt is being fed.", load.num_filling)
+        yield GaugeMetricFamily("outrider:num_requests_waiting", "Rows that wait for a slot.", load.num_waiting)
+        yield GaugeMetricFamily("outrider:num_free_slots", "Slots without a row.", load.num_free_slots)
+        yield CounterMetricFamily("outrider:prompt_tokens", "Tokens of prompts.", self._num_prompt_tokens)
+        yield CounterMetricFamily(
+            "outrider:cached_tokens", "Those of them that were in the cache already.", self._num_cached_tokens
+        )
+        yield CounterMetricFamily("outrider:generation_tokens", "Tokens generated.", stats.num_generated_tokens)
+        ended = CounterMetricFamily("outrider:requests", "Rows that ended, by reason.", labels=["finished_reason"])
+        for reason, count in sorted(self._num_ended.items()):
+            ended.add_metric([reason], count)
+        yield ended
+        seconds = CounterMetricFamily("outrider:seconds", "The engine's time, by part of the work.", labels=["part"])
+        for part in ("prefill", "draft", "verify", "rest"):
+            seconds.add_metric([part], timing.to_json()[part])
+        yield seconds
+        yield self._first.family("outrider:time_to_first_token_seconds", "From submission to the first tokens.")
+        yield self._token.family("outrider:time_per_output_token_seconds", "Mean of a row, after its first tokens.")
+        yield self._whole.family("outrider:e2e_request_latency_seconds", "From submission to the end.")
+        yield from _spec_decode("outrider:spec_decode", stats, {})
+        yield from _spec_decode("vllm:spec_decode", stats, {"model_name": self._model_name})
+
+
+def _spec_decode(prefix: str, stats: Stats, labels: dict[str, str]) -> Iterator[Metric]:
+    counts = {
+        "num_drafts": ("Rounds of rows in which tokens were drafted.", num_spec_steps(stats)),
+        "num_draft_tokens": ("Tokens drafted.", stats.num_draft_tokens),
+        "num_accepted_tokens": ("Drafted tokens accepted.", stats.num_accepted_draft_tokens),
+    }
+    for name, (about, count) in counts.items():
+        family = CounterMetricFamily(f"{prefix}_{name}", about, labels=list(labels))
+        family.add_metric(list(labels.values()), count)
+        yield family
+    by_place = CounterMetricFamily(
+        f"{prefix}_num_accepted_tokens_per_pos", "Rounds that accepted it, by place.", labels=[*labels, "position"]
+    )
+    for place in range(len(stats.drafted_histogram) - 1):
+        num_accepted = sum(stats.acceptance_histogram[place + 1 :])
+        by_place.add_metric([*labels.values(), str(place)], num_accepted)
+    yield by_place
+
+
+def num_spec_steps(stats: Stats) -> int:
+    """Rounds in which something was drafted."""
+    return stats.num_rounds - sum(stats.drafted_histogram[:1])

@@ -1,0 +1,62 @@
+"""Errors as OpenAI's clients read them.
+
+Source: the error objects of OpenAI's API reference; clients retry 429 and 5xx, and obey ``Retry-After``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import OptionError, OutriderError, UsageError
+
+_MOST_CHARACTERS = 400  # of a message, which may quote the request
+
+# Names of OpenAI where they differ from those of the library.
+_PARAMS = {"max_new_tokens": "max_tokens"}
+
+
+class Refusal(Exception):
+    """A request, or the rest of it, that is not served.
+
+    Attributes:
+        status: of HTTP.
+        param: the field that is to be changed, if it is one.
+        retry_after_s: when to try again, if that may help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type_: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.type, self.param, self.code, self.retry_after_s = status, type_, param, code, retry_after_s
+
+    def to_json(self) -> dict[str, Any]:
+        message = str(self)
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[: _MOST_CHARACTERS - 4]} ..."
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def unavailable(message: str, retry_after_s: int) -> Refusal:
+    """Now, but not for ever."""
+    return Refusal(message, status=503, type_="server_error", code="unavailable", retry_after_s=retry_after_s)
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of an error."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, OptionError):
+        return Refusal(str(error), param=_PARAMS.get(error.name, error.name))
+    if isinstance(error, UsageError):
+        return Refusal(str(error), param="prompt")
+    # Of a fault of ours the log tells more than a client should know.
+    message = str(error) if isinstance(error, OutriderError) else "the server has failed"
+    return Refusal(message, status=500, type_="server_error")

@@ -1,0 +1,140 @@
+"""Start, wait for the end, shut down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+
+from outrider.api import Decoder
+from outrider.errors import OptionError
+from outrider.serve.app import App
+from outrider.serve.metrics import Metrics
+from outrider.serve.prepare import Preparer, fingerprint_of
+from outrider.serve.refusal import unavailable
+from outrider.serve.worker import Worker
+
+_LOG = logging.getLogger("outrider.serve")
+_TICK_S = 0.1
+_GRACE_S = 5.0  # for errors to be sent, after those that run were given up
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a server runs.
+
+    Attributes:
+        names: of the model, as clients call it.
+        num_slots: rows that generate at a time.
+        context_len: most tokens in a row, prompt included.
+        max_queue: most rows that wait for a slot.
+        shutdown_timeout_s: how long running rows may go on when the server is told to end.
+    """
+
+    names: tuple[str, ...]
+    num_slots: int = 8
+    context_len: int = 8192
+    max_queue: int = 256
+    api_key: str | None = None
+    shutdown_timeout_s: float = 30.0
+
+
+class Server:
+    """A server on a socket.
+
+    Args:
+        load: makes the decoder, in the thread that will own it.
+        listener: bound; the server closes it.
+        on_ready: called with the worker when requests are taken.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Decoder],
+        options: ServerOptions,
+        listener: socket.socket,
+        on_ready: Callable[[Worker], None] = lambda worker: None,
+    ) -> None:
+        self._options, self._listener, self._on_ready = options, listener, on_ready
+        self.worker = Worker(
+            load,
+            num_slots=options.num_slots,
+            context_len=options.context_len,
+            max_queue=options.max_queue,
+            metrics=Metrics(lambda: self.worker.load, options.names[0]),
+        )
+        self._app = App(self.worker, options.names, options.api_key)
+        config = uvicorn.Config(
+            self._app.asgi,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(options.shutdown_timeout_s + _GRACE_S) + 1,
+            server_header=False,
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Until SIGTERM, SIGINT, or ``stop``.
+
+        Raises:
+            OutriderError, Exception: why the models could not be loaded, or the engine failed.
+        """
+        try:
+            asyncio.run(self._run())
+        finally:
+            self._app.close()
+            self.worker.join(_GRACE_S)  # a thread that computes while Python ends may crash
+        if self.worker.error is not None:
+            raise self.worker.error
+
+    def stop(self) -> None:
+        """Shut down in order. May be called from any thread."""
+        self._uvicorn.should_exit = True
+
+    async def _run(self) -> None:
+        self.worker.start(self._set_ready, self.stop)
+        draining = asyncio.create_task(self._drain())
+        try:
+            await self._uvicorn.serve([self._listener])
+        finally:
+            draining.cancel()
+            self.worker.stop()
+
+    def _set_ready(self) -> None:
+        worker = self.worker
+        decoder = worker.decoder
+        self._app.preparer = Preparer(
+            decoder, worker.capacity, worker.max_k, self._options.names, fingerprint_of(decoder)
+        )
+        self._on_ready(worker)
+
+    async def _drain(self) -> None:
+        """Once the server is told to end: no new requests; those that run may end in time."""
+        while not self._uvicorn.should_exit:
+            await asyncio.sleep(_TICK_S)
+        self.worker.drain()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._options.shutdown_timeout_s
+        while self.worker.num_open and loop.time() < end_s:
+            await asyncio.sleep(_TICK_S)
+        if self.worker.num_open:
+            _LOG.warning("%d texts did not end in time, and are given up", self.worker.num_open)
+        self.worker.abort(unavailable("the server is shutting down", 1))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Port 0 takes a free one.
+
+    Raises:
+        OptionError
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise OptionError("--host, --port", f"{host}:{port}", f"nothing can listen there ({error})") from None

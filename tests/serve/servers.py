@@ -1,0 +1,67 @@
+"""Servers for the tests: real ones, on a free port of this machine, in a thread."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from openai import OpenAI
+
+from outrider.api import Decoder
+from outrider.drafters.base import NoDrafter
+from outrider.serve.server import Server, ServerOptions, listen
+from outrider.serve.worker import Worker
+from pairs import word_tokenizer
+from toys import random_table, table_lm
+
+LIMIT_S = 60.0  # until a test that hangs is given up
+
+
+@dataclass
+class Running:
+    """A server that is ready."""
+
+    server: Server
+    url: str
+    api_key: str | None
+
+    @property
+    def worker(self) -> Worker:
+        return self.server.worker
+
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key or "none", max_retries=0, timeout=LIMIT_S)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=LIMIT_S)
+
+    def metric(self, line: str) -> float:
+        """The value in /metrics of a name with its labels; 0 where there is none."""
+        with self.http() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(float(one.removeprefix(line + " ")) for one in lines if one.startswith(line + " "))
+
+
+@contextmanager
+def running(decoder: Decoder, **options: object) -> Iterator[Running]:
+    """A server for a decoder; it is told to end, and must."""
+    is_ready = threading.Event()
+    chosen = ServerOptions(**{"names": ("toy",), "num_slots": 4, "shutdown_timeout_s": 0.0, **options})
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(lambda: decoder, chosen, listener, lambda worker: is_ready.set())
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            assert is_ready.wait(LIMIT_S)
+            yield Running(server, f"http://127.0.0.1:{listener.getsockname()[1]}", chosen.api_key)
+        finally:
+            server.stop()
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def endless() -> Decoder:
+    """A decoder of words whose texts have no end within any test."""
+    target = table_lm(random_table(50, 0), context_len=1_000_000)
+    return Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())

@@ -1,0 +1,340 @@
+"""Text over HTTP, with the clients that people use: it is the library's own text, whatever the neighbours."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import httpx
+import pytest
+from openai import NOT_GIVEN, OpenAI
+
+from outrider.api import Decoder, load
+from outrider.records import Completion
+from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
+from servers import Running, running
+
+PROMPT = "Once upon a time there was a"
+_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    """In float64, where a text does not depend on the rows beside it in any bit that matters."""
+    return embedded("float64")
+
+
+@pytest.fixture(scope="module")
+def server(decoder: Decoder) -> Iterator[Running]:
+    with running(decoder, context_len=512, names=("fable", "another-name")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with server.openai() as one:
+        yield one
+
+
+def alone(decoder: Decoder, prompt: object, **options: object) -> Completion:
+    (completion,) = decoder.generate([prompt], **options)
+    return completion
+
+
+def events(text: str) -> list[dict]:
+    """The objects in a stream of server-sent events, which must end as it should."""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert blocks[-1] == "data: [DONE]" and text.endswith("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> None:
+    answer = client.completions.create(model="fable", prompt=PROMPT, seed=3, max_tokens=40, temperature=0.8)
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, temperature=0.8)
+    (choice,) = answer.choices
+    assert choice.text == expected.text
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 40
+    assert answer.usage.prompt_tokens == len(decoder.encode(PROMPT))
+    assert answer.system_fingerprint.startswith("outrider-")
+    assert "fable+fable-draft-float64-block-k4" in answer.system_fingerprint
+
+
+def test_a_stream_adds_up_to_the_whole(decoder: Decoder, client: OpenAI) -> None:
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40}
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    *parts, last = chunks
+    assert "".join(part.choices[0].text for part in parts) == client.completions.create(**options).choices[0].text
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert all(part.usage is None for part in parts)
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_usage_in_every_chunk(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 20, "stream": True, "stream_options": options}
+    with server.http() as http:
+        response = http.post("/v1/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    counts = [value["usage"]["completion_tokens"] for value in events(response.text)]
+    assert counts == sorted(counts) and counts[-1] == 20
+
+
+@pytest.mark.parametrize("rule", ["block", "gumbel"])
+def test_eight_clients_get_their_text_alone(rule: str) -> None:
+    """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; half of them
+    streamed."""
+    decoder = embedded("float64", rule)
+    stem = "Once upon a time there was a king who had three sons, and the youngest of them was called"
+    prompts = [f"{stem} {name}" for name in ("Hans", "the fool", "Dummling", "John")] + [PROMPT, "The fox", stem, "A"]
+    expected = [
+        alone(decoder, prompt, seed=seed, max_new_tokens=24 + 8 * (seed % 3)) for seed, prompt in enumerate(prompts)
+    ]
+    with running(decoder, num_slots=3, context_len=256) as server, server.openai() as client:
+        gate = threading.Barrier(len(prompts))
+
+        def generate(seed: int) -> str:
+            gate.wait()
+            options = {"model": "toy", "prompt": prompts[seed], "seed": seed, "max_tokens": 24 + 8 * (seed % 3)}
+            if seed % 2:
+                chunks = client.completions.create(**options, stream=True)
+                return "".join(chunk.choices[0].text for chunk in chunks)
+            return client.completions.create(**options).choices[0].text
+
+        for _ in range(2):  # again, with other texts in the slots
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                assert list(pool.map(generate, range(len(prompts)))) == [one.text for one in expected]
+        assert server.metric("outrider:cached_tokens_total") > 0
+
+
+def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
+    """Choice i of a prompt has the seed + i."""
+    prompts = [PROMPT, "The king"]
+    answer = client.completions.create(model="fable", prompt=prompts, n=2, seed=7, max_tokens=12)
+    expected = [alone(decoder, prompt, seed=seed, max_new_tokens=12).text for prompt in prompts for seed in (7, 8)]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == sum(len(decoder.encode(prompt)) for prompt in prompts)
+    streamed = [""] * 4
+    for chunk in client.completions.create(
+        model="fable", prompt=prompts, n=2, seed=7, max_tokens=12, stream=True
+    ):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == expected
+
+
+def test_ids_are_prompts_too(decoder: Decoder, client: OpenAI) -> None:
+    ids = decoder.encode(PROMPT)
+    answer = client.completions.create(model="fable", prompt=[ids, ids[:3]], seed=1, max_tokens=8)
+    expected = [alone(decoder, prompt, seed=1, max_new_tokens=8).text for prompt in (ids, ids[:3])]
+    assert [choice.text for choice in answer.choices] == expected
+
+
+def test_options_of_sampling(decoder: Decoder, client: OpenAI) -> None:
+    mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2}
+    bias = {"11": -4.0, "12": 3.0}
+    answer = client.completions.create(
+        model="fable", prompt=PROMPT, seed=5, max_tokens=24, top_p=0.9, logit_bias=bias, extra_body=mine
+    )
+    options = mine | {"top_p": 0.9, "logit_bias": {11: -4.0, 12: 3.0}}
+    assert answer.choices[0].text == alone(decoder, PROMPT, seed=5, max_new_tokens=24, **options).text
+
+
+def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running) -> None:
+    with server.http() as http:
+        (choice,) = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12}).json()["choices"]
+    assert choice["text"] == alone(decoder, PROMPT, seed=choice["seed"], max_new_tokens=12).text
+
+
+def test_negative_seeds(client: OpenAI) -> None:
+    one, other = (
+        client.completions.create(model="fable", prompt=PROMPT, seed=seed, max_tokens=12).choices[0].text
+        for seed in (-1, 2**63 - 1)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_stop_strings(decoder: Decoder, client: OpenAI, is_stream: bool) -> None:
+    text = alone(decoder, PROMPT, seed=3, max_new_tokens=40).text
+    stop = text[30:36]
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40, "stop": ["never seen", stop]}
+    answer = client.completions.create(**options, stream=is_stream)
+    choices = [chunk.choices[0] for chunk in answer] if is_stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_logprobs_of_completions(decoder: Decoder, client: OpenAI) -> None:
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 2}
+    logprobs = client.completions.create(**options).choices[0].logprobs
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=12, logprobs=2)
+    assert expected.logprobs is not None and logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
+    assert "".join(logprobs.tokens) == expected.text
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(12)]
+    for token, top, one in zip(logprobs.tokens, logprobs.top_logprobs, expected.logprobs, strict=True):
+        assert top[token] == pytest.approx(one.logprob)
+        assert max(top.values()) == pytest.approx(one.top[0][1])
+        assert len(top) in (2, 3)
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
+    for name in ("tokens", "text_offset"):
+        assert [item for part in parts for item in getattr(part, name)] == getattr(logprobs, name)
+
+
+def test_a_prompt_is_scored_as_the_harness_asks(decoder: Decoder, client: OpenAI) -> None:
+    """lm-eval sends ids, echo and one token to generate, and reads the log-probabilities between."""
+    ids = decoder.encode(f"{PROMPT} king")
+    (choice,) = client.completions.create(
+        model="fable", prompt=ids, echo=True, max_tokens=1, logprobs=1, temperature=0, seed=1234
+    ).choices
+    assert choice.logprobs is not None
+    given = choice.logprobs.token_logprobs
+    assert len(given) == len(ids) + 1 and given[0] is None
+    # Token by token, through the loop: greedy, with the next token forced by a bias that log-probabilities do not see.
+    for place in (1, 4, len(ids) - 1):
+        one = alone(
+            decoder, ids[:place], temperature=0, max_new_tokens=1, logprobs=1, logit_bias={ids[place]: 1e4}
+        )
+        assert one.token_ids == (ids[place],) and one.logprobs is not None
+        assert given[place] == pytest.approx(one.logprobs[0].logprob, abs=1e-9)
+        top = choice.logprobs.top_logprobs[place]
+        assert max(top.values()) == pytest.approx(one.logprobs[0].top[0][1], abs=1e-9)
+    assert choice.text == decoder.tokenizer.decode(ids) + alone(decoder, ids, temperature=0, max_new_tokens=1).text
+
+
+def test_echo_without_generating(client: OpenAI) -> None:
+    for logprobs in (NOT_GIVEN, 0):
+        options = {"model": "fable", "prompt": ["The king", "A"], "echo": True, "max_tokens": 0, "logprobs": logprobs}
+        whole = client.completions.create(**options)
+        assert [choice.text for choice in whole.choices] == ["The king", "A"]
+        assert whole.usage.completion_tokens == 0
+        parts = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
+        assert [part.text for part in parts] == ["The king", "A"]
+        assert [part.finish_reason for part in parts] == ["length", "length"]
+
+
+def test_tokens_with_the_same_text_can_be_told_apart(decoder: Decoder, client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="fable", prompt=PROMPT, seed=3, max_tokens=4, logprobs=1, extra_body={"return_tokens_as_token_ids": True}
+    )
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=4).token_ids
+    assert answer.choices[0].logprobs.tokens == [f"token_id:{i}" for i in expected]
+
+
+def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
+    """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them."""
+    name = "vllm:spec_decode_num_{}_tokens_total{{model_name=\"fable\"}}"
+    before = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
+    with server.http() as http:
+        body = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}
+        found = http.post("/v1/completions", json=body).json()["metrics"]["speculative_decoding"]
+    stats = alone(decoder, PROMPT, seed=3, max_new_tokens=60).stats
+    histogram = found["acceptance_histogram"]
+    assert len(histogram) == found["num_spec_tokens"] + 1 == 5
+    assert sum(histogram) == found["num_spec_steps"]
+    assert sum(i * n for i, n in enumerate(histogram)) == found["num_accepted_draft_tokens"]
+    assert found["num_accepted_draft_tokens"] == stats.num_accepted_draft_tokens
+    assert found["num_draft_tokens"] == stats.num_draft_tokens
+    after = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
+    added = [b - a for a, b in zip(before, after, strict=True)]
+    assert added == [stats.num_draft_tokens, stats.num_accepted_draft_tokens]
+
+
+def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -> None:
+    plain = alone(decoder.plain(), PROMPT, seed=3, max_new_tokens=30)
+    shorter = alone(replace(decoder, num_draft_tokens=2), PROMPT, seed=3, max_new_tokens=30)
+    with server.http() as http:
+        for own, expected in (({"draft": False}, plain), ({"num_draft_tokens": 2}, shorter)):
+            answer = http.post("/v1/completions", json={"prompt": PROMPT, "seed": 3, "max_tokens": 30} | own).json()
+            assert answer["choices"][0]["text"] == expected.text
+            assert ("metrics" in answer) == ("draft" not in own)
+
+
+def test_a_long_answer_ends_where_the_context_does(server: Running, client: OpenAI) -> None:
+    prompt = [7] * (server.worker.capacity - 5)
+    answer = client.completions.create(model="fable", prompt=prompt, max_tokens=100, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_models(client: OpenAI, server: Running) -> None:
+    cards = client.models.list().data
+    assert [card.id for card in cards] == ["fable", "another-name"]
+    assert all(card.max_model_len == server.worker.capacity == 512 for card in cards)
+    assert client.models.retrieve("another-name").root == "fable"
+    answer = client.completions.create(model="another-name", prompt="A", max_tokens=1)
+    assert answer.model == "another-name"
+
+
+def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
+    with server.http() as http:
+        answer = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+        assert answer["tokens"] == decoder.encode(PROMPT)
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 512
+        assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
+        assert http.get("/version").json().keys() == {"version"}
+
+
+@pytest.fixture(scope="module")
+def chat_server() -> Iterator[Running]:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    decoder = load(random_llama(), random_llama(seed=1), tokenizer=tokenizer, draft_tokenizer=tokenizer)
+    with running(decoder) as one:
+        yield one
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chats(chat_server: Running, is_stream: bool) -> None:
+    decoder = chat_server.worker.decoder
+    messages = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
+    expected = alone(decoder, messages, seed=1, max_new_tokens=20, logprobs=2)
+    parts = [{"role": "system", "content": [{"type": "text", "text": "w1 w2"}]}, messages[1]]
+    with chat_server.openai() as client:
+        answer = client.chat.completions.create(
+            model="toy",
+            messages=parts,
+            seed=1,
+            max_completion_tokens=20,
+            logprobs=True,
+            top_logprobs=2,
+            stream=is_stream,
+        )
+        if is_stream:
+            first, *rest = [chunk.choices[0] for chunk in answer]
+            assert first.delta.role == "assistant" and first.delta.content == ""
+            text = "".join(choice.delta.content or "" for choice in rest)
+            found = [item for choice in rest for item in choice.logprobs.content]
+            reason = rest[-1].finish_reason
+        else:
+            (choice,) = answer.choices
+            text, found, reason = choice.message.content, choice.logprobs.content, choice.finish_reason
+            assert choice.message.role == "assistant"
+    assert text == expected.text
+    assert reason == ("stop" if expected.finish_reason == "eos" else "length")
+    assert expected.logprobs is not None
+    assert [item.logprob for item in found] == pytest.approx([one.logprob for one in expected.logprobs])
+    assert [len(item.top_logprobs) for item in found] == [2] * len(found)
+    assert all(bytes(item.bytes).decode() == item.token for item in found)
+    assert found[0].token in {f"w{i}" for i in range(NUM_WORDS)}
+
+
+def test_a_chat_goes_on_as_long_as_there_is_room(chat_server: Running) -> None:
+    with chat_server.http() as http:
+        body = {"messages": [{"role": "user", "content": "w3"}], "seed": 1, "ignore_eos": True}
+        answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["total_tokens"] == chat_server.worker.capacity
+
+
+def test_line_separators_do_not_cut_events(server: Running) -> None:
+    """Some clients take U+2028 for the end of a line."""
+    body = {"prompt": "A\u2028B\x85C", "echo": True, "max_tokens": 1, "stream": True}
+    with server.http() as http:
+        response: httpx.Response = http.post("/v1/completions", json=body)
+    assert response.text.isascii()
+    assert events(response.text)[0]["choices"][0]["text"] == body["prompt"]
