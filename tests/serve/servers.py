@@ -61,7 +61,7 @@ def running(decoder: Decoder, **options: object) -> Iterator[Running]:
             assert not thread.is_alive()
 
 
-def endless() -> Decoder:
-    """A decoder of words whose texts have no end within any test."""
-    target = table_lm(random_table(50, 0), context_len=1_000_000)
+def words(context_len: int = 64) -> Decoder:
+    """A decoder of words without end tokens. With a long context its texts have no end within any test."""
+    target = table_lm(random_table(50, 0), context_len=context_len)
     return Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())

@@ -9,11 +9,11 @@ from dataclasses import replace
 import httpx
 import pytest
 from openai import NOT_GIVEN, OpenAI
+from servers import Running, running
 
 from outrider.api import Decoder, load
 from outrider.records import Completion
 from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
-from servers import Running, running
 
 PROMPT = "Once upon a time there was a"
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -119,9 +119,7 @@ def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage.prompt_tokens == sum(len(decoder.encode(prompt)) for prompt in prompts)
     streamed = [""] * 4
-    for chunk in client.completions.create(
-        model="fable", prompt=prompts, n=2, seed=7, max_tokens=12, stream=True
-    ):
+    for chunk in client.completions.create(model="fable", prompt=prompts, n=2, seed=7, max_tokens=12, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == expected
 
@@ -196,9 +194,7 @@ def test_a_prompt_is_scored_as_the_harness_asks(decoder: Decoder, client: OpenAI
     assert len(given) == len(ids) + 1 and given[0] is None
     # Token by token, through the loop: greedy, with the next token forced by a bias that log-probabilities do not see.
     for place in (1, 4, len(ids) - 1):
-        one = alone(
-            decoder, ids[:place], temperature=0, max_new_tokens=1, logprobs=1, logit_bias={ids[place]: 1e4}
-        )
+        one = alone(decoder, ids[:place], temperature=0, max_new_tokens=1, logprobs=1, logit_bias={ids[place]: 1e4})
         assert one.token_ids == (ids[place],) and one.logprobs is not None
         assert given[place] == pytest.approx(one.logprobs[0].logprob, abs=1e-9)
         top = choice.logprobs.top_logprobs[place]
@@ -227,7 +223,7 @@ def test_tokens_with_the_same_text_can_be_told_apart(decoder: Decoder, client: O
 
 def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
     """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them."""
-    name = "vllm:spec_decode_num_{}_tokens_total{{model_name=\"fable\"}}"
+    name = 'vllm:spec_decode_num_{}_tokens_total{{model_name="fable"}}'
     before = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
     with server.http() as http:
         body = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}

@@ -156,7 +156,8 @@ async def _events(ticket: Ticket) -> AsyncIterator[tuple[int, Chunk] | None]:
     num_open = len(ticket.jobs)
     while num_open:
         try:
-            which, item = await asyncio.wait_for(ticket.events.get(), _KEEP_ALIVE_S)
+            async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
+                which, item = await ticket.events.get()
         except TimeoutError:
             yield None
             continue

@@ -1,0 +1,248 @@
+"""Clients that go away, read slowly or are too many; models that fail; servers that are told to end."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from servers import LIMIT_S, Running, running, words
+
+from outrider.api import load
+from outrider.errors import ModelNotFound
+from outrider.serve.server import Server, ServerOptions, listen
+from pairs import broken_model, save, word_tokenizer
+
+LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    """Texts of it have no end, unless they are asked for."""
+    with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
+        yield one
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def is_free(server: Running) -> bool:
+    return server.metric("outrider:num_free_slots") == 2 and server.worker.num_open == 0
+
+
+def test_a_stream_that_is_left_frees_its_slot(server: Running) -> None:
+    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()  # kept, since the response is closed with it
+        next(lines)
+        assert server.metric("outrider:num_requests_running") == 1
+    wait_until(lambda: is_free(server))
+    assert server.metric('outrider:requests_total{finished_reason="abort"}') == 1
+
+
+def test_the_openai_client_leaves_streams(server: Running) -> None:
+    """Many, since it may leave at the very moment at which there is something to send."""
+    with server.openai() as client:
+        for _ in range(20):
+            stream = client.completions.create(model="toy", **LONG, n=2, stream=True)
+            assert next(iter(stream)).choices
+            stream.close()
+            wait_until(lambda: is_free(server))
+
+
+def test_a_client_that_waits_for_the_whole_and_leaves(server: Running) -> None:
+    body = json.dumps(LONG).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_until(lambda: server.metric("outrider:num_requests_running") == 1)
+    wait_until(lambda: is_free(server))
+
+
+def test_a_full_queue(server: Running) -> None:
+    """Two slots, and one more may wait."""
+    with server.http() as http:
+        streams = [http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) for _ in range(3)]
+        for stream in streams:
+            stream.__enter__()
+        response = http.post("/v1/completions", json=LONG)
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "unavailable"
+        assert http.post("/v1/completions", json=LONG | {"n": 4}).status_code == 400  # there is never room for so many
+        with server.openai() as client, pytest.raises(openai.InternalServerError):
+            client.completions.create(model="toy", prompt="w1")
+        streams[0].__exit__(None, None, None)
+        wait_until(lambda: server.metric("outrider:num_requests_waiting") == 0)
+        for stream in streams[1:]:
+            stream.__exit__(None, None, None)
+        wait_until(lambda: is_free(server))
+        assert http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 3}).status_code == 200
+
+
+def test_a_slow_reader_stops_nobody(server: Running) -> None:
+    body = json.dumps(LONG | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        slow.sendall(head.encode() + b"\r\n\r\n" + body)  # and reads nothing
+        wait_until(lambda: server.metric("outrider:generation_tokens_total") > 500)
+        with server.openai() as client:
+            answer = client.completions.create(model="toy", prompt="w2", max_tokens=300)
+        assert answer.usage.completion_tokens == 300
+        assert server.metric("outrider:num_requests_running") == 1
+    wait_until(lambda: is_free(server))
+
+
+def test_what_runs_when_the_server_ends_is_told(server: Running) -> None:
+    """Too long for --shutdown-timeout, which is 0 here."""
+    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.server.stop()
+        *_, error, done = (line for line in lines if line)
+    assert done == "data: [DONE]"
+    assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
+
+
+def test_the_openai_client_hears_of_an_error_in_a_stream(server: Running) -> None:
+    with server.openai() as client:
+        stream = iter(client.completions.create(model="toy", **LONG, stream=True))
+        next(stream)
+        server.server.stop()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+
+
+def test_a_text_that_fails_alone(tmp_path: Path) -> None:
+    """NaN for one prompt, and none for the others."""
+    tokenizer = word_tokenizer()
+    folder = broken_model(tmp_path)
+    tokenizer.save_pretrained(folder)
+    with running(load(folder, device="cpu")) as server, server.openai() as client:
+        with pytest.raises(openai.InternalServerError, match="NaN"):
+            client.completions.create(model="toy", prompt="w7 w8")
+        with pytest.raises(openai.APIError, match="NaN"):
+            list(client.completions.create(model="toy", prompt="w7 w8", stream=True))
+        assert client.completions.create(model="toy", prompt="w1 w2", max_tokens=1).choices
+
+
+def test_before_it_is_ready() -> None:
+    may_load, is_ready = threading.Event(), threading.Event()
+
+    def load_late() -> object:
+        assert may_load.wait(LIMIT_S)
+        return words()
+
+    options = ServerOptions(("toy",))
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(load_late, options, listener, lambda worker: is_ready.set())
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=LIMIT_S) as http:
+            assert http.get("/health").status_code == 503
+            assert http.get("/metrics").status_code == 200
+            assert http.get("/v1/models").status_code == 503
+            assert http.post("/v1/completions", json={"prompt": "w1"}).status_code == 503
+            may_load.set()
+            assert is_ready.wait(LIMIT_S)
+            assert http.get("/health").status_code == 200
+        server.stop()
+        thread.join(LIMIT_S)
+
+
+def test_models_that_cannot_be_loaded_end_the_server() -> None:
+    def fail() -> object:
+        raise ModelNotFound("no such model")
+
+    with listen("127.0.0.1", 0) as listener, pytest.raises(ModelNotFound):
+        Server(fail, ServerOptions(("toy",)), listener).run()
+
+
+def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients hear of it, and the one who started the server too."""
+    decoder = words()
+    is_broken = threading.Event()
+
+    def forward(*arguments: object, **more: object) -> object:
+        if is_broken.is_set():
+            raise RuntimeError("the device is gone")
+        return whole(*arguments, **more)
+
+    whole, decoder.target.model.forward = decoder.target.model.forward, forward
+    found: list[BaseException] = []
+    with listen("127.0.0.1", 0) as listener:
+        is_ready = threading.Event()
+        server = Server(lambda: decoder, ServerOptions(("toy",)), listener, lambda worker: is_ready.set())
+
+        def run() -> None:
+            try:
+                server.run()
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert is_ready.wait(LIMIT_S)
+        is_broken.set()
+        response = httpx.post(
+            f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions", json={"prompt": "w1"}, timeout=LIMIT_S
+        )
+        thread.join(LIMIT_S)
+    assert response.status_code == 500 and "device" not in response.text
+    (error,) = found
+    assert "device is gone" in str(error)
+    assert "the engine has failed" in caplog.text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model on disk that loads quickly, with a long context."""
+    from pairs import random_llama
+
+    return save(tmp_path, random_llama(context_len=2048), word_tokenizer())
+
+
+def test_sigterm_lets_texts_end(folder: Path) -> None:
+    """The command itself: what runs goes on to its end, then the process ends."""
+    arguments = ["serve", "--target", str(folder), "--draft", "none", "--device", "cpu", "--port", "0"]
+    code = "import sys; from outrider.cli.app import main; main()"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            line = next(line for line in process.stderr if "ready: " in line)
+            url = line.rpartition("ready: ")[2].strip()
+            body = {"prompt": "w1", "max_tokens": 1500, "seed": 1, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=LIMIT_S) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, last, done = (one for one in lines if one)
+            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            assert done == "data: [DONE]"
+            assert process.wait(LIMIT_S) == -signal.SIGTERM
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/models")
+        finally:
+            process.kill()
+
+
+def test_a_queue_that_is_left_is_empty(server: Running) -> None:
+    """Rows that wait for a slot leave too."""
+    with server.openai() as client:
+        streams = [client.completions.create(model="toy", **LONG, stream=True) for _ in range(3)]
+        assert server.worker.num_open == 3
+        for stream in reversed(streams):
+            stream.close()
+        wait_until(lambda: is_free(server))

@@ -1,0 +1,251 @@
+"""Requests that are not served, and how they are told; in the openai client's own exceptions where it has some."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import Running, running, words
+
+from outrider.serve.refusal import Refusal
+from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completions
+from pairs import embedded
+
+_NUM_MALFORMED = 300
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(embedded(), context_len=128, names=("fable",)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object of a response with this status."""
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= 400
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("min_p", 2),
+        ("top_k", -2),
+        ("repetition_penalty", 0),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_completion_tokens", 0),
+        ("n", 0),
+        ("n", 17),
+        ("best_of", 2),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("seed", "1"),
+        ("seed", 1.5),
+        ("stop", ""),
+        ("stop", 7),
+        ("stop", ["a"] * 17),
+        ("stop", "a" * 1001),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"999999": 1}),
+        ("logit_bias", {"1": "x"}),
+        ("stream", "yes"),
+        ("stream", 1),
+        ("stream_options", True),
+        ("stream_options", []),
+        ("echo", 0),
+        ("ignore_eos", "no"),
+        ("model", 7),
+        ("acceptance", "rejection"),
+        ("acceptance", "none"),
+        ("num_draft_tokens", 5),
+        ("num_draft_tokens", -1),
+        ("draft", "ngram"),
+        ("prompt", ""),
+        ("prompt", None),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", {}),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", ["a", 1]),
+        ("prompt", [-1]),
+        ("prompt", [10**6]),
+        ("prompt", [1] * 128),
+        ("suffix", "end"),
+        ("use_beam_search", True),
+        ("response_format", {"type": "json_object"}),
+        ("prompt_logprobs", 1),
+        ("tools", [{}]),
+    ],
+)
+def test_the_field_is_named(http: httpx.Client, field: str, value: object) -> None:
+    error = refused(http.post("/v1/completions", json={"prompt": "A", "max_tokens": 1, field: value}))
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("messages", None, "messages"),
+        ("messages", "Hello", "messages"),
+        ("messages", [], "messages"),
+        ("messages", [1], "messages[0]"),
+        ("messages", [{"content": "x"}], "messages[0]"),
+        ("messages", [{"role": "user"}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
+        ("top_logprobs", 1, "top_logprobs"),
+        ("logprobs", 2, "logprobs"),
+        ("tool_choice", "required", "tool_choice"),
+    ],
+)
+def test_the_field_of_a_chat_is_named(http: httpx.Client, field: str, value: object, param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], field: value}
+    error = refused(http.post("/v1/chat/completions", json=body))
+    assert error["param"] in (param, param.partition(".")[0])
+
+
+def test_a_model_without_a_chat_template(http: httpx.Client) -> None:
+    error = refused(http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}))
+    assert "no chat template" in error["message"]
+
+
+@pytest.mark.parametrize("value", [None, {"type": "text"}])
+def test_fields_that_ask_for_nothing(http: httpx.Client, value: object) -> None:
+    body = {"prompt": "A", "max_tokens": 1, "response_format": value, "suffix": None, "best_of": 1, "tools": []}
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_unknown_fields_are_ignored_with_one_warning(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "A", "max_tokens": 1, "flavour": 1, "user": "me"}
+    for _ in range(3):
+        assert http.post("/v1/completions", json=body).status_code == 200
+    (record,) = caplog.records
+    assert "flavour" in record.getMessage()
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, b'"x"'])
+def test_bodies_that_are_no_object(http: httpx.Client, body: bytes) -> None:
+    refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+
+
+def test_other_refusals(http: httpx.Client) -> None:
+    assert refused(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
+    refused(http.get("/v1/completions"), 405)
+    refused(http.post("/v1/completions", content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
+    error = refused(http.post("/v1/completions", json={"prompt": "A", "model": "gpt"}), 404)
+    assert error["param"] == "model" and error["code"] == "model_not_found" and "fable" in error["message"]
+    refused(http.get("/v1/models/gpt"), 404)
+    half = b'{"prompt": "a \\ud800 b"}'
+    error = refused(http.post("/v1/completions", content=half, headers={"content-type": "application/json"}))
+    assert error["param"] == "prompt"
+    refused(http.post("/tokenize", json={"prompt": [1]}))
+    refused(http.post("/detokenize", json={"tokens": [10**9]}))
+    refused(http.post("/detokenize", json={}))
+    too_long = {"prompt": "A" * 5_000_000}
+    refused(http.post("/v1/completions", json=too_long), 413)
+
+
+def test_errors_do_not_echo_the_request(http: httpx.Client) -> None:
+    for body in ({"prompt": "A", "model": "m" * 10**6}, {"prompt": "A", "temperature": "t" * 10**6}):
+        assert len(http.post("/v1/completions", json=body).content) < 1000
+
+
+def test_what_the_openai_client_makes_of_them(server: Running) -> None:
+    with server.openai() as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.completions.create(model="fable", prompt="A", temperature=-1)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt", prompt="A")
+
+
+def test_keys() -> None:
+    with running(words(), api_key="secret", names=("toy",)) as server, server.http() as http:
+        for path in ("/v1/models", "/v1/completions", "/tokenize", "/nothing"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+                assert refused(http.get(path, headers=headers), 401)["code"] == "invalid_api_key"
+        for path in ("/health", "/metrics", "/version"):
+            assert http.get(path).status_code == 200
+        with server.openai() as client:
+            assert client.completions.create(model="toy", prompt="w1", max_tokens=1).choices
+        with server.openai().with_options(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_no_other_site_may_read_answers(http: httpx.Client) -> None:
+    headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    for response in (http.options("/v1/completions", headers=headers), http.get("/v1/models", headers=headers)):
+        assert not any(name.startswith("access-control") for name in response.headers)
+
+
+# Malformed bodies
+
+_NAMES = st.sampled_from(
+    "prompt messages model max_tokens temperature top_p top_k min_p n stop seed logit_bias logprobs top_logprobs echo "
+    "stream stream_options draft num_draft_tokens acceptance tools suffix response_format user".split()
+)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+_BODIES = st.dictionaries(_NAMES | st.text(max_size=5), _VALUES, max_size=6)
+
+
+def _with_prompt(body: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": "w1", "max_tokens": 2} | body
+
+
+@settings(max_examples=_NUM_MALFORMED)
+@given(_BODIES | _BODIES.map(_with_prompt))
+def test_any_object_is_understood_or_refused(body: dict[str, Any]) -> None:
+    for parse in (parse_completions, parse_chat):
+        try:
+            assert isinstance(parse(parse_body(json.dumps(body).encode())), Ask)
+        except Refusal as refusal:
+            assert refusal.status == 400
+            json.dumps(refusal.to_json())
+
+
+def test_any_body_is_answered() -> None:
+    """Over HTTP: never a fault of ours, and the server is as good as before."""
+    seen = set()
+    with running(words(context_len=40)) as server, server.http() as http:
+
+        @settings(max_examples=_NUM_MALFORMED)
+        @given(
+            (_BODIES.map(_with_prompt) | _BODIES).map(lambda body: json.dumps(body).encode()) | st.binary(max_size=30)
+        )
+        def check(body: bytes) -> None:
+            response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400, 404), (body, response.text)
+            if response.status_code != 200:
+                refused(response, response.status_code)
+            seen.add(response.status_code)
+
+        check()
+        assert seen >= {200, 400}
+        assert http.get("/health").status_code == 200
+        assert server.worker.num_open == 0
+        assert server.metric("outrider:num_free_slots") == 4
