@@ -221,7 +221,7 @@ def test_sigterm_lets_texts_end(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            line = next(line for line in process.stderr if "ready: " in line)
+            line = next(line for line in process.stderr if " ready: " in line)
             url = line.rpartition("ready: ")[2].strip()
             body = {"prompt": "w1", "max_tokens": 1500, "seed": 1, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{url}/completions", json=body, timeout=LIMIT_S) as response:

@@ -134,6 +134,8 @@ def listen(host: str, port: int) -> socket.socket:
         OptionError
     """
     try:
+        if not 0 <= port < 2**16:
+            raise OSError("ports are numbers below 65536")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # With its protocol, since asyncio turns Nagle's algorithm off only for sockets that say that they are TCP; left
         # on, it holds every answer up for 40 ms.
@@ -142,5 +144,5 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(2048)
         return listener
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OptionError("--host, --port", f"{host}:{port}", f"nothing can listen there ({error})") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.api import Decoder
     from outrider.serve.worker import Worker
 
+_LOG = logging.getLogger("outrider.serve")
 _SERVER = "Server"
 
 
@@ -82,25 +85,17 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name, level in (("outrider", logging.INFO), ("uvicorn", logging.WARNING)):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(level)
-    log = logging.getLogger("outrider")
-
     def load() -> Decoder:
         decoder = pair.load()
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 
     listener = listen(host, port)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    log.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
 
     def on_ready(worker: Worker) -> None:
         for line in worker.about():
-            log.info("%s", line)
-        log.info("ready: %s/v1", url)
+            _LOG.info("%s", line)
+        _LOG.info("ready: %s/v1", url)
 
     options = ServerOptions(
         names=tuple(served_model_name or [pair.target]),
@@ -110,7 +105,25 @@ def serve(
         api_key=api_key or None,
         shutdown_timeout_s=shutdown_timeout,
     )
-    Server(load, options, listener, on_ready).run()
+    with _log_on_stderr():
+        _LOG.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
+        Server(load, options, listener, on_ready).run()
+
+
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    levels = {logging.getLogger("outrider"): logging.INFO, logging.getLogger("uvicorn"): logging.WARNING}
+    for logger, level in levels.items():
+        logger.addHandler(handler)
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger in levels:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
 
 
 def _is_loopback(host: str) -> bool:

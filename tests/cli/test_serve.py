@@ -1,0 +1,42 @@
+"""``outrider serve`` where it does not come to serving. (tests/serve has the rest.)"""
+
+import socket
+
+import pytest
+
+from commands import Outrider
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "without --api-key only this machine is served"),
+        (["--host", "example.org"], "without --api-key only this machine is served"),
+        (["--slots", 0], "num_slots = 0"),
+        (["--context", 1], "--context = 1"),
+        (["--max-queue", -1], "--max-queue = -1"),
+        (["--shutdown-timeout", -1], "--shutdown-timeout = -1.0"),
+        (["--port", 70_000], "nothing can listen there"),
+        (["-k", "1,2"], "this command takes one number, or auto"),
+        (["--draft", "ngram", "--draft", "none"], "this command takes one draft"),
+    ],
+)
+def test_bad_options(outrider: Outrider, arguments: list[object], message: str) -> None:
+    assert message in outrider("serve", *arguments).error
+
+
+def test_an_empty_key_is_none(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY", "")
+    assert "without --api-key" in outrider("serve", "--host", "0.0.0.0").error
+
+
+def test_a_port_that_is_taken(outrider: Outrider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in outrider("serve", "--port", port).error
+
+
+def test_models_that_are_not_there(outrider: Outrider) -> None:
+    ended = outrider("serve", "--port", 0, "--target", "fabel")
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].startswith("error: no model is called 'fabel'")
