@@ -140,9 +140,13 @@ def listen(host: str, port: int) -> socket.socket:
         # With its protocol, since asyncio turns Nagle's algorithm off only for sockets that say that they are TCP; left
         # on, it holds every answer up for 40 ms.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
         return listener
     except OSError as error:
         raise OptionError("--host, --port", f"{host}:{port}", f"nothing can listen there ({error})") from None

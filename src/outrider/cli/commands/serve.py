@@ -105,7 +105,7 @@ def serve(
         api_key=api_key or None,
         shutdown_timeout_s=shutdown_timeout,
     )
-    with _log_on_stderr():
+    with listener, _log_on_stderr():
         _LOG.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
         Server(load, options, listener, on_ready).run()
 
