@@ -259,7 +259,8 @@ class Worker:
         self.capacity = min(self._context_len, self.decoder.target.context_len)
         self._engine = self.decoder.engine(self.num_slots, self.capacity)
         self.max_k = self._engine.max_k
-        # A server that is ready has generated: models that cannot, and shapes to be compiled, show now.
+        # A server that is ready has generated, so that models that cannot are noticed, and what occurs only once, like
+        # compiling, is done. (NaN in one text is no reason to refuse all.)
         is_prepared = self.decoder.target.execution.is_prepared
         sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
         num_tokens = min(2 * (self.max_k + 1), self.capacity - 1)
@@ -267,10 +268,8 @@ class Worker:
             for _ in range(size):
                 job = self.decoder.job([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
                 self._engine.submit(job.request)
-            while (round_ := self._engine.step()) is not None:
-                for row in round_.rows:
-                    if row.error is not None:
-                        raise NumericsError(row.error)
+            while self._engine.step() is not None:
+                pass
 
     def _take_in_on_thread(self, is_idle: bool) -> bool:
         """Do what the event loop asked for; wait for it if there is nothing else to do. False at the end."""
