@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.options import PairOptions, flat, parse_k
+from outrider.cli.shared.options import flat, parse_k
+from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import DEFAULT_NUM_SLOTS, check_num_slots
+from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
     from outrider.api import Decoder
@@ -79,6 +81,8 @@ def serve(
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
     if not api_key and not _is_loopback(host):
         raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
+    if is_one_of_several():
+        raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
     try:
         from outrider.serve.server import Server, ServerOptions, listen
