@@ -37,6 +37,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def as_sent(value: object) -> bytes:
+    """A request as it goes over the wire."""
+    body = json.dumps(value).encode()
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
 def is_free(server: Running) -> bool:
     return server.metric("outrider:num_free_slots") == 2 and server.worker.num_open == 0
 
@@ -61,10 +68,8 @@ def test_the_openai_client_leaves_streams(server: Running) -> None:
 
 
 def test_a_client_that_waits_for_the_whole_and_leaves(server: Running) -> None:
-    body = json.dumps(LONG).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        connection.sendall(as_sent(LONG))
         wait_until(lambda: server.metric("outrider:num_requests_running") == 1)
     wait_until(lambda: is_free(server))
 
@@ -90,12 +95,10 @@ def test_a_full_queue(server: Running) -> None:
 
 
 def test_a_slow_reader_stops_nobody(server: Running) -> None:
-    body = json.dumps(LONG | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        slow.sendall(head.encode() + b"\r\n\r\n" + body)  # and reads nothing
+        slow.sendall(as_sent(LONG | {"stream": True}))  # and reads nothing
         wait_until(lambda: server.metric("outrider:generation_tokens_total") > 500)
         with server.openai() as client:
             answer = client.completions.create(model="toy", prompt="w2", max_tokens=300)

@@ -193,6 +193,14 @@ def test_keys() -> None:
             client.models.list()
 
 
+def test_other_names_of_this_machine(http: httpx.Client) -> None:
+    """Those that a page of another site may have made up."""
+    for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1"):
+        refused(http.get("/v1/models", headers={"host": host}), 403)
+    for host in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert http.get("/v1/models", headers={"host": host}).status_code == 200
+
+
 def test_no_other_site_may_read_answers(http: httpx.Client) -> None:
     headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
     for response in (http.options("/v1/completions", headers=headers), http.get("/v1/models", headers=headers)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import URL
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -66,7 +68,7 @@ class App:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=generation + others,
-            middleware=[Middleware(Guard, api_key=api_key)] if api_key else [],
+            middleware=[Middleware(KeyGuard, api_key=api_key) if api_key else Middleware(HostGuard)],
             exception_handlers={
                 Refusal: _refuse,
                 OutriderError: _refuse,
@@ -153,7 +155,24 @@ class Generation:
         await until_disconnect(receive, self._app.answer(prepared, send))
 
 
-class Guard:
+class HostGuard:
+    """Lets in who calls this machine by a name of its own, where there is no key. A page of another site could have its
+    own name lead here (DNS rebinding), and would then be allowed to read answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = URL(scope=scope).hostname or ""
+            if not is_loopback(host):
+                message = f"{host!r:.100} is no name of this machine: use localhost, or a key (--api-key)"
+                await _send(_response(Refusal(message, status=403, type_="permission_error")), send)
+                return
+        await self._app(scope, receive, send)
+
+
+class KeyGuard:
     """Lets in who has the key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
@@ -171,6 +190,14 @@ class Guard:
                 await _send(_response(refusal), send)
                 return
         await self._app(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this machine, and only for itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _body(request: Request) -> bytes:

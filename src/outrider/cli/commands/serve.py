@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,15 +78,16 @@ def serve(
         raise OptionError("--max-queue", max_queue, "a whole number >= 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
-    if not api_key and not _is_loopback(host):
-        raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
     try:
+        from outrider.serve.app import is_loopback
         from outrider.serve.server import Server, ServerOptions, listen
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
+    if not api_key and not is_loopback(host):
+        raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
 
     def load() -> Decoder:
         decoder = pair.load()
@@ -128,10 +128,3 @@ def _log_on_stderr() -> Iterator[None]:
         for logger in levels:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
