@@ -118,7 +118,9 @@ def serve(
 def _log_on_stderr() -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    levels = {logging.getLogger("outrider"): logging.INFO, logging.getLogger("uvicorn"): logging.WARNING}
+    # Not "outrider" as a whole: the command's options let compilation speak for itself.
+    names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO, "uvicorn": logging.WARNING}
+    levels = {logging.getLogger(name): level for name, level in names.items()}
     for logger, level in levels.items():
         logger.addHandler(handler)
         logger.setLevel(level)
