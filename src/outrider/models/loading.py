@@ -123,7 +123,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         if mismatched:
             raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
         on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
-        if on_disk and not isinstance(device_map, dict):
+        if on_disk:
             raise DeviceError(
                 f"{name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} the "
                 "first: allow more by --max-memory, or choose fewer bits by --quantize"

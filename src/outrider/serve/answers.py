@@ -1,4 +1,4 @@
-"""What comes of requests, as OpenAI's clients read it: objects of text completions and of chats, whole and in chunks.
+"""Responses as OpenAI's clients read them: objects of text completions and of chats, whole and in chunks.
 
 Log-probabilities are those of the target's raw logits. A token's text is what it decodes to alone, so that texts of
 tokens need not add up to the text of the answer (half characters).

@@ -50,7 +50,7 @@ def unavailable(message: str, retry_after_s: int) -> Refusal:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What a client is told of an error."""
+    """The error that is reported to a client."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OptionError):

@@ -32,7 +32,7 @@ class ServerOptions:
         num_slots: rows that generate at a time.
         context_len: most tokens in a row, prompt included.
         max_queue: most rows that wait for a slot.
-        shutdown_timeout_s: how long running rows may go on when the server is told to end.
+        shutdown_timeout_s: how long running rows may go on after a signal to end.
     """
 
     names: tuple[str, ...]
@@ -114,7 +114,7 @@ class Server:
         self._on_ready(worker)
 
     async def _drain(self) -> None:
-        """Once the server is told to end: no new requests; those that run may end in time."""
+        """After a signal to end: no new requests; those that run may finish in time."""
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
         self.worker.drain()
