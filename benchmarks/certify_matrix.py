@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outrider.api import Decoder, load, load_drafter
+from outrider.api import load, load_drafter
 from outrider.bench.report import new_table
 from outrider.certify.design import num_tests
 from outrider.certify.run import Job, certify, fly
+from outrider.decoder import Decoder
 from outrider.evals.prompts import PROMPTS
 from outrider.options import Sampling
 from outrider.sampling.rules import REJECTION, RULES

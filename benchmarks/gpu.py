@@ -31,9 +31,10 @@ from rich.console import Console
 from roofline import step_bytes, weight_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from outrider.api import Decoder, load, load_drafter
+from outrider.api import load, load_drafter
 from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.decoder import Decoder
 from outrider.errors import CompileError
 from outrider.evals.prompts import PROMPTS, WARM_UP
 from outrider.models.placement import Placement

@@ -25,9 +25,10 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
-from outrider.api import Decoder, load
+from outrider.api import load
 from outrider.bench.predicted_memory import Predictor, Work
 from outrider.bench.report import new_table
+from outrider.decoder import Decoder
 from outrider.models.placement import DTYPES
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance

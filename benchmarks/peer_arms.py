@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 
-from outrider.api import Decoder, load, load_drafter
+from outrider.api import load, load_drafter
+from outrider.decoder import Decoder
 from outrider.export.gguf import write_gguf
 from outrider.models.placement import Placement
 from outrider.models.registry import ModelSpec

@@ -22,8 +22,9 @@ from statistics import median
 import torch
 from rich.console import Console
 
-from outrider.api import Decoder, load
+from outrider.api import load
 from outrider.bench.report import interval_text, new_table
+from outrider.decoder import Decoder
 from outrider.evals.prompts import PROMPTS
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance

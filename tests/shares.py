@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.api import Decoder, load
+from outrider.api import load
 from outrider.certify import run as certifying
 from outrider.certify.controls import CONTROLS
+from outrider.decoder import Decoder
 from outrider.decoding import costs
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter

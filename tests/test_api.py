@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import outrider
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import Sampling
 from outrider.records import Chunk, Completion, Stats, Timing

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import toys
-from outrider.api import Decoder, load
+from outrider.api import load
+from outrider.decoder import Decoder
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.records import Completion

@@ -21,7 +21,8 @@ FLOORS = """
     distill export
     evals replay
     __init__
-    api scoring
+    api
+    decoder scoring
     jobs decoding
     drafters
     models sampling

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.api import Decoder, load
+from outrider.api import load
+from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from pairs import byte_level_tokenizer, embedded, random_llama
 

@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder, load
+    from outrider.api import load
+    from outrider.decoder import Decoder
     from outrider.errors import OutriderError, UsageError
     from outrider.models.placement import Placement
     from outrider.options import Sampling
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Decoder": "api",
+    "Decoder": "decoder",
     "load": "api",
     "OutriderError": "errors",
     "UsageError": "errors",

@@ -11,7 +11,6 @@ import pytest
 import torch
 from scipy import stats
 
-from outrider.api import Decoder
 from outrider.certify import run as module
 from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, Control
@@ -19,6 +18,7 @@ from outrider.certify.design import Design
 from outrider.certify.divergence import plain_batches
 from outrider.certify.observed import Observed
 from outrider.certify.run import Job, Pilot, Sample, certify, check_greedily, fly, plain_texts
+from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter

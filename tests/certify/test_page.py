@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.api import Decoder
 from outrider.certify import run as module
 from outrider.certify.controls import ACCEPT_ALL, Control
 from outrider.certify.page import TESTS, render_certificate, render_samples
@@ -20,6 +19,7 @@ from outrider.certify.samples import Sample, SamplesReport, judge, judge_greedil
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.output import make_document, options_json
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling

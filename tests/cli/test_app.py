@@ -33,7 +33,7 @@ except SystemExit as end:
 # on a busy machine, until there was nothing left to interrupt.
 INTERRUPTED = """\
 import os, runpy, signal
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 {how}
 runpy.run_module("outrider", run_name="__main__")
 """

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.api import Decoder
 from outrider.cli.shared.completions import open_output
 from outrider.cli.shared.jsonl import read_samples
+from outrider.decoder import Decoder
 from outrider.errors import FileError
 from outrider.records import Completion, Stats
 from outrider.system import file_lock

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import Outrider, only_document
-from outrider.api import Decoder
 from outrider.cli.shared.prompt_order import Shard, by_length
+from outrider.decoder import Decoder
 from outrider.errors import OptionError
 
 NUM_PROMPTS = 40

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from pairs import embedded
 
 PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界", "The king's daughter, who lived far away,"]

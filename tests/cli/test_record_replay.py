@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commands import Outrider, only_document
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.replay.log import Log
 from pairs import embedded, random_llama, save
 

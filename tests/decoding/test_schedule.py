@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.decoding import costs as costs_module
 from outrider.decoding.batch import Row
 from outrider.decoding.costs import CostArm, measure_round_costs, round_costs, time_rounds

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.distill.data import (
     Mixture,
     beginning,

@@ -6,9 +6,10 @@ from math import sqrt
 import pytest
 import torch
 
-from outrider.api import Decoder, load_drafter
+from outrider.api import load_drafter
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import draft_rows
+from outrider.decoder import Decoder
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.replay.record import header_of, record_batch

@@ -17,7 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 
 from harness_tasks import PAGES, PROMPTS, write_tasks
-from outrider.api import Decoder, load
+from outrider.api import load
+from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError
 from outrider.evals.harness import OutriderLM, main, task_sampling
 from outrider.evals.tasks import load_tasks, run_task

@@ -9,7 +9,7 @@ from lm_eval import evaluate
 from lm_eval.tasks import TaskManager
 
 from harness_tasks import CHOICES, PAGES, PROMPTS, write_group, write_groups, write_tasks
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.evals.harness import OutriderLM
 from outrider.evals.scores import TaskResult, compare, documents_json

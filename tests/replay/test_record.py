@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
 from outrider.replay.record import record_batch, top_probs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import httpx
 from openai import OpenAI
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.serve.server import Server, ServerOptions, listen
 from outrider.serve.worker import Worker

@@ -11,7 +11,8 @@ import pytest
 from openai import NOT_GIVEN, OpenAI
 from servers import Running, running
 
-from outrider.api import Decoder, load
+from outrider.api import load
+from outrider.decoder import Decoder
 from outrider.records import Completion
 from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.options import NumDraftTokens
 from outrider.records import Chunk, Stats, Timing
 from outrider.runtime.clock import Clock

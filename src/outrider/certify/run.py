@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from outrider.api import Decoder
 from outrider.certify.certificate import Certificate, ControlReport, GreedyReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import against_plain, first_difference, plain_batches
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import Observed, Written, joined, observe
+from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.errors import OptionError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling

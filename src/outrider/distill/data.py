@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError
 from outrider.evals.prompts import PROMPTS
 from outrider.scoring.teacher_forcing import Text

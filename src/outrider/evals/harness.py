@@ -32,7 +32,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from torch import Tensor
 from tqdm import tqdm
 
-from outrider.api import Decoder, load
+from outrider.api import load
+from outrider.decoder import Decoder
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 from outrider.records import Stats

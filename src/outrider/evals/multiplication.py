@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.records import Stats, Timing
 from outrider.stats.intervals import Interval, PairedDifference, paired_difference, wald, wilson
 

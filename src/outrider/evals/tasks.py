@@ -16,7 +16,7 @@ from lm_eval.api.group import Group
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.evals.harness import OutriderLM, Progress, task_sampling
 from outrider.evals.scores import ArmResult, TaskResult

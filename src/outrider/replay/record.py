@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.options import DEFAULT_NUM_SLOTS, Sampling
 from outrider.records import Chunk
 from outrider.replay.log_format import Header, Record, TopProbs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.jobs import Job
 from outrider.serve.answers import ChatForm, CompletionForm, Form, TokenTexts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.serve.app import App
 from outrider.serve.metrics import Metrics

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
 
-from outrider.api import Decoder
+from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine, Load
 from outrider.errors import NumericsError, OutriderError
 from outrider.jobs import Job, chunk_of

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outrider.api import Decoder
     from outrider.certify.certificate import Certificate, ControlReport
     from outrider.certify.run import Job, Pilot
+    from outrider.decoder import Decoder
 
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"

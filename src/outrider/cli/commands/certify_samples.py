@@ -36,8 +36,8 @@ from outrider.errors import FileError, OptionError, PromptError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.api import Decoder
     from outrider.certify.samples import Sample, SamplesReport
+    from outrider.decoder import Decoder
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
 

@@ -26,9 +26,9 @@ from outrider.system.ranks import here
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
     from outrider.bench.run import Arm, Case, Measurement
+    from outrider.decoder import Decoder
     from outrider.options import NumDraftTokens
     from outrider.records import Chunk
 

@@ -15,7 +15,7 @@ from outrider.errors import OptionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
     from outrider.distill.data import Mixture
     from outrider.distill.watch import Check
     from outrider.scoring.teacher_forcing import Text

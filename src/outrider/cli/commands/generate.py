@@ -46,7 +46,7 @@ from outrider.system.ranks import here
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
 
 ORIGIN_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 

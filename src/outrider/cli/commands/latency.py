@@ -14,8 +14,8 @@ from outrider.cli.shared.output import check_json_target, console_for, gather, o
 from outrider.cli.shared.pair_options import PairOptions
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder
     from outrider.bench.run import Arm
+    from outrider.decoder import Decoder
     from outrider.options import NumDraftTokens
 
 

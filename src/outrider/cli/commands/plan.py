@@ -22,8 +22,8 @@ from outrider.errors import OptionError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
+    from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.replay.log_format import Header, Record
     from outrider.replay.plan import Choice, Costs

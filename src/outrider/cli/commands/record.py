@@ -18,7 +18,7 @@ from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import here
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
     from outrider.replay.log_format import Header
     from outrider.replay.log_writer import LogWriter
 

@@ -17,7 +17,7 @@ from outrider.options import DEFAULT_NUM_SLOTS, check_num_slots
 from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
     from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")

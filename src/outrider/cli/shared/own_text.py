@@ -10,7 +10,7 @@ import typer
 from outrider.cli.shared.output import progress_bar
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
     from outrider.replay.log_format import Header, Record
 
 

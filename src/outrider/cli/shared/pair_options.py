@@ -20,7 +20,7 @@ from outrider.errors import CompileError, OptionError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.models.placement import Placement
 

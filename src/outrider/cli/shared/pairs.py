@@ -12,9 +12,9 @@ from outrider.cli.shared.output import progress_bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.api import Decoder
     from outrider.bench.report import ArmSummary
     from outrider.bench.run import Measurement
+    from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.replay.log_format import Record
     from outrider.replay.plan import Choice, Costs

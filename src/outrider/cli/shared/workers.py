@@ -19,7 +19,7 @@ from outrider.options import NumDraftTokens
 from outrider.records import Stats
 
 if TYPE_CHECKING:
-    from outrider.api import Decoder
+    from outrider.decoder import Decoder
 
 Prompts = Iterable[tuple[int, PromptLine]]
 """Prompts of a file, each with its index there."""

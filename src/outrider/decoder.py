@@ -1,0 +1,358 @@
+"""A target and its drafter: text in, chunks of text out. The stream is the primitive; ``generate`` gathers it."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.decoding.costs import costs_by_load
+from outrider.decoding.engine import Engine, decode, final_length
+from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
+from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options
+from outrider.options import (
+    DEFAULT_ACCEPTANCE,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_NUM_SLOTS,
+    NumDraftTokens,
+    Sampling,
+    check_num_draft_tokens,
+    check_num_slots,
+)
+from outrider.records import Chunk, Completion, Request, Round, Timing
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import RULES, Rule
+from outrider.system.ranks import here
+from outrider.text.row_text import RowText
+from outrider.text.tokenizer import Detokenizer, Prompt, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A target, a drafter and how they are used. It holds no state of any generation, so one may serve many.
+
+    Attributes:
+        target: the model whose distribution the output follows.
+        tokenizer: of Hugging Face; None if prompts are token ids and only ids are wanted.
+        eos_ids: tokens that end a text.
+        drafter: what proposes.
+        acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
+        num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under "auto" a
+            row whose seed is given keeps K = 4 where its text depends on K.)
+    """
+
+    target: LM
+    tokenizer: Any | None
+    eos_ids: frozenset[int]
+    drafter: Drafter
+    acceptance: str = DEFAULT_ACCEPTANCE
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
+
+    def __post_init__(self) -> None:
+        _check_acceptance(self.acceptance)
+        check_num_draft_tokens(self.num_draft_tokens)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that both models can take, where the drafter has one."""
+        own = self.target.context_len
+        return min(own, self.drafter.context_len or own)
+
+    def plain(self) -> Decoder:
+        """The same target without a draft: the baseline of every comparison."""
+        return replace(self, drafter=NoDrafter())
+
+    def compiled(self) -> Decoder:
+        """The same models, compiled ahead of time when a shape is first met: half a minute for each, or about a second
+        where it is found on disk. On a CUDA device they are captured as graphs instead, which takes a moment and is not
+        kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
+
+        Raises:
+            CompileError: several processes share the target; or, from the first generation, a model or this machine
+                does not allow it.
+        """
+        return replace(self, target=self.target.compiled(), drafter=self.drafter.with_models(LM.compiled))
+
+    def stream(self, prompt: Prompt, *, resume_ids: Sequence[int] = (), **options: Any) -> Iterator[Chunk]:
+        """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
+
+        The iterator may be dropped at any time. The same call with ``resume_ids``, the tokens generated so far, goes on
+        from there: its chunks continue the text, stop strings across the cut and split characters included.
+        ``max_new_tokens`` counts all tokens, those of ``resume_ids`` too. Cut at the end of a round (after a chunk;
+        under ``gumbel`` anywhere), the same seed gives the text of the uncut stream.
+        """
+        return self.stream_many([prompt], resume_ids=[resume_ids], **options)
+
+    def stream_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        resume_ids: Sequence[Sequence[int]] | None = None,
+        num_slots: int = DEFAULT_NUM_SLOTS,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        is_repeatable: bool = True,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Generate for several prompts at once, a chunk for each row and round.
+
+        Args:
+            prompts: texts, lists of token ids, or chats.
+            resume_ids: for each prompt the tokens that were generated before (see ``stream``).
+            num_slots: prompts at a time. When a row ends, the next prompt takes its place.
+            num_draft_tokens, acceptance: for this call, in place of the decoder's.
+            is_repeatable: under "auto", keep K constant in rows whose seed is given, if their text depends on K. False
+                lets K adapt there too (for measurements; the law of the output is the same).
+            options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``: a
+                list of lists). Without a seed each row draws its own.
+
+        Raises:
+            OptionError, PromptError: at once, not at the first chunk.
+            NumericsError: from the iterator.
+        """
+        jobs = self._jobs(prompts, options, resume_ids)
+        if not is_repeatable:
+            for job in jobs:
+                job.has_seed = False
+        return chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        resume_ids: Sequence[Sequence[int]] | None = None,
+        num_slots: int = DEFAULT_NUM_SLOTS,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Generate for one text or several prompts, and wait for all. Arguments and errors: see ``stream_many``.
+
+        Returns:
+            A completion for each prompt, in order.
+        """
+        jobs = self._jobs([prompts] if isinstance(prompts, str) else prompts, options, resume_ids)
+        for chunk in chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
+            jobs[chunk.row].chunks.append(chunk)
+        return [completion_of(job) for job in jobs]
+
+    def complete(
+        self,
+        prompts: Iterable[Prompt | tuple[Prompt, Mapping[str, Any]]],
+        *,
+        num_slots: int = DEFAULT_NUM_SLOTS,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Completion | OutriderError]]:
+        """Generate for any number of prompts, in constant memory: prompts are taken as slots become free, and
+        completions are given as rows end, not in order.
+
+        Args:
+            prompts: each alone, or with options of its own, which override ``options``.
+            num_slots, num_draft_tokens, acceptance, options: see ``stream_many``; each option is one value.
+
+        Yields:
+            The number of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), and the
+            other prompts go on.
+        """
+        k, rule = self._k_and_rule(num_draft_tokens, acceptance)
+        check_num_slots(num_slots)
+        check_names(options)
+        return self._complete(enumerate(prompts), num_slots, k, rule, options)
+
+    def _complete(
+        self,
+        prompts: Iterator[tuple[int, Any]],
+        num_slots: int,
+        k: NumDraftTokens,
+        rule: Rule,
+        options: dict[str, Any],
+    ) -> Iterator[tuple[int, Completion | OutriderError]]:
+        waiting: deque[tuple[int, Job]] = deque()
+        engine: Engine | None = None
+        capacity = 0
+        open_jobs: dict[int, tuple[int, Job]] = {}
+        while True:
+            while len(waiting) < num_slots and (item := next(prompts, None)) is not None:
+                number, prompt = item
+                own: Mapping[str, Any] = {}
+                if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
+                    prompt, own = prompt
+                try:
+                    waiting.append((number, self._with_own_k(self._job(prompt, options | dict(own)), k, rule)))
+                except (OptionError, PromptError) as error:
+                    yield number, error
+            if not open_jobs and waiting:
+                longest = max(final_length(self.target, job.request) for _, job in waiting)
+                if engine is None or longest > capacity:
+                    # A longer text than any before: all rows have ended, and a larger cache takes the old one's place.
+                    engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
+                    engine = self._engine(k, rule, num_slots, capacity)
+            if engine is None:
+                return
+            while (
+                waiting
+                and len(open_jobs) < 2 * num_slots
+                and final_length(self.target, waiting[0][1].request) <= capacity
+            ):
+                number, job = waiting.popleft()
+                open_jobs[engine.submit(job.request)] = number, job
+            round_ = engine.step()
+            if round_ is None and not waiting:
+                return
+            for row in () if round_ is None else round_.rows:
+                number, job = open_jobs[row.row]
+                if row.error is not None:
+                    del open_jobs[row.row]
+                    yield number, NumericsError(row.error)
+                    continue
+                job.chunks.append(chunk_of(row, job, Timing()))
+                if row.finish_reason is not None:
+                    del open_jobs[row.row]
+                    yield number, completion_of(job)
+
+    def engine(self, num_slots: int, capacity: int) -> Engine:
+        """An engine for prompts that come at any time (docs/engine.md), made by ``job``.
+
+        Args:
+            capacity: most tokens in a row, prompt included.
+        """
+        return self._engine(*self._k_and_rule(None, None), num_slots, capacity)
+
+    def job(self, prompt: Prompt, options: Mapping[str, Any]) -> Job:
+        """One prompt, checked and ready for ``engine``.
+
+        Args:
+            options: fields of ``Sampling``, a value each.
+
+        Raises:
+            OptionError, PromptError
+        """
+        return self._with_own_k(self._job(prompt, options), *self._k_and_rule(None, None))
+
+    def _engine(self, k: NumDraftTokens, rule: Rule, num_slots: int, capacity: int) -> Engine:
+        schedule = self._schedule(k, rule, num_slots, capacity)
+        return Engine(self.target, self.drafter, rule, num_slots=num_slots, capacity=capacity, schedule=schedule)
+
+    def _k_and_rule(
+        self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None
+    ) -> tuple[NumDraftTokens, Rule]:
+        k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        check_num_draft_tokens(k)
+        return k, RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
+
+    def _rounds(
+        self,
+        jobs: Sequence[Job],
+        num_slots: int,
+        num_draft_tokens: NumDraftTokens | None,
+        acceptance: str | None,
+    ) -> Iterator[Round]:
+        k, rule = self._k_and_rule(num_draft_tokens, acceptance)
+        check_num_slots(num_slots)
+        if not jobs:
+            return iter(())
+        requests = [self._with_own_k(job, k, rule).request for job in jobs]
+        num_slots = min(num_slots, len(requests))
+        longest = max(final_length(self.target, request) for request in requests)
+        schedule = self._schedule(k, rule, num_slots, longest)
+        return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule, num_slots=num_slots)
+
+    def _schedule(self, k: NumDraftTokens, rule: Rule, num_slots: int, num_tokens: int) -> Schedule:
+        most = self.drafter.most_drafted
+        if most == 0:
+            return ConstantSchedule(0)
+        if isinstance(k, int):
+            return ConstantSchedule(k if most is None else min(k, most))
+        return AdaptiveSchedule(costs_by_load(self.target, self.drafter, rule, num_slots, num_tokens))
+
+    def _with_own_k(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
+        """Under "auto", a row whose seed was given gets a constant K if K decides its text, which must not depend on
+        the load."""
+        sampling, most = job.request.sampling, self.drafter.most_drafted
+        if k == "auto" and most != 0 and job.has_seed and rule.name != "gumbel" and sampling.temperature > 0:
+            own = DEFAULT_NUM_DRAFT_TOKENS if most is None else min(DEFAULT_NUM_DRAFT_TOKENS, most)
+            job.request = replace(job.request, num_draft_tokens=own)
+        return job
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            PromptError: it is empty, longer than the context, or has ids beyond the vocabulary.
+        """
+        ids = encode(self.tokenizer, prompt)
+        if len(ids) >= self.target.context_len:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, but {self.target.name} can take {self.target.context_len} in all, "
+                "prompt and output together: shorten it"
+            )
+        if max(ids) >= self.target.vocab_size or min(ids) < 0:
+            raise PromptError(f"the prompt has a token id outside 0..{self.target.vocab_size - 1}")
+        return ids
+
+    def _jobs(
+        self, prompts: Sequence[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
+    ) -> list[Job]:
+        if resume_ids is not None and len(resume_ids) != len(prompts):
+            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
+        check_names(options)
+        jobs = []
+        for index, prompt in enumerate(prompts):
+            try:
+                own = row_options(options, index, len(prompts))
+                jobs.append(self._job(prompt, own, () if resume_ids is None else resume_ids[index]))
+            except PromptError as error:
+                raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        return jobs
+
+    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> Job:
+        """One prompt, checked and ready for the loop.
+
+        Args:
+            options: the fields of ``Sampling``, a value each.
+        """
+        check_names(options)
+        ids = self.encode(prompt)
+        has_seed = options.get("seed") is not None
+        seed = options["seed"] if has_seed else here().shared(secrets.randbits(63))
+        stop = options.get("stop")
+        sampling = Sampling(**{**options, "seed": seed, "stop": () if stop is None else stop})
+        self.check_bias(sampling.logit_bias or {})
+        if sampling.stop and self.tokenizer is None:
+            raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
+        text = RowText(detokenizer, () if sampling.ignore_eos else self.eos_ids, sampling.stop)
+        left = sampling.max_new_tokens - len(resume_ids)
+        if left < 1 or len(ids) + len(resume_ids) >= self.target.context_len:
+            raise OptionError(
+                "resume_ids", f"{len(resume_ids)} tokens", "the text has ended: nothing is left to generate"
+            )
+        if resume_ids and not 0 <= min(resume_ids) <= max(resume_ids) < self.target.vocab_size:
+            raise OptionError("resume_ids", list(resume_ids)[:8], f"token ids from 0 to {self.target.vocab_size - 1}")
+        for token_id in resume_ids:
+            if text.push(token_id) is not None:
+                raise OptionError("resume_ids", token_id, "the text has ended with this token")
+        text.take()  # given out before the cut
+        request = Request([*ids, *resume_ids], replace(sampling, max_new_tokens=left), text)
+        return Job(request, text, len(ids), len(resume_ids), has_seed)
+
+    def check_bias(self, bias: Mapping[int, float]) -> None:
+        """Whether this target can be biased so. Raises OptionError."""
+        vocab_size = self.target.vocab_size
+        if max(bias, default=0) >= vocab_size:
+            raise OptionError("logit_bias", max(bias), f"token ids are below {vocab_size}")
+        if sum(value == -math.inf for value in bias.values()) == vocab_size:
+            raise OptionError("logit_bias", -math.inf, "it forbids every token")
+
+
+def _check_acceptance(name: str) -> str:
+    if name not in RULES:
+        raise OptionError("acceptance", name, f"choose one of {', '.join(RULES)}")
+    return name
