@@ -153,6 +153,21 @@ def test_the_document(outrider: Outrider, folder: Path) -> None:
     assert (settings["limit"], settings["num_draft_tokens"], settings["seed"]) == (2, 2, 3)
 
 
+def test_against_another_model(outrider: Outrider, folder: Path) -> None:
+    """Here the target in fewer bits. Likelihoods differ too, so that every task has two arms."""
+    options = ("--limit", 2, "-n", 6, "--against", "fable:int8", "--json", "-")
+    document = only_document(outrider(*EVAL, folder, *options).out, "eval-harness")
+    assert document["options"]["against"] == "fable:int8"
+    assert [score["paired"] is not None for score in document["scores"][:2]] == [True, False]  # the second is BLEU
+    pages = {score["metric"]: score for score in document["scores"] if score["task"] == "pages"}
+    assert 0 < abs(pages["bits_per_byte"]["against"] - pages["bits_per_byte"]["plain"]) < 0.1
+    assert set(document["documents"][0]["texts"]) == {"plain", "against"}
+    tasks = {task["task"]: task for task in document["tasks"]}
+    assert tasks["answers"]["against"]["num_draft_tokens"] == 0 < tasks["answers"]["against"]["num_generated_tokens"]
+    ended = outrider(*EVAL, folder, "--against", "fable:int8", "--draft", "fable-draft")
+    assert ended.code == 2 and "either a draft or another model: leave one out" in ended.err
+
+
 def test_a_draft_is_not_needed_where_nothing_is_generated(
     outrider: Outrider, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ def test_metrics_of_more_than_one_are_not_overrated() -> None:
 def test_metrics_without_a_number_for_each_document_are_not_paired(value: Any) -> None:
     result = arm({0: {"bleu": value, "em": True}, 1: {"bleu": 0.5, "em": False}}, bleu=0.5)
     bleu, em = compare([TaskResult("t", result, result)], [], 0.05)
-    assert (bleu.metric, bleu.paired, bleu.speculative) == ("bleu", None, 0.5)
+    assert (bleu.metric, bleu.paired, bleu.other) == ("bleu", None, 0.5)
     assert em.paired is not None and em.paired.difference.value == 0
 
 
@@ -81,7 +81,7 @@ def test_a_metric_that_the_arms_have_for_other_documents_is_not_paired() -> None
 def test_what_a_draft_cannot_change_has_one_arm() -> None:
     result = TaskResult("choice", arm({0: {"acc": 1.0}}), None)
     (score,) = compare([result], [], 0.05)
-    assert (score.plain, score.speculative, score.paired) == (1.0, None, None)
+    assert (score.plain, score.other, score.paired) == (1.0, None, None)
     assert verdict([score]) is None
     assert documents_json([result]) == [
         {"task": "choice", "doc_id": 0, "texts": None, "numbers": [{"metric": "acc", "filter": "none", "plain": 1.0}]}
@@ -114,7 +114,7 @@ def test_the_difference_of_a_group_by_hand(group: Group) -> None:
     for is_by_size, plain, difference in [(False, (1 / 2 + 0 + 1 / 2) / 3, 1 / 4), (True, 5 / 12, 1 / 6)]:
         score = group_score(group, results, 0.3, is_by_size=is_by_size)
         assert score.label == "group g: em" and score.num_documents == 12
-        assert score.plain == pytest.approx(plain) and score.speculative == pytest.approx(plain + difference)
+        assert score.plain == pytest.approx(plain) and score.other == pytest.approx(plain + difference)
         assert score.paired is not None and score.paired.difference.value == pytest.approx(difference)
         assert (score.paired.only_first, score.paired.only_second) == (0, 2)
     # By size a draft has half of the documents to change, and the group half of their difference.
@@ -134,7 +134,7 @@ def test_groups_without_a_test(group: Group) -> None:
     )
     once = [task([0, 1], None, name) for name in ("answers", "few", "endings")]
     score = group_score(group, once, 0.1)
-    assert (score.plain, score.speculative, score.paired) == (0.5, None, None)
+    assert (score.plain, score.other, score.paired) == (0.5, None, None)
 
 
 def test_a_group_is_called_equivalent_no_more_often_than_it_may(group: Group) -> None:

@@ -85,8 +85,8 @@ def test_no_two_requests_have_the_same_seed(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Decoder, "complete", noted)
     *_, result = run(embedded(), tasks, seed=7)
     assert seeds == [[7, 8], [7, 8], [9, 10, 11], [9, 10, 11]]
-    assert result.speculative is not None and result.speculative.stats is not None and result.plain.stats is not None
-    assert result.speculative.stats.num_draft_tokens > 0 == result.plain.stats.num_draft_tokens
+    assert result.other is not None and result.other.stats is not None and result.plain.stats is not None
+    assert result.other.stats.num_draft_tokens > 0 == result.plain.stats.num_draft_tokens
 
 
 def test_groups_and_tags(folder: Path, reads_defaults: list[bool]) -> None:
@@ -110,7 +110,7 @@ def test_groups_and_tags(folder: Path, reads_defaults: list[bool]) -> None:
         score = scores[name, metric]
         assert (score.weighting, score.num_documents) == (weighting, num_documents)
         assert score.plain == pytest.approx(whole["groups"][name][f"{metric},none"])
-        assert score.speculative == (None if metric == "acc" else pytest.approx(score.plain))
+        assert score.other == (None if metric == "acc" else pytest.approx(score.plain))
         assert (score.paired is not None) == (metric == "exact_match")
     assert list(scores)[-4:] == [("all", "acc"), ("all", "exact_match"), ("fables", "exact_match"), ("fables", "bleu")]
 

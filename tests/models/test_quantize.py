@@ -12,7 +12,7 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import outrider
-from outrider.errors import CompileError, MissingExtra, OptionError, UnsupportedModel
+from outrider.errors import CompileError, DeviceError, MissingExtra, OptionError, UnsupportedModel
 from outrider.models.loading import weights_checksum
 from outrider.models.memory import weights_bytes
 from outrider.models.quantize import num_bytes, quantized_share, widened_weights
@@ -188,7 +188,9 @@ def test_one_scale_for_each_row_is_fine() -> None:
     assert outrider.load(model).target.dtype == torch.float32
 
 
-def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(tmp_path: Path) -> None:
+def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its threshold, 6 by default, would make rows depend on each other."""
     how = transformers.BitsAndBytesConfig(load_in_8bit=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -200,9 +202,12 @@ def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(tmp_path: Path)
     assert quantized_share(again.target.model) > 0.8
     states = [getattr(module, "state", None) for module in again.target.model.modules()]
     assert {state.threshold for state in states if state is not None} == {0.0}
+    monkeypatch.setattr("outrider.models.room.available_bytes", lambda _: 2**20)
+    with pytest.raises(DeviceError, match="the weights of .* where 1.0 MiB are free"):
+        outrider.load(tmp_path / "model")
 
 
-def test_gguf_files_are_read(tmp_path: Path) -> None:
+def test_gguf_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers widens them to the dtype of the arithmetic."""
     model = random_llama()
     config = model.config
@@ -238,6 +243,9 @@ def test_gguf_files_are_read(tmp_path: Path) -> None:
         outrider.load(tmp_path / "tiny.gguf", quantization="int8")
     read, made = (one.generate([[5, 6, 7]], **options)[0].token_ids for one in (decoder, in_memory))
     assert read == made
+    monkeypatch.setattr("outrider.models.room.available_bytes", lambda _: 2**10)
+    with pytest.raises(DeviceError, match="the weights of .* where 0.0 MiB are free"):
+        outrider.load(tmp_path / "tiny.gguf")
 
 
 def _rotated(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:

@@ -43,11 +43,18 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task by both arms; ``speculative`` is None if no draft is used."""
+    """A task by both arms.
+
+    Attributes:
+        plain: the target without a draft.
+        other: the second arm; None if it could not differ, and was not run.
+        arm: its name, "speculative" (the same target with a draft) or "against" (another target).
+    """
 
     name: str
     plain: ArmResult
-    speculative: ArmResult | None
+    other: ArmResult | None
+    arm: str = "speculative"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,8 @@ class Score:
     Attributes:
         task: its name, or that of the group.
         filter: with which the harness extracts the answer from the text.
-        plain, speculative: as aggregated by the harness; None for an arm that was not run.
-        paired: speculative minus plain, in the mean of the documents' own numbers (weighted as the group specifies);
+        plain, other: as aggregated by the harness; None for an arm that was not run.
+        paired: other minus plain, in the mean of the documents' own numbers (weighted as the group specifies);
             None if there is one arm, or if the score is not made of these numbers (BLEU over a corpus, say).
         weighting: of the tasks in a group: "size" or "equal"; None for a task.
         is_different: whether it differs, by Holm's procedure over all scores that are compared.
@@ -69,8 +76,9 @@ class Score:
     filter: str
     num_documents: int
     plain: float
-    speculative: float | None
+    other: float | None
     paired: PairedDifference | None
+    arm: str = "speculative"
     weighting: str | None = None
     is_different: bool = False
 
@@ -88,7 +96,7 @@ class Score:
             "filter": self.filter,
             "num_documents": self.num_documents,
             "plain": self.plain,
-            "speculative": self.speculative,
+            self.arm: self.other,
             "paired": asdict(self.paired) | judged | {"is_different": self.is_different} if self.paired else None,
         }
 
@@ -164,8 +172,9 @@ def _task_scores(result: TaskResult, margin: float) -> list[Score]:
                 filter=filter_,
                 num_documents=sum(sample["filter"] == filter_ for sample in result.plain.samples),
                 plain=result.plain.metrics[key],
-                speculative=result.speculative.metrics[key] if result.speculative else None,
+                other=result.other.metrics[key] if result.other else None,
                 paired=paired_difference(*pairs, margin, span=_span(pairs)) if pairs is not None else None,
+                arm=result.arm,
             )
         )
     return scores
@@ -178,8 +187,8 @@ def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) ->
         results: of its tasks; a task in two of its subgroups occurs twice, and counts twice.
     """
     plain = {result.name: dict(result.plain.metrics) for result in results}
-    # Tasks that use no draft have the same score in both arms.
-    other = {result.name: dict((result.speculative or result.plain).metrics) for result in results}
+    # Tasks that were run once have the same score in both arms.
+    other = {result.name: dict((result.other or result.plain).metrics) for result in results}
     first, second = group.aggregate(plain), group.aggregate(other)
     is_by_size = {one.metric: one.weight_by_size for one in group.aggregate_metric_list or ()}
     scores = []
@@ -194,8 +203,9 @@ def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) ->
                 filter=filter_,
                 num_documents=num_documents,
                 plain=first[key],
-                speculative=second[key] if any(result.speculative for result in members) else None,
+                other=second[key] if any(result.other for result in members) else None,
                 paired=_group_paired(members, weights, metric, filter_, margin),
+                arm=results[0].arm,
                 weighting="size" if is_by_size[metric] else "equal",
             )
         )
@@ -217,12 +227,12 @@ def _group_paired(
     """
     pairs, shares = [], []
     for result, weight in zip(members, weights, strict=True):
-        if result.speculative is None:
+        if result.other is None:
             continue
         pair = _pairs(result, metric, filter_)
         if pair is None:
             return None
-        for arm, values in zip((result.plain, result.speculative), pair, strict=True):
+        for arm, values in zip((result.plain, result.other), pair, strict=True):
             if not math.isclose(arm.metrics[f"{metric},{filter_}"], sum(values) / len(values), abs_tol=1e-9):
                 return None
         pairs.append(pair)
@@ -239,10 +249,10 @@ def _group_paired(
 
 
 def _pairs(result: TaskResult, metric: str, filter_: str) -> tuple[list[float], list[float]] | None:
-    """A metric's numbers for the same documents by plain and by speculative; None unless both have them."""
-    if result.speculative is None:
+    """A metric's numbers for the same documents by both arms; None unless both have them."""
+    if result.other is None:
         return None
-    arms = (result.plain.samples, result.speculative.samples)
+    arms = (result.plain.samples, result.other.samples)
     ids = [{sample["doc_id"] for sample in samples} for samples in arms]
     assert ids[0] == ids[1], "the arms have run different documents"
     first, second = (_numbers(samples, metric, filter_) for samples in arms)
@@ -261,8 +271,8 @@ def documents_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
     documents = []
     for result in results:
         arms = {"plain": result.plain.samples}
-        if result.speculative:
-            arms["speculative"] = result.speculative.samples
+        if result.other:
+            arms[result.arm] = result.other.samples
         numbers = {
             (metric, filter_): [_numbers(arm, metric, filter_) or {} for arm in arms.values()]
             for metric, filter_ in _metrics(result.plain.samples)

@@ -1,6 +1,7 @@
 """Tasks of the harness: loaded by name, and run by one arm.
 
-A draft can only affect generated text. Tasks that score the likelihood of given text are run once, by the target.
+A draft can only affect generated text: tasks that score the likelihood of given text are run once, by the target.
+Another target is run on all of them.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def run_task(lm: OutriderLM, task: Any, *, limit: int | None, is_chat: bool) -> 
 def run_in_turn(
     tasks: Iterable[Any],
     plain: Decoder,
-    speculative: Decoder | None,
+    other: Decoder | None,
     *,
     batch_size: int,
     seed: int,
@@ -145,13 +146,14 @@ def run_in_turn(
     """Each task by both arms, one task after the other, so that complete tasks can be reported.
 
     Args:
-        speculative: for tasks that are generated; None if there are none.
+        other: the target with a draft, for tasks that are generated (None if there are none); or another target.
         seed: of the first request to generate. The arms use the same seeds, and no two requests of an arm share one.
 
     Raises:
         OutriderError: see ``OutriderLM``.
     """
     num_generated = 0
+    arm = "speculative" if other is None or other.target is plain.target else "against"
 
     def run(task: Any, arm: str, decoder: Decoder) -> tuple[ArmResult, int]:
         """Also returns the number of requests to generate."""
@@ -170,8 +172,8 @@ def run_in_turn(
     for task in tasks:
         first, num_requests = run(task, "plain", plain)
         second = None
-        if is_generated(task):
-            assert speculative is not None
-            second, _ = run(task, "speculative", speculative)
+        if is_generated(task) or arm == "against":
+            assert other is not None
+            second, _ = run(task, arm, other)
         num_generated += num_requests
-        yield TaskResult(task.task_name, first, second)
+        yield TaskResult(task.task_name, first, second, arm)

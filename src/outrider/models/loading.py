@@ -24,7 +24,7 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
-from outrider.models.memory import check_fits, skeleton
+from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
@@ -38,6 +38,7 @@ from outrider.models.quantize import (
     without_outliers,
 )
 from outrider.models.registry import ModelSpec
+from outrider.models.room import check_fits, fastest_with_room, forms, room_of, stored_bytes
 from outrider.runtime.lm import LM
 from outrider.runtime.stored import stored_tensors, whole
 from outrider.system.ranks import here
@@ -90,24 +91,28 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         check_quantization(name, placed.quantization or "none", method)
         without_outliers(config)
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
-        how: dict[str, Any] = {
-            "dtype": dtype or "auto",
-            "device_map": device_map or {"": device},
-            "max_memory": max_memory_of(placed.max_memory),
-        }
+        how: dict[str, Any] = {"dtype": dtype or "auto"}
         if size > 1:
             from transformers.distributed import DistributedConfig
 
             check_shares(name, size, placed, device, config, method)
-            how = {"dtype": dtype or "auto", "distributed_config": DistributedConfig(tp_size=size)}
-        if method is None:
+            how["distributed_config"] = DistributedConfig(tp_size=size)
+        needed, smaller = stored_bytes(spec), {}
+        if method in (None, "gguf"):  # Transformers widens GGUF files
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
-            if device_map is None:
-                check_fits(name, bare, dtype, str(placed.quantization), device, size)
+            needed = weights_bytes(bare, dtype, str(placed.quantization), size)
+            if method is None:
+                smaller = forms(bare, dtype, str(placed.quantization), size)
             if placed.quantization != "none":
                 how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare, size)
+        if placed.device == "auto" and device_map is None and here().size == 1 and not is_target:
+            device = fastest_with_room(needed) or device
+        limits = max_memory_of(placed.max_memory)
+        check_fits(name, needed, room_of(device, device_map, limits), smaller)
+        if size == 1:
+            how |= {"device_map": device_map or {"": device}, "max_memory": limits}
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             spec.location,
             config=config,

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import DeviceError
-from outrider.models.registry import BYTES_PER_NUMBER, QUANTIZATIONS, ModelSpec
+from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
 from outrider.runtime.shape_buckets import eager_length, prepared_length
-from outrider.system.available import available_bytes, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +57,7 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
 
 
 def _from_files(folder: Path) -> Sizes:
-    # Some folders hold the weights twice, for other programs under another name.
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise KeyError("no safetensors to count the parameters in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -80,6 +77,11 @@ def _from_files(folder: Path) -> Sizes:
         )
     except StopIteration:
         raise KeyError("a size is missing") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Some folders hold the weights twice, for other programs under another name."""
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
 def _num_params(file: Path) -> int:
@@ -125,30 +127,3 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
                 number = linear_bytes(quantization, module, dtype, group_size)
             total += number // parallel if is_shared else number
     return total
-
-
-def check_fits(
-    name: str, model: Any, dtype: torch.dtype, quantization: str, device: torch.device, parallel: int = 1
-) -> None:
-    """Refuse, before it is loaded, a model whose weights do not fit.
-
-    Args:
-        model: the skeleton, of this type.
-        parallel: see ``weights_bytes``.
-
-    Raises:
-        DeviceError: with the numbers, and what would fit.
-    """
-    free = available_bytes(device)
-    needed = weights_bytes(model, dtype, quantization, parallel)
-    if free is None or needed <= free:
-        return
-    others = {one: weights_bytes(model, dtype, one, parallel) for one in QUANTIZATIONS}
-    fitting = [f"--quantize {one} ({size_text(size)})" for one, size in others.items() if size <= free]
-    if dtype.itemsize > 2 and quantization == "none" and needed // 2 <= free:
-        fitting.insert(0, f"--dtype bfloat16 ({size_text(needed // 2)})")
-    remedy = ", ".join(fitting) if fitting else "nothing on this device; --device-map spreads a model over several"
-    raise DeviceError(
-        f"the weights of {name} need {size_text(needed)} on {device}, where {size_text(free)} are free; this would "
-        f"fit: {remedy}"
-    )

@@ -1,4 +1,4 @@
-"""``outrider eval harness``: tasks of EleutherAI's lm-evaluation-harness, plain and speculative."""
+"""``outrider eval harness``: tasks of EleutherAI's lm-evaluation-harness, by two arms on the same documents."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import (
+    MODELS_PANEL,
     BatchSizeOption,
     JsonOption,
     NumDraftTokensOption,
@@ -51,15 +52,26 @@ def harness(
     margin: Annotated[
         float, typer.Option(help="Means closer than this are equivalent, in the unit of the metric.")
     ] = 0.05,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare the target with another model in place of a draft: the original, or another quantization. "
+            "Its placement follows the draft's options.",
+            rich_help_panel=MODELS_PANEL,
+        ),
+    ] = None,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Tasks of the lm-evaluation-harness, by plain and speculative decoding, on the same documents.
+    """Tasks of the lm-evaluation-harness, by plain and speculative decoding (or by two models), on the same documents.
 
     Text is sampled as the task specifies, except for the sampling options given here. Tasks that score the likelihood
     of given text are run once, without a draft.
     """
-    k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
+    k = single_k(num_draft_tokens, pair, sampling, seed)
+    if against is not None and pair.draft is not None:
+        raise OptionError("--against", against, "the second arm is either a draft or another model: leave one out")
+    draft = None if against else pair.compared_draft
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise OptionError("--tasks", tasks, "name one or more, separated by commas")
@@ -82,9 +94,11 @@ def harness(
     loaded, groups = load_tasks(names, include_path)
     set_fewshot(loaded, num_fewshot)
     decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # per arm; most answers are shorter
-    drafted = None
-    if any(map(is_generated, loaded.values())):
-        drafted = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+    other = None
+    if against is not None:
+        other = pair.against(against).load()
+    elif draft is not None and any(map(is_generated, loaded.values())):
+        other = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
     console = console_for(json_target)
     results: list[TaskResult] = []
     is_interrupted = False
@@ -92,7 +106,7 @@ def harness(
         for result in run_in_turn(
             loaded.values(),
             decoder,
-            drafted,
+            other,
             batch_size=batch_size,
             seed=seed,
             overrides=overrides,
@@ -109,8 +123,10 @@ def harness(
     scores = compare(results, groups, margin)
     overall = verdict(scores)
 
-    with_draft = f" with {draft}, K = {k}, {decoder.acceptance}" if drafted else ""
-    console.print(_table(scores, f"{decoder.target.name}{with_draft}", results))
+    title = decoder.target.name
+    if other is not None:
+        title += f" against {against}" if against else f" with {draft}, K = {k}, {decoder.acceptance}"
+    console.print(_table(scores, title, results))
     for line in _notes(scores, margin):
         console.print(line)
     if overall is not None:
@@ -124,7 +140,7 @@ def harness(
                 "output_type": loaded[result.name].OUTPUT_TYPE,
                 "num_fewshot": loaded[result.name].get_config("num_fewshot"),
                 "plain": _stats_json(result.plain),
-                "speculative": _stats_json(result.speculative),
+                result.arm: _stats_json(result.other),
             }
             for result in results
         ],
@@ -145,6 +161,7 @@ def harness(
         chat=chat,
         batch_size=batch_size,
         margin=margin,
+        against=against,
     )
     write_json(json_target, "eval-harness", settings, body, decoder.target)
     if is_interrupted:
@@ -159,11 +176,12 @@ def _table(scores: Sequence[Score], title: str, results: Sequence[TaskResult]) -
     from outrider.bench.report import interval_text, new_table
 
     taus = {
-        result.name: result.speculative.stats.mean_acceptance_length
+        result.name: result.other.stats.mean_acceptance_length
         for result in results
-        if result.speculative and result.speculative.stats
+        if result.arm == "speculative" and result.other and result.other.stats
     }
-    columns = ("n", "plain", "spec.", "difference, 95%", "p equal", "p diff.", "tau")
+    second = "against" if any(result.arm == "against" for result in results) else "spec."
+    columns = ("n", "plain", second, "difference, 95%", "p equal", "p diff.", "tau")
     table = new_table(title, "task: metric, filter", *columns)
     for score in scores:
         paired = score.paired
@@ -172,7 +190,7 @@ def _table(scores: Sequence[Score], title: str, results: Sequence[TaskResult]) -
             score.label,
             str(score.num_documents),
             _number(score.plain),
-            _number(score.speculative),
+            _number(score.other),
             interval_text(paired.difference, 3) if paired else "-",
             f"{paired.tost_p:.2g}" if paired else "-",
             f"{paired.difference_p:.2g}" if paired else "-",
@@ -193,12 +211,12 @@ def _notes(scores: Sequence[Score], margin: float) -> list[str]:
             f"p equal: two one-sided tests against a difference of {margin:g} or more; below 0.05 that row by itself "
             "is equivalent within the margin. p diff.: against no difference at all."
         )
-    once = dict.fromkeys(score.task for score in scores if score.speculative is None)
+    once = dict.fromkeys(score.task for score in scores if score.other is None)
     if once:
         notes.append(
             f"Scored once: {', '.join(once)}. The likelihood of given text is the target's own: no draft is used."
         )
-    unpaired = [score.label for score in scores if score.speculative is not None and not score.paired]
+    unpaired = [score.label for score in scores if score.other is not None and not score.paired]
     if unpaired:
         notes.append(f"Not a mean over documents, so not tested: {'; '.join(unpaired)}.")
     return notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -198,6 +198,19 @@ class PairOptions:
             quantization=self.draft_quantize,
             device_map=self.draft_device_map,
             max_memory=self.draft_max_memory,
+        )
+
+    def against(self, name: str) -> PairOptions:
+        """The same machine with another target, placed by the options of drafts."""
+        placed = self.draft_placement
+        return replace(
+            self,
+            target=name,
+            device=placed.device,
+            dtype=placed.dtype,
+            quantize=placed.quantization,
+            device_map=placed.device_map,
+            max_memory=placed.max_memory,
         )
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:

@@ -1,0 +1,100 @@
+"""Whether a model fits where it is to go, asked before its weights are read; which of several GPUs a draft goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.errors import DeviceError
+from outrider.models.memory import weight_files, weights_bytes
+from outrider.models.registry import QUANTIZATIONS, ModelSpec
+from outrider.system.available import available_bytes, size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A device or several, in words, and the bytes that are free there; None where nobody tells."""
+
+    where: str
+    free: int | None
+
+
+def room_of(
+    device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
+) -> Room:
+    """The room that a placement gives a model.
+
+    Args:
+        device_map, limits: what ``from_pretrained`` takes as ``device_map`` and ``max_memory``.
+    """
+    if device_map is None:
+        return Room(str(device), available_bytes(device))
+    if not isinstance(device_map, str):
+        devices = [torch.device(name) for name in sorted(set(device_map.values()))]
+        return Room("the devices of its map", _sum([available_bytes(one) for one in devices]))
+    from accelerate.utils import get_max_memory
+
+    # Accelerate's own account: what is free on each device, and on the CPU, or the limits.
+    free = get_max_memory(None if limits is None else dict(limits))
+    return Room("all devices together", sum(size for place, size in free.items() if place != "disk"))
+
+
+def _sum(sizes: list[int | None]) -> int | None:
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def stored_bytes(spec: ModelSpec) -> int:
+    """Bytes of the weights of a checkpoint as they are on this disk; 0 where it is not."""
+    return 0 if spec.path is None else sum(file.stat().st_size for file in weight_files(spec.path))
+
+
+def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int) -> dict[str, int]:
+    """Bytes of the weights in forms of fewer bits, by the options that choose them.
+
+    Args:
+        bare: the skeleton, of this type.
+        quantization, parallel: see ``weights_bytes``.
+    """
+    found = {f"--quantize {one}": weights_bytes(bare, dtype, one, parallel) for one in QUANTIZATIONS}
+    if dtype.itemsize > 2 and quantization == "none":
+        found = {"--dtype bfloat16": weights_bytes(bare, dtype, "none", parallel) * 2 // dtype.itemsize} | found
+    return found
+
+
+def check_fits(name: str, needed: int, room: Room, smaller: Mapping[str, int]) -> None:
+    """Refuse a model whose weights do not fit.
+
+    Args:
+        needed: bytes of its weights.
+        smaller: bytes in other forms (see ``forms``).
+
+    Raises:
+        DeviceError: with the numbers, and what would fit.
+    """
+    if room.free is None or needed <= room.free:
+        return
+    fitting = [f"{option} ({size_text(size)})" for option, size in smaller.items() if size <= room.free]
+    remedy = ", ".join(fitting) if fitting else "nothing here; --device-map spreads a model over several devices"
+    raise DeviceError(
+        f"the weights of {name} need {size_text(needed)} on {room.where}, where {size_text(room.free)} are free; this "
+        f"would fit: {remedy}"
+    )
+
+
+def fastest_with_room(needed: int) -> torch.device | None:
+    """The CUDA device that reads its memory fastest, among those with room for so many bytes twice (the caches come on
+    top); of equal ones the first. None where there is no such device.
+
+    Reading weights is the cost of a draft's step, so that the bandwidth of memory orders the devices.
+    """
+    best: tuple[float, torch.device] | None = None
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        free, properties = available_bytes(device), torch.cuda.get_device_properties(device)
+        bandwidth = properties.memory_clock_rate * properties.memory_bus_width
+        if free is not None and 2 * needed <= free and (best is None or bandwidth > best[0]):
+            best = bandwidth, device
+    return None if best is None else best[1]
