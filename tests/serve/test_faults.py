@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -17,6 +19,8 @@ from servers import LIMIT_S, Running, running, words
 
 from outrider.api import load
 from outrider.errors import ModelNotFound
+from outrider.serve import app, generation, worker
+from outrider.serve.scoring import Scoring
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
 
@@ -24,8 +28,9 @@ LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 
 
 @pytest.fixture
-def server() -> Iterator[Running]:
-    """Texts of it have no end, unless they are asked for."""
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """Texts of it have no end, unless they are asked for. Those who wait hear of it soon."""
+    monkeypatch.setattr(generation, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
         yield one
 
@@ -107,6 +112,72 @@ def test_a_slow_reader_stops_nobody(server: Running) -> None:
     wait_until(lambda: is_free(server))
 
 
+def test_a_reader_that_has_stopped_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_SEND_S", 0.2)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        slow.sendall(as_sent(LONG | {"stream": True, "logprobs": 20}))  # and reads nothing
+        wait_until(lambda: server.metric("outrider:num_requests_running") == 1)
+        wait_until(lambda: is_free(server))
+
+
+def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODY_S", 0.2)
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), LIMIT_S) as connection:
+        connection.sendall(as_sent(LONG)[:-10])
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_leaves_in_its_own_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no fault of ours, and not logged as one."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(as_sent(LONG)[:-10])
+    with server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).status_code == 200
+    assert not caplog.records
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The worker's clock, in seconds; a test may put it forward."""
+    clock = [1.0]
+    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    return clock
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> None:
+    """It is told so by a status, streamed or not; texts that have begun go on, and so do the others of their request,
+    which wait for them."""
+    two = LONG | {"n": 2, "stream": True}
+    with running(words(1_000_000), num_slots=1, context_len=1_000_000) as server, server.http() as http:
+        with http.stream("POST", "/v1/completions", json=two) as stream, ThreadPoolExecutor(1) as pool:
+            lines = stream.iter_lines()
+            next(lines)
+            late = pool.submit(http.post, "/v1/completions", json=LONG | more)
+            wait_until(lambda: server.metric("outrider:num_requests_waiting") == 2)
+            now[0] += 1000
+            response = late.result()
+            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+            assert "waited 600 seconds" in response.json()["error"]["message"]
+            assert server.metric("outrider:num_requests_running") == 1
+            assert server.metric("outrider:num_requests_waiting") == 1
+            assert server.metric('outrider:requests_total{finished_reason="timeout"}') == 1
+            assert all("error" not in next(lines) for _ in range(20))
+        wait_until(lambda: server.worker.num_open == 0)
+
+
+def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scoring, "step", lambda self: None)  # the models are busy with others
+    body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "logprobs": 0}
+    with running(words()) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
+        late = pool.submit(http.post, "/v1/completions", json=body)
+        wait_until(lambda: server.worker.num_open == 1)
+        now[0] += 1000
+        assert late.result().status_code == 503
+
+
 def test_what_runs_when_the_server_ends_is_told(server: Running) -> None:
     """Too long for --shutdown-timeout, which is 0 here."""
     with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
@@ -138,6 +209,8 @@ def test_a_text_that_fails_alone(tmp_path: Path) -> None:
             client.completions.create(model="toy", prompt="w7 w8")
         with pytest.raises(openai.APIError, match="NaN"):
             list(client.completions.create(model="toy", prompt="w7 w8", stream=True))
+        with pytest.raises(openai.InternalServerError, match="NaN"):
+            client.completions.create(model="toy", prompt="w7 w8", echo=True, logprobs=1, max_tokens=0)
         assert client.completions.create(model="toy", prompt="w1 w2", max_tokens=1).choices
 
 
@@ -163,6 +236,28 @@ def test_before_it_is_ready() -> None:
             assert http.get("/health").status_code == 200
         server.stop()
         thread.join(LIMIT_S)
+
+
+def test_a_server_that_ends_before_it_is_ready() -> None:
+    """It takes no requests after all, and its counts can be read."""
+    may_load, found = threading.Event(), []
+
+    def load_late() -> object:
+        assert may_load.wait(LIMIT_S)
+        return words()
+
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(load_late, ServerOptions(("toy",), shutdown_timeout_s=0.0), listener, found.append)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        server.worker.drain()
+        assert httpx.get(f"{url}/metrics").status_code == 200
+        may_load.set()
+        server.stop()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive() and not found
 
 
 def test_models_that_cannot_be_loaded_end_the_server() -> None:

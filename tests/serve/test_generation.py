@@ -10,9 +10,11 @@ import httpx
 import pytest
 from openai import NOT_GIVEN, OpenAI
 from servers import Running, running
+from tokenizers import processors
 
 from outrider.api import load
 from outrider.decoder import Decoder
+from outrider.options import NumDraftTokens
 from outrider.records import Completion
 from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
 
@@ -84,18 +86,21 @@ def test_usage_in_every_chunk(server: Running) -> None:
     assert counts == sorted(counts) and counts[-1] == 20
 
 
-@pytest.mark.parametrize("rule", ["block", "gumbel"])
-def test_eight_clients_get_their_text_alone(rule: str) -> None:
+@pytest.mark.parametrize(("rule", "k"), [("block", 4), ("gumbel", 4), ("block", "auto")])
+def test_eight_clients_get_their_text_alone(rule: str, k: NumDraftTokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; half of them
-    streamed."""
-    decoder = embedded("float64", rule)
+    streamed; others without a seed between them, whose K changes with the load under ``auto``."""
+    costs = {1: {0: 1.0, 2: 1.1, 6: 1.2}, 2: {0: 1.0, 2: 1.4, 6: 3.0}, 3: {0: 1.0, 2: 3.0, 6: 9.0}}
+    monkeypatch.setattr("outrider.decoder.costs_by_load", lambda *arguments: costs)
+    decoder = replace(embedded("float64", rule), num_draft_tokens=k)
     stem = "Once upon a time there was a king who had three sons, and the youngest of them was called"
     prompts = [f"{stem} {name}" for name in ("Hans", "the fool", "Dummling", "John")] + [PROMPT, "The fox", stem, "A"]
     expected = [
         alone(decoder, prompt, seed=seed, max_new_tokens=24 + 8 * (seed % 3)) for seed, prompt in enumerate(prompts)
     ]
     with running(decoder, num_slots=3, context_len=256) as server, server.openai() as client:
-        gate = threading.Barrier(len(prompts))
+        num_clients = len(prompts) + 2
+        gate = threading.Barrier(num_clients)
 
         def generate(seed: int) -> str:
             gate.wait()
@@ -105,9 +110,17 @@ def test_eight_clients_get_their_text_alone(rule: str) -> None:
                 return "".join(chunk.choices[0].text for chunk in chunks)
             return client.completions.create(**options).choices[0].text
 
+        def disturb(which: int) -> None:
+            gate.wait()
+            for _ in range(2):
+                client.completions.create(model="toy", prompt=prompts[which], max_tokens=20)
+
         for _ in range(2):  # again, with other texts in the slots
-            with ThreadPoolExecutor(len(prompts)) as pool:
+            with ThreadPoolExecutor(num_clients) as pool:
+                others = [pool.submit(disturb, which) for which in range(2)]
                 assert list(pool.map(generate, range(len(prompts)))) == [one.text for one in expected]
+                for other in others:
+                    other.result()
         assert server.metric("outrider:cached_tokens_total") > 0
 
 
@@ -241,6 +254,43 @@ def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
     assert added == [stats.num_draft_tokens, stats.num_accepted_draft_tokens]
 
 
+def test_times_of_a_text(server: Running) -> None:
+    """vLLM's names and llama.cpp's, whole and streamed; none for several texts."""
+    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}
+    with server.http() as http:
+        whole = http.post("/v1/completions", json=body).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *parts, last = events(http.post("/v1/completions", json=body | options).text)
+        assert not any("timings" in part or "metrics" in part for part in parts)
+        *parts, without_usage = events(http.post("/v1/completions", json=body | {"stream": True}).text)
+        assert not any("timings" in part for part in parts)
+        several = http.post("/v1/completions", json=body | {"n": 2}).json()
+    assert several.keys().isdisjoint({"timings", "metrics"})
+    for answer in (whole, last, without_usage):
+        timings = answer["timings"]
+        assert timings["predicted_n"] == 60
+        assert timings["prompt_n"] + timings["cache_n"] == whole["usage"]["prompt_tokens"]
+        assert 0 < timings["draft_n_accepted"] < timings["draft_n"]
+        assert timings["predicted_per_second"] == pytest.approx(60 / timings["predicted_ms"] * 1e3)
+        assert timings["prompt_ms"] > 0
+    for answer in (whole, last):
+        metrics, timings = answer["metrics"], answer["timings"]
+        assert metrics["queue_time_ms"] >= 0
+        assert metrics["time_to_first_token_ms"] == pytest.approx(timings["prompt_ms"])
+        assert metrics["generation_time_ms"] == pytest.approx(timings["predicted_ms"])
+        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 59)
+        whole_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
+        assert metrics["tokens_per_second"] == pytest.approx(60 / whole_ms * 1e3)
+    assert last["metrics"]["speculative_decoding"] == whole["metrics"]["speculative_decoding"]
+
+
+def test_times_of_a_text_of_one_round(server: Running) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).json()
+    assert answer["metrics"]["mean_itl_ms"] is None
+    assert answer["timings"]["predicted_n"] == 1 and answer["timings"]["predicted_per_second"] is None
+
+
 def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -> None:
     plain = alone(decoder.plain(), PROMPT, seed=3, max_new_tokens=30)
     shorter = alone(replace(decoder, num_draft_tokens=2), PROMPT, seed=3, max_new_tokens=30)
@@ -248,7 +298,8 @@ def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -
         for own, expected in (({"draft": False}, plain), ({"num_draft_tokens": 2}, shorter)):
             answer = http.post("/v1/completions", json={"prompt": PROMPT, "seed": 3, "max_tokens": 30} | own).json()
             assert answer["choices"][0]["text"] == expected.text
-            assert ("metrics" in answer) == ("draft" not in own)
+            assert (answer["metrics"]["speculative_decoding"] is None) == ("draft" in own)
+            assert ("draft_n" in answer["timings"]) == ("draft" not in own)
 
 
 def test_a_long_answer_ends_where_the_context_does(server: Running, client: OpenAI) -> None:
@@ -274,7 +325,23 @@ def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
         assert answer["max_model_len"] == 512
         assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
+        info = http.get("/tokenizer_info").json()
+        assert info["eos_token"] == decoder.tokenizer.eos_token
+        assert info.keys() >= {"bos_token", "pad_token", "chat_template", "tokenizer_class"}
         assert http.get("/version").json().keys() == {"version"}
+
+
+def test_tokens_that_a_tokenizer_adds() -> None:
+    """They are left out where a client asks for it (lm-eval does)."""
+    tokenizer = word_tokenizer()
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("w5 $A", special_tokens=[("w5", 5)])
+    with running(load(random_llama(), "none", tokenizer=tokenizer)) as server, server.http() as http:
+        for more, expected in (
+            ({}, [5, 1]),
+            ({"add_special_tokens": True}, [5, 1]),
+            ({"add_special_tokens": False}, [1]),
+        ):
+            assert http.post("/tokenize", json={"prompt": "w1"} | more).json()["tokens"] == expected
 
 
 @pytest.fixture(scope="module")

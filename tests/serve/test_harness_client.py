@@ -21,7 +21,9 @@ def _numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, bool | int | float) else []
 
 
-def test_scores_through_the_server_are_those_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["huggingface", "remote"])
+def test_scores_through_the_server_are_those_without(tmp_path: Path, backend: str) -> None:
+    """With the tokenizer's files, and with the server's tokenizer alone."""
     decoder = embedded("float64")
     folder = write_tasks(tmp_path)
 
@@ -34,8 +36,8 @@ def test_scores_through_the_server_are_those_without(tmp_path: Path) -> None:
         client = get_model("local-completions")(
             base_url=f"{server.url}/v1/completions",
             model="toy",
-            tokenizer=str(zoo("fable")),
-            tokenizer_backend="huggingface",
+            tokenizer=str(zoo("fable")) if backend == "huggingface" else None,
+            tokenizer_backend=backend,
             max_length=decoder.context_len,
             batch_size=4,
         )

@@ -16,6 +16,7 @@ from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completion
 from pairs import embedded
 
 _NUM_MALFORMED = 300
+INFINITY = float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,11 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     [
         ("temperature", -1),
         ("temperature", "hot"),
+        ("temperature", INFINITY),
+        ("repetition_penalty", INFINITY),
+        ("logit_bias", {"1": INFINITY}),
+        ("n", INFINITY),
+        ("seed", INFINITY),
         ("top_p", 0),
         ("top_p", 1.5),
         ("min_p", 2),
@@ -88,6 +94,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("prompt", [1.5]),
         ("prompt", [True]),
         ("prompt", ["a", 1]),
+        ("prompt", ["a"] * 500),
         ("prompt", [-1]),
         ("prompt", [10**6]),
         ("prompt", [1] * 128),
@@ -99,7 +106,8 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     ],
 )
 def test_the_field_is_named(http: httpx.Client, field: str, value: object) -> None:
-    error = refused(http.post("/v1/completions", json={"prompt": "A", "max_tokens": 1, field: value}))
+    body = json.dumps({"prompt": "A", "max_tokens": 1, field: value}).replace("Infinity", "1e999")
+    error = refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
     assert error["type"] == "invalid_request_error"
     assert error["param"] == field
 
@@ -151,7 +159,10 @@ def test_bodies_that_are_no_object(http: httpx.Client, body: bytes) -> None:
 
 def test_other_refusals(http: httpx.Client) -> None:
     assert refused(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
-    refused(http.get("/v1/completions"), 405)
+    response = http.get("/v1/completions")
+    refused(response, 405)
+    assert response.headers["allow"] == "POST"
+    refused(http.post("/tokenize", json={"prompt": "A", "add_special_tokens": 1}))
     refused(http.post("/v1/completions", content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
     error = refused(http.post("/v1/completions", json={"prompt": "A", "model": "gpt"}), 404)
     assert error["param"] == "model" and error["code"] == "model_not_found" and "fable" in error["message"]
@@ -184,7 +195,9 @@ def test_keys() -> None:
     with running(words(), api_key="secret", names=("toy",)) as server, server.http() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/nothing"):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-                assert refused(http.get(path, headers=headers), 401)["code"] == "invalid_api_key"
+                response = http.get(path, headers=headers)
+                assert refused(response, 401)["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/metrics", "/version"):
             assert http.get(path).status_code == 200
         with server.openai() as client:
@@ -195,7 +208,7 @@ def test_keys() -> None:
 
 def test_other_names_of_this_machine(http: httpx.Client) -> None:
     """Those that a page of another site may have made up."""
-    for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1"):
+    for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1", "[", "[::1", "@", ""):
         refused(http.get("/v1/models", headers={"host": host}), 403)
     for host in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
         assert http.get("/v1/models", headers={"host": host}).status_code == 200

@@ -167,9 +167,9 @@ class Engine:
             self._cancelled.add(index)
 
     @property
-    def max_k(self) -> int:
-        """The most tokens that a row may draft in a round."""
-        return self._schedule.max_k
+    def schedule(self) -> Schedule:
+        """Which K, in which round."""
+        return self._schedule
 
     @property
     def load(self) -> Load:

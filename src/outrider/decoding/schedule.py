@@ -92,6 +92,24 @@ class _RowEstimate:
         return acceptance
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """K at one load, and why.
+
+    Attributes:
+        seconds: K -> seconds of a round of ``num_rows`` rows.
+        acceptance: that is assumed for every drafted token.
+        best_k: with that acceptance.
+        least_acceptance: from which on it pays to draft, to a hundredth; None if it never does.
+    """
+
+    num_rows: int
+    seconds: Mapping[int, float]
+    acceptance: float
+    best_k: int
+    least_acceptance: float | None
+
+
 @dataclass(slots=True)
 class AdaptiveSchedule:
     """The K with the most expected tokens per second at this load, 0 included.
@@ -147,6 +165,14 @@ class AdaptiveSchedule:
         at = (num_rows - below) / (above - below) if above > below else 0.0
         return (1 - at) * _cost_of(self.costs[below], k) + at * _cost_of(self.costs[above], k)
 
+    def choices(self) -> list[Choice]:
+        """K before anything is known of the texts, for each load that was measured."""
+        found = []
+        for num_rows, seconds in sorted(self.costs.items()):
+            paying = (percent / 100 for percent in range(101) if _best(seconds, percent / 100) > 0)
+            found.append(Choice(num_rows, seconds, _PRIOR, _best(seconds, _PRIOR), next(paying, None)))
+        return found
+
     def learn(self, rounds: Sequence[RowRound]) -> None:
         for round_ in rounds:
             self._all_rows.learn(round_)
@@ -162,6 +188,12 @@ class AdaptiveSchedule:
 
     def _new_estimate(self) -> _RowEstimate:
         return _RowEstimate([0.0] * self.max_k, [0.0] * self.max_k)
+
+
+def _best(seconds: Mapping[int, float], acceptance: float) -> int:
+    """The K with the most tokens per second where every drafted token has this acceptance."""
+    tokens = expected_tokens([acceptance] * max(seconds))
+    return max(sorted(seconds), key=lambda k: tokens[k] / seconds[k])
 
 
 def _cost_of(costs: Mapping[int, float], k: int) -> float:

@@ -3,7 +3,7 @@
 Log-probabilities are those of the target's raw logits. A token's text is what it decodes to alone, so that texts of
 tokens need not add up to the text of the answer (half characters).
 
-Source: OpenAI's API reference; for ``metrics`` vLLM, docs/features/speculative_decoding/acceptance_metrics.
+Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outrider.records import Completion, FinishReason, Stats, TokenLogprob
-from outrider.serve.metrics import num_spec_steps
+from outrider.records import FinishReason, TokenLogprob
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -47,11 +46,14 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._texts: dict[int, str] = {}
 
     def of(self, token_id: int) -> str:
         if self._as_ids:
             return f"token_id:{token_id}"
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
 
@@ -165,34 +167,3 @@ class ChatForm:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
-
-
-def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-    }
-
-
-def metrics_of(completion: Completion, max_k: int) -> dict[str, Any] | None:
-    """What became of the drafts of one text, under vLLM's names; None where nothing was drafted. The round in which the
-    text ended is left out if tokens after the end were dropped."""
-    stats: Stats = completion.stats
-    num_steps = num_spec_steps(stats)
-    if num_steps == 0:
-        return None
-    histogram = [*stats.acceptance_histogram, *[0] * (max_k + 1 - len(stats.acceptance_histogram))]
-    histogram[0] -= stats.num_rounds - num_steps
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps,
-            "draft_acceptance_rate": stats.draft_acceptance_rate,
-            "acceptance_histogram": histogram,
-            "num_spec_steps": num_steps,
-            "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
-            "num_draft_tokens": stats.num_draft_tokens,
-            "num_spec_tokens": max_k,
-        }
-    }

@@ -11,23 +11,24 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import URL
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
-from outrider.serve.generation import Prepared, begin, streamed, until_disconnect, whole
+from outrider.serve.generation import Prepared, begin, ended, streamed, until_disconnect, whole
 from outrider.serve.prepare import Preparer
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.worker import Worker
@@ -36,7 +37,12 @@ _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING = 2  # threads
 _MOST_WARNED = 100  # names
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_BODY_S, _SEND_S = 60.0, 120.0  # until a client that neither sends nor reads is given up
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version"}
 
 
@@ -61,6 +67,7 @@ class App:
             Route("/v1/models/{name:path}", self._model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self._tokenizer_info),
             Route("/health", self._health),
             Route("/ping", self._health),
             Route("/metrics", self._metrics),
@@ -73,6 +80,7 @@ class App:
                 Refusal: _refuse,
                 OutriderError: _refuse,
                 HTTPException: _refuse_http,
+                ClientDisconnect: _leave,
                 Exception: _refuse,
             },
         )
@@ -96,15 +104,18 @@ class App:
         begun = await begin(self._worker, prepared)
         try:
             if not prepared.ask.is_stream:
-                response: Response = JSONResponse(await whole(begun))
-                await _send(response, send)
+                await ended(begun)
+                await _send(await asyncio.to_thread(lambda: JSONResponse(whole(begun))), send)
                 return
-            headers = _STREAM_HEADERS | {"content-type": "text/event-stream; charset=utf-8"}
-            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await send({"type": "http.response.start", "status": 200, "headers": raw})
-            async for piece in streamed(begun):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            pieces = streamed(begun)
+            piece = await anext(pieces)  # before the status, since it may be an error
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await _send_piece(piece, send)
+            async for piece in pieces:
+                await _send_piece(piece, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            _LOG.warning("a client has read nothing for %g seconds: its text is given up", _SEND_S)
         finally:
             self._worker.close(begun.ticket)
 
@@ -139,6 +150,10 @@ class App:
     async def _tokenize(self, request: Request) -> Response:
         return JSONResponse(await self.prepare(lambda body: self.preparer.tokenize(body), request))
 
+    async def _tokenizer_info(self, request: Request) -> Response:
+        self._worker.check_ready()
+        return JSONResponse(self.preparer.tokenizer_info())
+
     async def _detokenize(self, request: Request) -> Response:
         return JSONResponse(await self.prepare(lambda body: self.preparer.detokenize(body), request))
 
@@ -164,8 +179,8 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = URL(scope=scope).hostname or ""
-            if not is_loopback(host):
+            host = Headers(scope=scope).get("host", "")
+            if not is_loopback(_name_of(host)):
                 message = f"{host!r:.100} is no name of this machine: use localhost, or a key (--api-key)"
                 await _send(_response(Refusal(message, status=403, type_="permission_error")), send)
                 return
@@ -187,9 +202,17 @@ class KeyGuard:
             if not (is_right and scheme.lower() == b"bearer"):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
-                await _send(_response(refusal), send)
+                await _send(_response(refusal, {"www-authenticate": "Bearer"}), send)
                 return
         await self._app(scope, receive, send)
+
+
+def _name_of(host: str) -> str:
+    """Of a host with its port; nothing where it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:
@@ -206,12 +229,22 @@ async def _body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal("send the body with 'Content-Type: application/json'", status=415)
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BODY_BYTES:
-            raise Refusal(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
-    return body
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MOST_BODY_BYTES:
+                    raise Refusal(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
+    except TimeoutError:
+        raise Refusal(f"the body has not come within {_BODY_S:g} seconds", status=408) from None
+    return bytes(body)
+
+
+async def _send_piece(piece: bytes, send: Send) -> None:
+    """Raises TimeoutError where nobody reads."""
+    async with asyncio.timeout(_SEND_S):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 async def _send(response: Response, send: Send) -> None:
@@ -219,9 +252,9 @@ async def _send(response: Response, send: Send) -> None:
     await send({"type": "http.response.body", "body": response.body})
 
 
-def _response(refusal: Refusal) -> Response:
-    headers = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
-    return JSONResponse(refusal.to_json(), refusal.status, headers)
+def _response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+    when = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
+    return JSONResponse(refusal.to_json(), refusal.status, {**(headers or {}), **when})
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -232,4 +265,9 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path:.100}"
     type_ = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
-    return _response(Refusal(message, status=error.status_code, type_=type_))
+    return _response(Refusal(message, status=error.status_code, type_=type_), error.headers)
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    """The client went away in the middle of its request, and will not read this."""
+    return Response(status_code=400)

@@ -18,13 +18,17 @@ from starlette.types import Receive
 from outrider.errors import OutriderError
 from outrider.jobs import Job, completion_of
 from outrider.records import Chunk, Completion, FinishReason
-from outrider.serve.answers import DONE, KEEP_ALIVE, Form, Judged, event, metrics_of, usage_of
+from outrider.serve.answers import DONE, KEEP_ALIVE, Form, Judged, event
+from outrider.serve.figures import metrics_of, timings_of, usage_of
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.schemas import Ask
-from outrider.serve.worker import Ticket, Worker
+from outrider.serve.tickets import Ticket
+from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
 _KEEP_ALIVE_S = 15.0
+
+_Item = tuple[int, Chunk] | None  # a row's next chunk; nothing for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class Begun:
     scored: list[Judged]
     max_k: int
 
+    @property
+    def is_of_one_text(self) -> bool:
+        """Numbers of several texts do not add up to those of one."""
+        return len(self.prepared.jobs) == 1
+
 
 async def begin(worker: Worker, prepared: Prepared) -> Begun:
     """Score the prompts if they are to be, then queue the rows. The ticket is to be closed. Raises Refusal."""
@@ -83,16 +92,20 @@ async def begin(worker: Worker, prepared: Prepared) -> Begun:
     if prepared.ask.echo and num_top is not None:
         for ids in prepared.prompt_ids:
             scored.append(Judged(ids, [None, *await worker.score(ids, num_top)]))
-    return Begun(prepared, worker.submit(prepared.jobs), scored, worker.max_k)
+    return Begun(prepared, worker.submit(prepared.jobs), scored, worker.schedule.max_k)
 
 
-async def whole(begun: Begun) -> dict[str, Any]:
-    """The answer in one piece."""
-    prepared = begun.prepared
+async def ended(begun: Begun) -> None:
+    """Gather all chunks. Raises the error of a row."""
     async for item in _events(begun.ticket):
         if item is not None:
             which, chunk = item
-            prepared.jobs[which].chunks.append(chunk)
+            begun.prepared.jobs[which].chunks.append(chunk)
+
+
+def whole(begun: Begun) -> dict[str, Any]:
+    """The answer in one piece. (With log-probabilities of a long text it takes its time: not for the event loop.)"""
+    prepared = begun.prepared
     completions = [completion_of(job) for job in prepared.jobs]
     choices = []
     for index in range(prepared.num_choices):
@@ -109,28 +122,34 @@ async def whole(begun: Begun) -> dict[str, Any]:
 
 
 async def streamed(begun: Begun) -> AsyncIterator[bytes]:
-    """The answer in server-sent events, an error among them."""
+    """The answer in server-sent events, an error among them.
+
+    Raises:
+        Exception: an error before anything was given, so that it can be told by a status.
+    """
     prepared = begun.prepared
     ask, form, head = prepared.ask, prepared.form, prepared.head(is_chunk=True)
     num_generated = 0
 
-    def chunk_event(choice: dict[str, Any]) -> bytes:
-        value = head | {"choices": [choice]}
+    def chunk_event(choice: dict[str, Any], **more: Any) -> bytes:
+        value = head | {"choices": [choice]} | more
         if ask.has_usage_in_chunks:
             value["usage"] = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, 0)
         elif ask.includes_usage:
             value["usage"] = None
         return event(value)
 
+    events = _events(begun.ticket)
+    first_item = [await anext(events)] if prepared.jobs else []
     try:
         for index in range(prepared.num_choices):
             first = form.begin(index)
             if ask.echo:
                 reason: FinishReason | None = None if prepared.jobs else "length"
-                first = form.part(index, *_echoed(begun, index), reason)
+                first = await asyncio.to_thread(form.part, index, *_echoed(begun, index), reason)
             if first is not None:
                 yield chunk_event(first)
-        async for item in _events(begun.ticket):
+        async for item in _chained(first_item, events):
             if item is None:
                 yield KEEP_ALIVE
                 continue
@@ -139,8 +158,9 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
             num_generated += len(chunk.token_ids)
             if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                 judged = None if chunk.logprobs is None else Judged(chunk.token_ids, chunk.logprobs)
-                choice = form.part(which, chunk.text, judged, chunk.finish_reason)
-                yield chunk_event(choice | {"seed": chunk.seed})
+                choice = form.part(which, chunk.text, judged, chunk.finish_reason) | {"seed": chunk.seed}
+                is_last = chunk.finish_reason is not None and begun.is_of_one_text and not ask.includes_usage
+                yield chunk_event(choice, **_timings(begun) if is_last else {})
         if ask.includes_usage:
             completions = [completion_of(job) for job in prepared.jobs]
             yield event(head | {"choices": []} | _totals(begun, completions))
@@ -151,7 +171,7 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _events(ticket: Ticket) -> AsyncIterator[tuple[int, Chunk] | None]:
+async def _events(ticket: Ticket) -> AsyncIterator[_Item]:
     """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
     num_open = len(ticket.jobs)
     while num_open:
@@ -165,6 +185,13 @@ async def _events(ticket: Ticket) -> AsyncIterator[tuple[int, Chunk] | None]:
             raise item
         num_open -= item.finish_reason is not None
         yield which, item
+
+
+async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIterator[_Item]:
+    for item in first:
+        yield item
+    async for item in others:
+        yield item
 
 
 def _echoed(begun: Begun, index: int) -> tuple[str, Judged | None]:
@@ -185,9 +212,15 @@ def _totals(begun: Begun, completions: list[Completion]) -> dict[str, Any]:
     num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])
     num_generated = sum(len(one.token_ids) for one in completions)
     usage = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, num_cached)
-    # Of one text only: the numbers of several do not add up to those of a text.
-    metrics = metrics_of(completions[0], begun.max_k) if len(completions) == 1 else None
-    return {"usage": usage} if metrics is None else {"usage": usage, "metrics": metrics}
+    if not begun.is_of_one_text:
+        return {"usage": usage}
+    metrics = metrics_of(completions[0], begun.ticket.times[0], begun.max_k)
+    return {"usage": usage, "metrics": metrics, **_timings(begun)}
+
+
+def _timings(begun: Begun) -> dict[str, Any]:
+    """Of one text that has ended."""
+    return {"timings": timings_of(completion_of(begun.prepared.jobs[0]), begun.ticket.times[0])}
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

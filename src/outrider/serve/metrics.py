@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from outrider.decoding.engine import Load
 from outrider.jobs import Job
 from outrider.records import Chunk, Stats, Timing
+from outrider.serve.tickets import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -45,29 +46,35 @@ class Metrics(Collector):
         self._stats, self._timing = Stats(), Timing()
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self._num_ended: Counter[str] = Counter()
-        self._first, self._whole, self._token = _Histogram(_SECONDS), _Histogram(_SECONDS), _Histogram(_SECONDS_A_TOKEN)
+        self._queue, self._first, self._whole = _Histogram(_SECONDS), _Histogram(_SECONDS), _Histogram(_SECONDS)
+        self._token = _Histogram(_SECONDS_A_TOKEN)
 
     def count_time(self, timing: Timing) -> None:
         """Of a round."""
         self._timing += timing
 
-    def count_first(self, chunk: Chunk, job: Job, seconds: float) -> None:
-        """A row has its first chunk, so long after it was submitted."""
+    def count_queue(self, seconds: float) -> None:
+        """A row has its slot, so long after it was submitted."""
+        self._queue.add(seconds)
+
+    def count_first(self, chunk: Chunk, job: Job, times: Times) -> None:
+        """A row has its first chunk."""
         self._num_prompt_tokens += job.num_prompt_tokens
         self._num_cached_tokens += chunk.num_cached_tokens
-        self._first.add(seconds)
+        self._first.add(times.first_s - times.submitted_s)
 
     def count_chunk(self, chunk: Chunk) -> None:
         self._stats += chunk.stats
 
-    def count_end(self, reason: str) -> None:
-        self._num_ended[reason] += 1
+    def count_end(self, reason: str, num_rows: int = 1) -> None:
+        if num_rows:
+            self._num_ended[reason] += num_rows
 
-    def count_latency(self, num_tokens: int, decode_s: float, whole_s: float) -> None:
-        """A row has ended: its tokens, the seconds since its first chunk, and since it was submitted."""
-        self._whole.add(whole_s)
+    def count_latency(self, num_tokens: int, times: Times) -> None:
+        """A row has ended with its tokens."""
+        self._whole.add(times.last_s - times.submitted_s)
         if num_tokens > 1:
-            self._token.add(decode_s / (num_tokens - 1))
+            self._token.add((times.last_s - times.first_s) / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         stats, timing, load = self._stats, self._timing, self._load()
@@ -88,6 +95,7 @@ class Metrics(Collector):
         for part in ("prefill", "draft", "verify", "rest"):
             seconds.add_metric([part], timing.to_json()[part])
         yield seconds
+        yield self._queue.family("outrider:request_queue_time_seconds", "From submission to a slot.")
         yield self._first.family("outrider:time_to_first_token_seconds", "From submission to the first tokens.")
         yield self._token.family("outrider:time_per_output_token_seconds", "Mean of a row, after its first tokens.")
         yield self._whole.family("outrider:e2e_request_latency_seconds", "From submission to the end.")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 from outrider.decoder import Decoder
@@ -26,13 +23,15 @@ class Preparer:
     Attributes:
         capacity: most tokens in a row, prompt included.
         max_k: the most tokens that the engine drafts for a row.
+        most_rows: the most rows of one request.
         names: of the model, the first is used in answers.
-        fingerprint: see ``fingerprint_of``.
+        fingerprint: ``system_fingerprint``.
     """
 
     decoder: Decoder
     capacity: int
     max_k: int
+    most_rows: int
     names: tuple[str, ...]
     fingerprint: str
 
@@ -70,18 +69,35 @@ class Preparer:
         value = parse_body(body)
         self.check_model(value.get("model"))
         prompt = value.get("prompt")
+        has_special = value.get("add_special_tokens")
+        if not isinstance(has_special, bool | None):
+            raise Refusal("add_special_tokens is true or false", param="add_special_tokens")
         if prompt is None:
             prompt = parse_messages(value.get("messages"))
         elif not isinstance(prompt, str):
             raise Refusal("prompt is a text", param="prompt")
         try:
-            ids = encode(self.decoder.tokenizer, prompt)
+            ids = encode(self.decoder.tokenizer, prompt, has_special=has_special is not False)
         except PromptError as error:
-            raise refusal_of(error) from None
+            if prompt:
+                raise refusal_of(error) from None
+            ids = []
         answer = {"count": len(ids), "max_model_len": self.capacity, "tokens": ids}
         if value.get("return_token_strs") is True:
             answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(ids)
         return answer
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What a client needs to do without the tokenizer's files."""
+        tokenizer = self._tokenizer
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        return special | {
+            **tokenizer.special_tokens_map,
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self.capacity,
+            "chat_template": tokenizer.chat_template,
+            "added_tokens_decoder": {str(i): token.content for i, token in tokenizer.added_tokens_decoder.items()},
+        }
 
     def detokenize(self, body: bytes) -> dict[str, Any]:
         """Raises Refusal."""
@@ -95,6 +111,9 @@ class Preparer:
     def _prepare(self, ask: Ask, form: Callable[[TokenTexts], Form]) -> Prepared:
         model = self.check_model(ask.model)
         self._check_law(ask)
+        if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
+            message = f"a request of {len(ask.prompts) * ask.n} texts: this server takes {self.most_rows} at a time"
+            raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
         all_ids = [self.token_ids(prompt) for prompt in ask.prompts]
         jobs = []
         if ask.max_tokens != 0:
@@ -140,13 +159,3 @@ class Preparer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
-
-
-def fingerprint_of(decoder: Decoder) -> str:
-    """With the same fingerprint, the same seed gives the same text, up to rounding (docs/numerics.md)."""
-    target, drafter = decoder.target, decoder.drafter
-    names = f"{target.name}+{drafter.name}"
-    dtype = str(target.dtype).removeprefix("torch.")
-    facts = version("outrider"), names, dtype, decoder.acceptance, decoder.num_draft_tokens, target.execution.name
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
-    return f"outrider-{facts[0]}-{names}-{dtype}-{decoder.acceptance}-k{decoder.num_draft_tokens}-{digest}"

@@ -14,12 +14,13 @@ from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.serve.app import App
 from outrider.serve.metrics import Metrics
-from outrider.serve.prepare import Preparer, fingerprint_of
+from outrider.serve.prepare import Preparer
 from outrider.serve.refusal import unavailable
 from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
+_KEEP_ALIVE_S = 75  # beyond the time for which clients keep idle connections, lest both ends meet in closing one
 _GRACE_S = 5.0  # for errors to be sent, after those that run were given up
 
 
@@ -32,6 +33,7 @@ class ServerOptions:
         num_slots: rows that generate at a time.
         context_len: most tokens in a row, prompt included.
         max_queue: most rows that wait for a slot.
+        queue_timeout_s: how long a request may wait for its first slot.
         shutdown_timeout_s: how long running rows may go on after a signal to end.
     """
 
@@ -39,6 +41,7 @@ class ServerOptions:
     num_slots: int = 8
     context_len: int = 8192
     max_queue: int = 256
+    queue_timeout_s: float = 600.0
     api_key: str | None = None
     shutdown_timeout_s: float = 30.0
 
@@ -65,6 +68,7 @@ class Server:
             num_slots=options.num_slots,
             context_len=options.context_len,
             max_queue=options.max_queue,
+            queue_timeout_s=options.queue_timeout_s,
             metrics=Metrics(lambda: self.worker.load, options.names[0]),
         )
         self._app = App(self.worker, options.names, options.api_key)
@@ -72,6 +76,8 @@ class Server:
             self._app.asgi,
             lifespan="off",
             log_config=None,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S,
             access_log=False,
             timeout_graceful_shutdown=int(options.shutdown_timeout_s + _GRACE_S) + 1,
             server_header=False,
@@ -107,9 +113,13 @@ class Server:
 
     def _set_ready(self) -> None:
         worker = self.worker
-        decoder = worker.decoder
         self._app.preparer = Preparer(
-            decoder, worker.capacity, worker.max_k, self._options.names, fingerprint_of(decoder)
+            worker.decoder,
+            worker.capacity,
+            worker.schedule.max_k,
+            worker.most_rows,
+            self._options.names,
+            worker.fingerprint,
         )
         self._on_ready(worker)
 

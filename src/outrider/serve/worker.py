@@ -10,69 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Literal
 
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine, Load
+from outrider.decoding.schedule import Schedule
 from outrider.errors import NumericsError, OutriderError
 from outrider.jobs import Job, chunk_of
 from outrider.records import Chunk, Round, Timing, TokenLogprob
+from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.metrics import Metrics
 from outrider.serve.refusal import Refusal, unavailable
-from outrider.serve.scoring import prompt_logprobs
-from outrider.system.available import size_text
+from outrider.serve.scoring import Scoring, prompt_logprobs
+from outrider.serve.tickets import Event, Ticket, TicketRow
 
 _LOG = logging.getLogger("outrider.serve")
-_RETRY_AFTER_S = 1
+_LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
 _NO_LOAD = Load(0, 0, 0, 0)
 
+_NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
+
 State = Literal["loading", "ready", "draining", "failed"]
-Event = tuple[int, Chunk | Exception]
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """The rows of one HTTP request.
-
-    Attributes:
-        jobs: a row each.
-        events: (which row, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
-        num_open: rows that have not ended, as the event loop knows it.
-        indices: the engine's number of each row that has not ended, as the worker knows it.
-    """
-
-    jobs: Sequence[Job]
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    num_open: int = field(init=False)
-    indices: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.num_open = len(self.jobs)
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One row, as the worker sees it. Times in seconds of one clock."""
-
-    ticket: Ticket
-    which: int
-    submitted_s: float
-    first_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Scoring:
-    """A prompt on its way to log-probabilities."""
-
-    steps: Iterator[list[TokenLogprob]]
-    result: asyncio.Future[list[TokenLogprob]]
-    found: list[TokenLogprob] = field(default_factory=list)
 
 
 class Worker:
@@ -80,33 +45,47 @@ class Worker:
 
     Attributes:
         state: "ready" when requests are taken.
-        decoder, capacity, max_k: set when it is ready.
+        decoder, capacity, schedule, fingerprint: set when it is ready.
+        most_rows: that it takes at a time, waiting or not.
         error: why it failed.
     """
 
     decoder: Decoder
     capacity: int
-    max_k: int
+    schedule: Schedule
+    fingerprint: str
     _engine: Engine
 
     def __init__(
-        self, load: Callable[[], Decoder], *, num_slots: int, context_len: int, max_queue: int, metrics: Metrics
+        self,
+        load: Callable[[], Decoder],
+        *,
+        num_slots: int,
+        context_len: int,
+        max_queue: int,
+        queue_timeout_s: float,
+        metrics: Metrics,
     ) -> None:
         """
         Args:
             load: called in the thread.
             context_len: most tokens in a row, prompt included.
             max_queue: most rows that wait for a slot; more are refused.
+            queue_timeout_s: how long a request may wait for its first slot.
         """
         self.state: State = "loading"
         self.error: Exception | None = None
+        self._is_open = False  # the models are loaded
         self.num_slots, self.metrics = num_slots, metrics
-        self._load, self._context_len, self._max_queue = load, context_len, max_queue
+        self.most_rows = num_slots + max_queue
+        self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
         self._tickets: set[Ticket] = set()
         self._results: set[asyncio.Future[list[TokenLogprob]]] = set()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._rows: dict[int, _Row] = {}
-        self._scorings: deque[_Scoring] = deque()
+        self._waiting: deque[TicketRow] = deque()
+        self._rows: dict[int, TicketRow] = {}  # those that have a slot, by the engine's numbers
+        self._row_s = 0.0  # that a row keeps its slot, about
+        self._scorings: deque[Scoring] = deque()
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Begin to load. Both are called in the event loop, which must be running."""
@@ -123,25 +102,12 @@ class Worker:
         """Wait for the end of the thread."""
         self._thread.join(timeout_s)
 
-    def about(self) -> list[str]:
-        """What it takes and does, for the log."""
-        decoder = self.decoder
-        lms = [decoder.target, *decoder.drafter.models]
-        bytes_ = 0
-        for lm in lms:
-            per_token = sum(shape.bytes_per_token for shape in lm.layer_shapes)
-            bytes_ += per_token * (lm.execution.round_length(self.capacity) + 1)
-        by_load = ", chosen by the load" if decoder.num_draft_tokens == "auto" else ""
-        return [
-            f"{self.num_slots} slots of {self.capacity} tokens: {size_text(bytes_)} each, "
-            f"{size_text(self.num_slots * bytes_)} in all, for {' and '.join(lm.name for lm in lms)}",
-            f"drafts by {decoder.drafter.name}, K = {decoder.num_draft_tokens}{by_load} (at most {self.max_k}), "
-            f"acceptance {decoder.acceptance}, {str(decoder.target.dtype).removeprefix('torch.')}",
-        ]
-
     @property
     def load(self) -> Load:
-        return self._engine.load if self.state in ("ready", "draining") else _NO_LOAD
+        """Of the engine, and the rows that wait here."""
+        if not self._is_open:
+            return _NO_LOAD
+        return replace(self._engine.load, num_waiting=len(self._waiting))
 
     @property
     def num_open(self) -> int:
@@ -151,9 +117,9 @@ class Worker:
     def check_ready(self) -> None:
         """Raises Refusal."""
         if self.state == "loading":
-            raise unavailable("the models are being loaded", _RETRY_AFTER_S)
+            raise unavailable("the models are being loaded", _LEAST_RETRY_AFTER_S)
         if self.state != "ready":
-            raise unavailable("the server is shutting down", _RETRY_AFTER_S)
+            raise unavailable("the server is shutting down", _LEAST_RETRY_AFTER_S)
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Queue rows. ``close`` must be called when they are done with.
@@ -162,9 +128,9 @@ class Worker:
             Refusal: not ready, or the queue is full.
         """
         self._check_room(len(jobs))
-        ticket = Ticket(jobs)
+        ticket = Ticket(jobs, time.perf_counter())
         self._tickets.add(ticket)
-        self._inbox.put(lambda: self._submit_on_thread(ticket, time.perf_counter()))
+        self._inbox.put(lambda: self._waiting.extend(TicketRow(ticket, which) for which in range(len(jobs))))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
@@ -179,12 +145,13 @@ class Worker:
 
         Raises:
             Refusal: not ready, or the queue is full.
+            NumericsError: the target gave NaN.
         """
         if len(token_ids) < 2:
             return []
         self._check_room(1)
         result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        scoring = _Scoring(prompt_logprobs(self.decoder.target, token_ids, num_top), result)
+        scoring = Scoring(prompt_logprobs(self.decoder.target, token_ids, num_top), result, time.perf_counter())
         self._results.add(result)
         self._inbox.put(lambda: self._scorings.append(scoring))
         try:
@@ -210,11 +177,14 @@ class Worker:
 
     def _check_room(self, num_rows: int) -> None:
         self.check_ready()
-        num_open, most = self.num_open, self.num_slots + self._max_queue
-        if num_rows > most:
-            raise Refusal(f"a request of {num_rows} texts: this server takes {most} at a time", param="n")
-        if num_open + num_rows > most:
-            raise unavailable(f"{num_open} texts are being generated or wait: try again", _RETRY_AFTER_S)
+        num_open = self.num_open
+        if num_open + num_rows > self.most_rows:
+            raise unavailable(f"{num_open} texts are being generated or wait: try again later", self._retry_after_s())
+
+    def _retry_after_s(self) -> int:
+        """About when the rows that wait now will have their slots."""
+        wait_s = self._row_s * len(self._waiting) / self.num_slots
+        return min(max(math.ceil(wait_s), _LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
     # In the event loop, called by the thread
 
@@ -227,9 +197,9 @@ class Worker:
             ticket.events.put_nowait(event)
 
     def _set_ready(self) -> None:
-        if self.state == "loading":
+        if self.state == "loading":  # else it was told to end meanwhile
             self.state = "ready"
-        self._on_ready()
+            self._on_ready()
 
     def _set_failed(self, error: Exception) -> None:
         self.state, self.error = "failed", error
@@ -244,6 +214,8 @@ class Worker:
             self._call(self._set_ready)
             is_idle = True
             while self._take_in_on_thread(is_idle):
+                self._give_up_late_on_thread()
+                self._begin_on_thread()
                 round_ = self._engine.step()
                 if round_ is not None:
                     self._deliver_on_thread(round_)
@@ -257,13 +229,15 @@ class Worker:
     def _open_on_thread(self) -> None:
         self.decoder = self._load()
         self.capacity = min(self._context_len, self.decoder.target.context_len)
+        self.fingerprint = fingerprint_of(self.decoder)
         self._engine = self.decoder.engine(self.num_slots, self.capacity)
-        self.max_k = self._engine.max_k
+        self.schedule = self._engine.schedule
+        self._is_open = True
         # A server that is ready has generated, so that models that cannot are noticed, and what occurs only once, like
         # compiling, is done. (NaN in one text is no reason to refuse all.)
         is_prepared = self.decoder.target.execution.is_prepared
         sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
-        num_tokens = min(2 * (self.max_k + 1), self.capacity - 1)
+        num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
         for size in sizes:
             for _ in range(size):
                 job = self.decoder.job([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
@@ -281,18 +255,42 @@ class Worker:
             is_idle = False
         return True
 
-    def _submit_on_thread(self, ticket: Ticket, now_s: float) -> None:
-        for which, job in enumerate(ticket.jobs):
-            index = self._engine.submit(job.request)
-            ticket.indices[which] = index
-            self._rows[index] = _Row(ticket, which, now_s)
+    def _begin_on_thread(self) -> None:
+        """A slot for those who have waited longest. (The engine could queue them, but it would not say how long.)"""
+        while self._waiting and len(self._rows) < self.num_slots:
+            row = self._waiting.popleft()
+            index = self._engine.submit(row.job.request)
+            self._rows[index], row.ticket.indices[row.which], row.ticket.has_begun = row, index, True
+            row.times.begun_s = time.perf_counter()
+            self.metrics.count_queue(row.times.begun_s - row.times.submitted_s)
+
+    def _give_up_late_on_thread(self) -> None:
+        """Requests that have waited too long for their first slot, or their first forward, are refused."""
+        least_s = time.perf_counter() - self._queue_timeout_s
+        late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
+        scorings = [one for one in self._scorings if one.submitted_s < least_s and not one.has_begun]
+        if not (late or scorings):
+            return
+        message = f"it has waited {self._queue_timeout_s:g} seconds in the queue: try again later"
+        error = unavailable(message, self._retry_after_s())
+        self._drop_waiting_on_thread(late, "timeout")
+        self._call(self._deliver, [(ticket, (0, error)) for ticket in late])
+        for scoring in scorings:
+            self._scorings.remove(scoring)
+            self._call(scoring.resolve, error)
+
+    def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
+        kept = deque(row for row in self._waiting if row.ticket not in tickets)
+        self.metrics.count_end(reason, len(self._waiting) - len(kept))
+        self._waiting = kept
 
     def _cancel_on_thread(self, ticket: Ticket) -> None:
         for index in ticket.indices.values():
             self._engine.cancel(index)
             del self._rows[index]
-            self.metrics.count_end("abort")
+        self.metrics.count_end("abort", len(ticket.indices))
         ticket.indices.clear()
+        self._drop_waiting_on_thread({ticket}, "abort")
 
     def _deliver_on_thread(self, round_: Round) -> None:
         now_s, timing = time.perf_counter(), round_.timing
@@ -300,20 +298,23 @@ class Worker:
         events: list[tuple[Ticket, Event]] = []
         for row_round in round_.rows:
             row = self._rows[row_round.row]
+            times = row.times
             event: Chunk | Exception
             if row_round.error is not None:
                 event, reason = NumericsError(row_round.error), "error"
             else:
-                event = chunk_of(row_round, row.ticket.jobs[row.which], Timing())
+                event = chunk_of(row_round, row.job, Timing())
                 reason = row_round.finish_reason or ""
-                if row.first_s == 0.0:
-                    row.first_s = now_s
-                    self.metrics.count_first(event, row.ticket.jobs[row.which], now_s - row.submitted_s)
+                if times.first_s == 0.0:
+                    times.first_s = now_s
+                    self.metrics.count_first(event, row.job, times)
                 self.metrics.count_chunk(event)
             if reason:
-                job = row.ticket.jobs[row.which]
+                times.last_s = now_s
                 self.metrics.count_end(reason)
-                self.metrics.count_latency(len(job.origins), now_s - row.first_s, now_s - row.submitted_s)
+                if row_round.error is None:
+                    self.metrics.count_latency(len(row.job.origins), times)
+                self._row_s += _NEWEST * (now_s - times.begun_s - self._row_s)
                 del self._rows[row_round.row], row.ticket.indices[row.which]
             events.append((row.ticket, (row.which, event)))
         self._call(self._deliver, events)
@@ -323,12 +324,14 @@ class Worker:
         if not self._scorings:
             return
         scoring = self._scorings[0]
-        part = None if scoring.result.cancelled() else next(scoring.steps, None)
-        if part is not None:
-            scoring.found += part
-            return
-        self._scorings.popleft()
-        self._call(_resolve, scoring)
+        found: list[TokenLogprob] | Exception | None
+        try:
+            found = scoring.step()
+        except OutriderError as error:  # of this text alone
+            found = error
+        if found is not None:
+            self._scorings.popleft()
+            self._call(scoring.resolve, found)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """In the event loop; nobody is left to hear of it once that has ended."""
@@ -336,8 +339,3 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             self._inbox.put(None)
-
-
-def _resolve(scoring: _Scoring) -> None:
-    if not scoring.result.done():
-        scoring.result.set_result(scoring.found)

@@ -20,11 +20,12 @@ _NUM_CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leadi
 _UNFINISHED = "\ufffd"  # decoders' output for half a character
 
 
-def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
+def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -> list[int]:
     """Token ids of a prompt.
 
     Args:
         tokenizer: None if the prompt is ids already.
+        has_special: of text, with the tokens that the tokenizer adds (BOS, ...).
 
     Raises:
         PromptError: the prompt is empty, or needs a tokenizer or a chat template that is missing.
@@ -37,7 +38,7 @@ def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt has half a character at {error.start} (a lone surrogate)") from None
         # verbose=False: a prompt that is too long is an error of ours, with a remedy, not a warning.
-        ids = [int(i) for i in tokenizer(prompt, verbose=False).input_ids]
+        ids = [int(i) for i in tokenizer(prompt, add_special_tokens=has_special, verbose=False).input_ids]
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         ids = _encode_chat(tokenizer, prompt)
     else:

@@ -63,6 +63,9 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Most texts that wait for a slot; more get 503.", rich_help_panel=_SERVER)
     ] = 256,
+    queue_timeout: Annotated[
+        float, typer.Option(help="Seconds that a request may wait for a slot; then 503.", rich_help_panel=_SERVER)
+    ] = 600.0,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running texts may go on after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
@@ -76,12 +79,15 @@ def serve(
         raise OptionError("--context", context, "a whole number >= 2")
     if max_queue < 0:
         raise OptionError("--max-queue", max_queue, "a whole number >= 0")
+    if not 0 < queue_timeout < 1e6:
+        raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
     try:
+        from outrider.serve.about import about
         from outrider.serve.app import is_loopback
         from outrider.serve.server import Server, ServerOptions, listen
     except ModuleNotFoundError as error:
@@ -97,7 +103,7 @@ def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def on_ready(worker: Worker) -> None:
-        for line in worker.about():
+        for line in about(worker.decoder, worker.schedule, worker.num_slots, worker.capacity):
             _LOG.info("%s", line)
         _LOG.info("ready: %s/v1", url)
 
@@ -106,6 +112,7 @@ def serve(
         num_slots=slots,
         context_len=context or 8192,
         max_queue=max_queue,
+        queue_timeout_s=queue_timeout,
         api_key=api_key or None,
         shutdown_timeout_s=shutdown_timeout,
     )

@@ -1,0 +1,321 @@
+"""A server under mixed load and faults: does it answer everything, once, and keep its memory?
+
+    python benchmarks/soak.py [--requests 20000] [--malformed 1000] [--clients 16] [--log /dev/full]
+
+The server is a process of its own, with a tiny model whose weights hold a NaN at one word. Its log goes to a full disk.
+Clients send, at random: texts whole and streamed, chats, scored prompts, several choices, clients that leave (before
+the answer, in the middle of it, in the middle of their own request), prompts that are too long, prompts with the word
+that gives NaN, requests with wrong fields, and bodies that are no requests, each another.
+
+Each answer is checked: a text has its tokens and one end; an error has a status and OpenAI's form, and names the field
+where one is wrong; nobody gets both. Memory is that of the server's process (resident), after a tenth of the requests
+and at the end. The last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from outrider.system.provenance import provenance
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from pairs import broken_model, word_tokenizer  # noqa: E402
+
+_CONTEXT = 64
+_LIMIT_S = 60.0
+_KINDS = {  # kind: its share
+    "whole": 30,
+    "streamed": 30,
+    "chat": 8,
+    "scored": 6,
+    "choices": 6,
+    "leaves before the answer": 4,
+    "leaves in mid-stream": 4,
+    "leaves in its request": 2,
+    "too long": 4,
+    "NaN": 3,
+    "wrong field": 3,
+}
+_WRONG: list[tuple[str, Any]] = [
+    ("temperature", -1),
+    ("top_p", 2),
+    ("n", 0),
+    ("max_tokens", "many"),
+    ("stop", 7),
+    ("seed", "x"),
+    ("logit_bias", {"x": 1}),
+    ("tools", [{}]),
+    ("prompt", []),
+]
+
+
+class Wrong(Exception):
+    """An answer that should have been another."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=20_000, help="with those that are malformed")
+    parser.add_argument("--malformed", type=int, default=1_000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--log", default="/dev/full")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(Path(folder))
+        command = [sys.executable, "-c", "from outrider.cli.app import main; main()", "serve", "--target", str(model)]
+        command += ["--draft", "ngram", "--device", "cpu", "-k", "4", "--slots", "8", "--context", str(_CONTEXT)]
+        port = _free_port()
+        with open(arguments.log, "w") as log, subprocess.Popen([*command, "--port", str(port)], stderr=log) as process:
+            try:
+                url = f"http://127.0.0.1:{port}"
+                _wait_until_ready(url, process)
+                result = asyncio.run(_soak(url, process, arguments))
+                process.send_signal(signal.SIGTERM)
+                result["exit_code"] = process.wait(_LIMIT_S)
+            finally:
+                process.kill()
+    result["is_passed"] = (
+        not result["wrong"] and result["exit_code"] == -signal.SIGTERM and result["memory_growth"] < 1.03
+    )
+    _print(result)
+    print(json.dumps({"provenance": provenance(torch.device("cpu")), **result}))
+    if not result["is_passed"]:
+        sys.exit(1)
+
+
+def _model(folder: Path) -> Path:
+    broken_model(folder)
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+    return port
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        assert process.poll() is None, "the server has ended"
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        time.sleep(0.1)
+
+
+async def _soak(url: str, process: subprocess.Popen[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(0)
+    kinds = rng.choices(list(_KINDS), _KINDS.values(), k=arguments.requests - arguments.malformed)
+    work = [(kind, rng.getrandbits(32)) for kind in kinds]
+    work += [("malformed", body) for body in malformed_bodies(rng, arguments.malformed)]
+    rng.shuffle(work)
+    server = psutil.Process(process.pid)
+    counts: Counter[str] = Counter()
+    statuses: Counter[int] = Counter()
+    wrong: list[str] = []
+    memory: list[int] = []
+    marks = {len(work) // 10, len(work) // 2}
+    begin = time.perf_counter()
+    num_done = 0
+
+    async def client(http: httpx.AsyncClient) -> None:
+        nonlocal num_done
+        while work:
+            kind, what = work.pop()
+            try:
+                statuses[await _send(http, kind, what)] += 1
+            except Exception as error:  # whatever it is, it is a fault to report
+                wrong.append(f"{kind}: {type(error).__name__}: {error}"[:300])
+            counts[kind] += 1
+            num_done += 1
+            if num_done in marks:
+                memory.append(server.memory_info().rss)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S, limits=limits) as http:
+        await asyncio.gather(*(client(http) for _ in range(arguments.clients)))
+        seconds = time.perf_counter() - begin
+        is_idle = False
+        for _ in range(100):  # those that were left leave before the next round
+            text = (await http.get("/metrics")).text
+            is_idle = "outrider:num_free_slots 8.0" in text and "outrider:num_requests_waiting 0.0" in text
+            if is_idle:
+                break
+            await asyncio.sleep(0.1)
+        if not is_idle:
+            wrong.append("slots are not free in the end")
+        if (await http.get("/health")).status_code != 200:
+            wrong.append("the server is not healthy in the end")
+    memory.append(server.memory_info().rss)
+    return {
+        "num_requests": sum(counts.values()),
+        "seconds": seconds,
+        "by_kind": dict(counts),
+        "by_status": {str(status): count for status, count in sorted(statuses.items())},
+        "num_wrong": len(wrong),
+        "wrong": wrong[:20],
+        "memory_bytes": memory,
+        "memory_growth": memory[-1] / memory[0],
+        "num_threads": server.num_threads(),
+        "num_files": server.num_fds(),
+    }
+
+
+def malformed_bodies(rng: random.Random, count: int) -> list[bytes]:
+    """Bodies that are no requests, each another: noise, cut JSON, other values, wrong types."""
+    bodies: set[bytes] = set()
+    whole = json.dumps({"prompt": "w1 w2", "max_tokens": 4, "stop": ["w9"], "logit_bias": {"3": 1.5}})
+    while len(bodies) < count:
+        noise = rng.randbytes(rng.randint(1, 60))
+        value = rng.choice([None, True, rng.random(), [], {}, [[rng.random()]], {"a": rng.random()}, -rng.random()])
+        bodies.add(
+            rng.choice(
+                [
+                    noise,
+                    whole[: rng.randint(1, len(whole) - 1)].encode() + noise[:2],
+                    json.dumps([rng.random(), value]).encode(),
+                    json.dumps({"prompt": value, "user": rng.random()}).encode(),
+                    json.dumps({"prompt": "w1", rng.choice(["n", "stop", "stream"]): {"x": rng.random()}}).encode(),
+                    b"[" * rng.randint(1, 5000),
+                    b'{"prompt": "' + noise.replace(b'"', b"'") + b'\\ud800"}',
+                ]
+            )
+        )
+    return sorted(bodies)
+
+
+async def _send(http: httpx.AsyncClient, kind: str, what: Any) -> int:
+    """The status of one request. Raises Wrong."""
+    if kind == "malformed":
+        response = await http.post("/v1/completions", content=what, headers={"content-type": "application/json"})
+        return _refused(response, 400)
+    rng = random.Random(what)
+    prompt = " ".join(f"w{rng.choice([i for i in range(90) if i != 7])}" for _ in range(rng.randint(1, 20)))
+    num_tokens = rng.randint(1, 24)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
+    if rng.random() < 0.5:
+        body["seed"] = rng.randint(0, 9)
+    if kind == "whole":
+        return _text(await http.post("/v1/completions", json=body | {"logprobs": rng.choice([None, 2])}), num_tokens)
+    if kind == "streamed":
+        return await _stream(http, body | {"stream": True, "stream_options": {"include_usage": True}}, num_tokens)
+    if kind == "chat":
+        del body["prompt"]
+        chat = body | {"messages": [{"role": "user", "content": prompt}]}
+        return _text(await http.post("/v1/chat/completions", json=chat), num_tokens)
+    if kind == "scored":
+        echo = body | {"prompt": prompt + " w1", "echo": True, "logprobs": 1}
+        response = await http.post("/v1/completions", json=echo)
+        (choice,) = response.json()["choices"]
+        if len(choice["logprobs"]["token_logprobs"]) != len(prompt.split()) + 1 + num_tokens:
+            raise Wrong("a token is not scored")
+        return _text(response, num_tokens)
+    if kind == "choices":
+        return _text(await http.post("/v1/completions", json=body | {"n": 3}), 3 * num_tokens)
+    if kind == "too long":
+        return _refused(await http.post("/v1/completions", json=body | {"prompt": "w1 " * 80}), 400, "prompt")
+    if kind == "wrong field":
+        name, value = rng.choice(_WRONG)
+        return _refused(await http.post("/v1/completions", json=body | {name: value}), 400, name)
+    if kind == "NaN":
+        if rng.random() < 0.5:
+            return await _stream(http, body | {"prompt": "w3 w7 w8", "stream": True}, None)
+        return _refused(await http.post("/v1/completions", json=body | {"prompt": "w3 w7 w8"}), 500)
+    return await _leave(http, kind, body, rng)
+
+
+async def _leave(http: httpx.AsyncClient, kind: str, body: dict[str, Any], rng: random.Random) -> int:
+    """0: nobody waited for the status."""
+    body |= {"max_tokens": 40}
+    if kind == "leaves in its request":
+        _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(b"Content-Length: 1000\r\n\r\n" + json.dumps(body).encode())
+        await writer.drain()
+        writer.close()
+        return 0
+    if kind == "leaves before the answer":
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rng.random() * 0.02):
+                await http.post("/v1/completions", json=body)
+        return 0
+    async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        lines = response.aiter_lines()
+        for _ in range(rng.randint(1, 6)):
+            await anext(lines, None)
+    return 0
+
+
+def _text(response: httpx.Response, num_tokens: int) -> int:
+    if response.status_code != 200:
+        raise Wrong(f"{response.status_code}: {response.text}")
+    answer = response.json()
+    if answer["usage"]["completion_tokens"] != num_tokens or "error" in answer:
+        raise Wrong(f"{num_tokens} tokens were asked for: {response.text}")
+    if any(choice["finish_reason"] != "length" for choice in answer["choices"]):
+        raise Wrong(f"no end: {response.text}")
+    return 200
+
+
+async def _stream(http: httpx.AsyncClient, body: dict[str, Any], num_tokens: int | None) -> int:
+    """None: an error is expected, with a status, since nothing was sent before."""
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        await response.aread()
+    if num_tokens is None:
+        return _refused(response, 500)
+    blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    if response.status_code != 200 or blocks.pop() != "data: [DONE]":
+        raise Wrong(f"no end of the stream: {response.text}")
+    *chunks, last = (json.loads(block.removeprefix("data: ")) for block in blocks)
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    if reasons != [None] * (len(reasons) - 1) + ["length"] or last["usage"]["completion_tokens"] != num_tokens:
+        raise Wrong(response.text)
+    return 200
+
+
+def _refused(response: httpx.Response, status: int, param: str | None = None) -> int:
+    if response.status_code != status:
+        raise Wrong(f"{response.status_code} in place of {status}: {response.text}")
+    error = response.json()["error"]
+    if not error["message"] or (param is not None and error["param"] != param):
+        raise Wrong(f"an error that does not tell: {response.text}")
+    return status
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"{result['num_requests']} requests in {result['seconds']:.0f} s, {result['num_wrong']} answered wrongly")
+    for kind, count in sorted(result["by_kind"].items(), key=lambda item: -item[1]):
+        print(f"  {kind:26} {count:6}")
+    print("status (0: nobody waited for it)")
+    for status, count in result["by_status"].items():
+        print(f"  {status:26} {count:6}")
+    mib = ", ".join(f"{one / 2**20:.1f}" for one in result["memory_bytes"])
+    print(f"memory after a tenth, after half, at the end: {mib} MiB ({result['memory_growth']:.3f} times)")
+    print(f"threads {result['num_threads']}, open files {result['num_files']}, exit code {result['exit_code']}")
+    for one in result["wrong"]:
+        print("WRONG", one)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""How a server will work, in lines for its log: memory of a slot, K at each load and why."""
+
+from __future__ import annotations
+
+from outrider.decoder import Decoder
+from outrider.decoding.schedule import AdaptiveSchedule, Schedule
+from outrider.system.available import size_text
+
+
+def about(decoder: Decoder, schedule: Schedule, num_slots: int, capacity: int) -> list[str]:
+    """
+    Args:
+        schedule: of the engine.
+        capacity: most tokens in a row, prompt included.
+    """
+    lms = [decoder.target, *decoder.drafter.models]
+    bytes_ = 0
+    for lm in lms:
+        per_token = sum(shape.bytes_per_token for shape in lm.layer_shapes)
+        bytes_ += per_token * (lm.execution.round_length(capacity) + 1)
+    dtype = str(decoder.target.dtype).removeprefix("torch.")
+    lines = [
+        f"{num_slots} slots of {capacity} tokens: {size_text(bytes_)} each, {size_text(num_slots * bytes_)} in all, "
+        f"for {' and '.join(lm.name for lm in lms)}",
+        f"drafts by {decoder.drafter.name}, K = {decoder.num_draft_tokens} (at most {schedule.max_k}), acceptance "
+        f"{decoder.acceptance}, {dtype}",
+    ]
+    if isinstance(schedule, AdaptiveSchedule):
+        lines += _table(schedule)
+    return lines
+
+
+def _table(schedule: AdaptiveSchedule) -> list[str]:
+    choices = schedule.choices()
+    ks = sorted(choices[0].seconds)
+    lines = [
+        f"K by the load, from the time of a round as measured here (kept for a month). Of drafted tokens "
+        f"{choices[0].acceptance:.2f} are assumed to be accepted until texts show it",
+        " ".join(["rows", *(f"{f'K={k}':>9}" for k in ks), f"{'best K':>8}", "  drafts pay from"]),
+    ]
+    for one in choices:
+        times = (f"{1e3 * one.seconds[k]:6.2f} ms" for k in ks)
+        pays = "never" if one.least_acceptance is None else f"{one.least_acceptance:.2f}"
+        lines.append(" ".join([f"{one.num_rows:4}", *times, f"{one.best_k:8}", f"  {pays}"]))
+    return lines

@@ -1,0 +1,41 @@
+"""What decides a seed's text, as one string (``system_fingerprint``)."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+
+import torch
+from torch import nn
+
+from outrider.decoder import Decoder
+from outrider.runtime.stored import stored_tensors
+
+_NUM_SAMPLED = 1024  # numbers of each weight
+
+
+def fingerprint_of(decoder: Decoder) -> str:
+    """With the same fingerprint, the same seed gives the same text, up to rounding (docs/numerics.md).
+
+    Weights count by a sample of their numbers: all of them would take a large model's server a minute to start.
+    """
+    target, drafter = decoder.target, decoder.drafter
+    names = f"{target.name}+{drafter.name}"
+    dtype = str(target.dtype).removeprefix("torch.")
+    k = decoder.num_draft_tokens
+    weights = [sample_of(lm.model) for lm in (target, *drafter.models)]
+    facts = version("outrider"), names, dtype, decoder.acceptance, k, target.execution.name, weights
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    return f"outrider-{facts[0]}-{names}-{dtype}-{decoder.acceptance}-k{k}-{digest}"
+
+
+def sample_of(model: nn.Module) -> str:
+    """SHA-256 over names, shapes and types of all weights, and some of their numbers, evenly spaced."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        for stored in stored_tensors(weight.detach()):
+            flat = stored.flatten()
+            sample = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].contiguous().cpu()
+            digest.update(sample.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

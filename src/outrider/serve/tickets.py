@@ -1,0 +1,74 @@
+"""Requests on their way through the worker: their rows, their times, and what has become of them.
+
+This module knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.jobs import Job
+from outrider.records import Chunk
+
+Event = tuple[int, Chunk | Exception]
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened to a row, in seconds of one clock; 0 for those that have not.
+
+    Attributes:
+        submitted_s: it was queued.
+        begun_s: it got a slot.
+        first_s, last_s: its first tokens and its last ones were there.
+    """
+
+    submitted_s: float
+    begun_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """The rows of one HTTP request.
+
+    Attributes:
+        jobs: a row each.
+        submitted_s: see ``Times``.
+        times: of each row. The worker writes them, before the event that they belong to.
+        events: (which row, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
+        num_open: rows that have not ended, as the event loop knows it.
+        indices: the engine's number of each row that has a slot, as the worker knows it.
+        has_begun: a row of it has had a slot.
+    """
+
+    jobs: Sequence[Job]
+    submitted_s: float
+    times: list[Times] = field(init=False)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    num_open: int = field(init=False)
+    indices: dict[int, int] = field(default_factory=dict)
+    has_begun: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.jobs)
+        self.times = [Times(self.submitted_s) for _ in self.jobs]
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRow:
+    """One row of a ticket."""
+
+    ticket: Ticket
+    which: int
+
+    @property
+    def job(self) -> Job:
+        return self.ticket.jobs[self.which]
+
+    @property
+    def times(self) -> Times:
+        return self.ticket.times[self.which]
