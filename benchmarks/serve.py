@@ -8,9 +8,9 @@ the machine is the same for all. So many clients send a request each and the nex
 seconds: one of 32 short prompts, at temperature 1 without other options, up to 64 new tokens, end tokens ignored where
 the server can do so. Clients are coroutines of this process, which shares the processor with the server.
 
-Outrider's arms: plain, K = 4, auto, and auto with seeds (which keeps K = 4). "auto" is compared with the better of plain
-and K = 4, turn by turn. Time per token is that of a request after its first tokens, over the tokens after those; with
-drafts they come in groups. The last line of standard output is one JSON document.
+Outrider's arms: plain, K = 4, auto, and auto with seeds (which keeps K = 4). "auto" is compared with the better of
+plain and K = 4, turn by turn. Time per token is that of a request after its first tokens, over the tokens after those;
+with drafts they come in groups. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median, quantiles
 from typing import Any
@@ -227,12 +227,8 @@ async def _request(http: httpx.AsyncClient, body: dict[str, Any], load: Load) ->
 def _latencies(loads: Sequence[Load]) -> dict[str, float]:
     """Of all requests, in milliseconds: the median and the worst of a hundred."""
     found = {}
-    ways: dict[str, Callable[[Load], list[float]]] = {
-        "first": lambda one: one.first_s,
-        "token": lambda one: one.token_s,
-    }
-    for name, of in ways.items():
-        values = [1e3 * value for load in loads for value in of(load)]
+    for name in ("first", "token"):
+        values = [1e3 * value for load in loads for value in getattr(load, f"{name}_s")]
         cuts = quantiles(values, n=100, method="inclusive")
         found |= {f"{name}_p50_ms": cuts[49], f"{name}_p99_ms": cuts[98]}
     return found
@@ -240,17 +236,15 @@ def _latencies(loads: Sequence[Load]) -> dict[str, float]:
 
 def _print(arms: Sequence[Arm], clients: Sequence[int], loads: dict[tuple[str, int], list[Load]]) -> None:
     console = Console(width=120)
-    table = new_table("server", *(f"{n} clients" if n > 1 else "1 client" for n in clients))
+    table = new_table("tokens/s", "server", *(f"{n} clients" if n > 1 else "1 client" for n in clients))
     for arm in arms:
         table.add_row(arm.name, *(f"{median(one.rate for one in loads[arm.name, n]):.0f}" for n in clients))
-    console.print("tokens/s")
     console.print(table)
     for name, about in (("first", "time to the first tokens"), ("token", "time per token")):
-        table = new_table("server", *(str(n) for n in clients))
+        table = new_table(f"{about}, ms: median / 99th percentile", "server", *map(str, clients))
         for arm in arms:
             cells = (_latencies(loads[arm.name, n]) for n in clients)
             table.add_row(arm.name, *(f"{one[f'{name}_p50_ms']:.1f} / {one[f'{name}_p99_ms']:.1f}" for one in cells))
-        console.print(f"{about}, ms, median / 99th percentile")
         console.print(table)
     for name in (_AUTO, _SEEDED):
         ratios = []

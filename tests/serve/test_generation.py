@@ -336,12 +336,10 @@ def test_tokens_that_a_tokenizer_adds() -> None:
     tokenizer = word_tokenizer()
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing("w5 $A", special_tokens=[("w5", 5)])
     with running(load(random_llama(), "none", tokenizer=tokenizer)) as server, server.http() as http:
-        for more, expected in (
-            ({}, [5, 1]),
-            ({"add_special_tokens": True}, [5, 1]),
-            ({"add_special_tokens": False}, [1]),
-        ):
-            assert http.post("/tokenize", json={"prompt": "w1"} | more).json()["tokens"] == expected
+        for has_special, expected in ((None, [5, 1]), (True, [5, 1]), (False, [1])):
+            body = {"prompt": "w1", "add_special_tokens": has_special}
+            assert http.post("/tokenize", json=body).json()["tokens"] == expected
+        assert http.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()["count"] == 0
 
 
 @pytest.fixture(scope="module")
