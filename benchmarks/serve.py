@@ -32,7 +32,6 @@ from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 import httpx
-import torch
 from rich.console import Console
 
 from outrider.bench.report import new_table
@@ -108,7 +107,7 @@ def main() -> None:
         {"arm": name, "clients": num_clients, "tokens_per_s": [one.rate for one in them], **_latencies(them)}
         for (name, num_clients), them in loads.items()
     ]
-    print(json.dumps({"provenance": provenance(torch.device("cpu")), "loads": rows, "arguments": vars(arguments)}))
+    print(json.dumps({"provenance": provenance("cpu"), "loads": rows, "arguments": vars(arguments)}))
 
 
 def _outrider(arguments: argparse.Namespace) -> list[Arm]:

@@ -321,7 +321,8 @@ class Decoder:
         check_names(options)
         ids = self.encode(prompt)
         has_seed = options.get("seed") is not None
-        seed = options["seed"] if has_seed else here().shared(secrets.randbits(63))
+        # 53 bits, since readers of JSON in other languages keep no more.
+        seed = options["seed"] if has_seed else here().shared(secrets.randbits(53))
         stop = options.get("stop")
         sampling = Sampling(**{**options, "seed": seed, "stop": () if stop is None else stop})
         self.check_bias(sampling.logit_bias or {})

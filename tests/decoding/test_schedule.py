@@ -185,3 +185,10 @@ def test_auto_through_the_door() -> None:
     # Rows of one seed meet the same noise, so that K for one must not follow from what happened to the other.
     chunks = list(decoder.stream_many([[1], [2]], seed=3, max_new_tokens=30, acceptance="rejection"))
     assert [chunk.stats.num_draft_tokens for chunk in chunks[:6]] == [4] * 6
+
+
+def test_why_a_k_is_chosen() -> None:
+    """With acceptance a, two drafted tokens give 1 + a + a^2 tokens: for the price of 1.75 from a = 1/2 on."""
+    one, other = AdaptiveSchedule({1: {0: 1.0, 2: 1.74}, 4: {0: 1.0, 2: 3.0}}).choices()
+    assert (one.num_rows, one.best_k, one.least_acceptance) == (1, 2, 0.5)
+    assert (other.num_rows, other.best_k, other.least_acceptance) == (4, 0, None)

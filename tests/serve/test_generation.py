@@ -159,6 +159,7 @@ def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running
     with server.http() as http:
         (choice,) = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12}).json()["choices"]
     assert choice["text"] == alone(decoder, PROMPT, seed=choice["seed"], max_new_tokens=12).text
+    assert choice["seed"] < 2**53  # what JavaScript can read
 
 
 def test_negative_seeds(client: OpenAI) -> None:

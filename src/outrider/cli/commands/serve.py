@@ -83,6 +83,7 @@ def serve(
         raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
+    api_key = (api_key or "").strip() or None  # a file that it was read from may end in a new line
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
@@ -113,7 +114,7 @@ def serve(
         context_len=context or 8192,
         max_queue=max_queue,
         queue_timeout_s=queue_timeout,
-        api_key=api_key or None,
+        api_key=api_key,
         shutdown_timeout_s=shutdown_timeout,
     )
     with listener, _log_on_stderr():
