@@ -228,6 +228,7 @@ def _latencies(loads: Sequence[Load]) -> dict[str, float]:
     found = {}
     for name in ("first", "token"):
         values = [1e3 * value for load in loads for value in getattr(load, f"{name}_s")]
+        assert len(values) > 1, "so few requests have no percentiles: more --seconds are needed"
         cuts = quantiles(values, n=100, method="inclusive")
         found |= {f"{name}_p50_ms": cuts[49], f"{name}_p99_ms": cuts[98]}
     return found
