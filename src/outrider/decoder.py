@@ -97,6 +97,7 @@ class Decoder:
         num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
         is_repeatable: bool = True,
+        reports_drafts: bool = False,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Generate for several prompts at once, a chunk for each row and round.
@@ -108,6 +109,7 @@ class Decoder:
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
             is_repeatable: under "auto", keep K constant in rows whose seed is given, if their text depends on K. False
                 lets K adapt there too (for measurements; the law of the output is the same).
+            reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
             options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``: a
                 list of lists). Without a seed each row draws its own.
 
@@ -116,9 +118,9 @@ class Decoder:
             NumericsError: from the iterator.
         """
         jobs = self._jobs(prompts, options, resume_ids)
-        if not is_repeatable:
-            for job in jobs:
-                job.has_seed = False
+        for job in jobs:
+            job.has_seed &= is_repeatable
+            job.request = replace(job.request, reports_drafts=reports_drafts)
         return chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
 
     def generate(

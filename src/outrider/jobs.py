@@ -85,6 +85,7 @@ def chunk_of(row: RowRound, job: Job, timing: Timing) -> Chunk:
         rejected_ratio=row.rejected_ratio,
         seed=job.request.sampling.seed,
         num_cached_tokens=row.num_cached_tokens,
+        drafted=row.drafted,
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from outrider.options import Sampling
 
@@ -62,15 +62,15 @@ class Verdict:
     Attributes:
         num_accepted: length of the accepted prefix. [B]
         next_ids: the token after it, correction or bonus. [B]
-        rejected_ratio: p/q at the first drafted token that was not accepted; 1 where all were. [B]
+        drafted_probs: p and q of each drafted token. [B, K, 2]
     """
 
     num_accepted: Tensor
     next_ids: Tensor
-    rejected_ratio: Tensor
+    drafted_probs: Tensor
 
     def __post_init__(self) -> None:
-        assert self.num_accepted.shape == self.next_ids.shape == self.rejected_ratio.shape
+        assert self.num_accepted.shape == self.next_ids.shape == self.drafted_probs.shape[:1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,14 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class DraftedToken(NamedTuple):
+    """A token that was drafted, with its p and q."""
+
+    token_id: int
+    p: float
+    q: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,7 @@ class RowRound:
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
         num_cached_tokens: in a row's first round, the tokens of its prompt that were in the cache already.
         error: why the row ended, where ``finish_reason`` is "error"; no token of this round is committed then.
+        drafted: all that was drafted, rejected or not, if asked for.
     """
 
     row: int
@@ -146,6 +155,7 @@ class RowRound:
     rejected_ratio: float | None
     num_cached_tokens: int = 0
     error: str | None = None
+    drafted: tuple[DraftedToken, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +256,7 @@ class Chunk:
         seed: the seed in use (also where none was given). Under "auto", a text without a given seed need not come again
             with it, since K adapts to the load.
         num_cached_tokens: in a row's first chunk, the prompt tokens that were in the cache already.
+        drafted: all tokens drafted in the round, rejected or not, if asked for.
     """
 
     row: int
@@ -259,6 +270,7 @@ class Chunk:
     rejected_ratio: float | None = None
     seed: int | None = None
     num_cached_tokens: int = 0
+    drafted: tuple[DraftedToken, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -304,9 +316,11 @@ class Request:
         sampling: with a seed.
         stop: asked after every token.
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
+        reports_drafts: ``RowRound.drafted`` is wanted.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     stop: Stop | None = None
     num_draft_tokens: int | None = None
+    reports_drafts: bool = False

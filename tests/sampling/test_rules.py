@@ -86,7 +86,7 @@ def _random_rounds(rng: np.random.Generator, num: int, k: int) -> tuple[Tensor, 
 @pytest.mark.parametrize("off_by", [0.0, 1e-5], ids=["rows that sum to 1", "rows that nearly sum to 1"])
 @pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
 def test_verdict_equals_the_slow_twins(rule: Rule, off_by: float) -> None:
-    """3,000 ragged rounds: length, token and ratio. Half of the uniform numbers lie 1e-9 from a threshold, or from the
+    """3,000 ragged rounds: length, token, p and q. Half of the uniform numbers lie 1e-9 from a threshold, or from the
     end of a token's cell, also where the rows given are not quite normalised, as a softmax in float32 leaves them. Only
     the token drawn from an (almost) empty rest is left out."""
     rng = np.random.default_rng(1)
@@ -111,8 +111,8 @@ def test_verdict_equals_the_slow_twins(rule: Rule, off_by: float) -> None:
     num_compared = 0
     for b, (p_rows, q_rows, ids, length, rest) in enumerate(cases):
         assert verdict.num_accepted[b] == length
-        ratio = p_rows[length][ids[length]] / q_rows[length][ids[length]] if length < len(ids) else 1.0
-        assert verdict.rejected_ratio[b].item() == pytest.approx(ratio)
+        pairs = [[p_rows[i][ids[i]], q_rows[i][ids[i]]] for i in range(len(ids))]
+        assert verdict.drafted_probs[b, : len(ids)].numpy() == pytest.approx(np.array(pairs).reshape(-1, 2))
         if sum(rest) > 1e-3:
             assert verdict.next_ids[b] == invert(rest, uniforms[b])
             num_compared += 1
@@ -196,7 +196,7 @@ def test_rows_do_not_depend_on_neighbours(rule: Rule) -> None:
         alone = rule.verify(p[b : b + 1, : n + 1], draft, alone_noise)
         assert alone.num_accepted.item() == together.num_accepted[b].item()
         assert alone.next_ids.item() == together.next_ids[b].item()
-        assert alone.rejected_ratio.item() == together.rejected_ratio[b].item()
+        assert torch.equal(alone.drafted_probs[0], together.drafted_probs[b, :n])
 
 
 # The exact law, by enumeration.

@@ -20,7 +20,6 @@ from servers import LIMIT_S, Running, running, words
 from outrider.api import load
 from outrider.errors import ModelNotFound
 from outrider.serve import app, generation, worker
-from outrider.serve.scoring import Scoring
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
 
@@ -169,7 +168,7 @@ def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> Non
 
 
 def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scoring, "step", lambda self: None)  # the models are busy with others
+    monkeypatch.setattr(worker.Worker, "_work_on_thread", lambda self: None)  # it is busy with others
     body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "logprobs": 0}
     with running(words()) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         late = pool.submit(http.post, "/v1/completions", json=body)

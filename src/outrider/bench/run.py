@@ -7,7 +7,8 @@ and the order of the arms rotates from case to case, so that drift of the machin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,45 +98,58 @@ def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | N
 def race(
     arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None
 ) -> list[Measurement]:
+    """Generate with all arms side by side, to the end. See ``racing``."""
+    tallies = [_Tally() for _ in arms]
+    with closing(racing(arms, case, options)) as chunks:
+        for which, chunk in chunks:
+            tallies[which].take(chunk)
+            if on_chunk is not None:
+                on_chunk(arms[which], case, chunk)
+    return [
+        Measurement(arm, case, one.stats, one.timing, one.text, tuple(one.ratios))
+        for arm, one in zip(arms, tallies, strict=True)
+    ]
+
+
+def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
     """Generate with all arms side by side, on one machine: the next round is always of the arm whose own clock is
     behind. So at any moment all have had the same time, and the one that has written most is ahead.
 
     A clock counts its own arm's rounds only, but they find the processor's caches full of the others' weights. So this
     is for watching; to measure, let each arm run alone (see ``interleave``).
+
+    Yields:
+        The index of an arm, and its next chunk.
     """
     device_clock = Clock(arms[0].decoder.target.device)
-    lanes = [_Lane(arm, arm.stream(case.prompt, {**options, "seed": case.seed})) for arm in arms]
-    running, last = list(lanes), lanes[0]
+    streams = [arm.stream(case.prompt, {**options, "seed": case.seed}) for arm in arms]
+    seconds = dict.fromkeys(range(len(arms)), 0.0)  # of those that have not ended
+    last = 0
     try:
-        while running:
-            lane = running[_furthest_behind(running)]
-            if lane is not last:
+        while seconds:
+            which = _furthest_behind(seconds)
+            if which != last:
                 device_clock.wait(device_clock.mark())  # for what the other has started ahead, which is not this one's
-            last, chunk = lane, next(lane.chunks, None)
+            last, chunk = which, next(streams[which], None)
             if chunk is None:
-                running.remove(lane)
+                del seconds[which]
                 continue
-            lane.take(chunk)
-            if on_chunk is not None:
-                on_chunk(lane.arm, case, chunk)
+            seconds[which] += chunk.timing.total_s
+            yield which, chunk
     finally:
-        for lane in lanes:
-            lane.chunks.close()
-    return [Measurement(one.arm, case, one.stats, one.timing, one.text, tuple(one.ratios)) for one in lanes]
+        for stream in streams:
+            stream.close()
 
 
-def _furthest_behind(lanes: Sequence[_Lane]) -> int:
-    """The index of the lane whose clock shows least."""
-    times = [lane.timing.total_s for lane in lanes]
-    return 0 if len(lanes) == 1 else here().shared(times.index(min(times)))
+def _furthest_behind(seconds: Mapping[int, float]) -> int:
+    """The arm whose clock shows least."""
+    return next(iter(seconds)) if len(seconds) == 1 else here().shared(min(seconds, key=seconds.__getitem__))
 
 
 @dataclass(slots=True)
-class _Lane:
-    """An arm in a race: what it has yet to give, and what it has given."""
+class _Tally:
+    """What an arm has given so far."""
 
-    arm: Arm
-    chunks: Generator[Chunk]
     stats: Stats = Stats()
     timing: Timing = Timing()
     text: str = ""

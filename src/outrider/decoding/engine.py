@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from outrider.decoding.batch import Batch, Row
-from outrider.decoding.host import Started, logprobs_of, read, to_host
+from outrider.decoding.host import Started, read, report_of
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.decoding.slots import Slots
 from outrider.decoding.verify import Judged, verify_step
@@ -197,7 +197,7 @@ class Engine:
         started = self._under_way.popleft()
         drafting, verifying, verified, end = started.marks
         self._clock.wait(end)
-        self._agreement.check(started.report)
+        self._agreement.check(started.report.numbers)
         row_rounds = read(started, self._target.name, self._drafter.name)
         self._schedule.learn(row_rounds)
         self._leave_ended(started)
@@ -386,17 +386,15 @@ class Engine:
             judged = Judged(*target.run(verify_step, static, *arguments))
             verified = self._clock.mark()
             taking_part = tuple(batch.rows[:num_rows])
-            logprobs = logprobs_of(taking_part, judged.logits, judged.committed)
             batch.commit(rows, judged.committed, judged.places, judged.lengths)
             self._session.observe(
                 Committed(judged.committed, judged.places, judged.places[:, 0], judged.lengths, judged.features)
             )
             # Prepared steps write over their results, so that those not read before the next round must be copied.
-            is_ahead = self._lookahead > 0
-            report, ratios = (to_host(one, copy=is_ahead) for one in (judged.report, judged.rejected_ratio))
+            report = report_of(taking_part, draft, judged, copy=self._lookahead > 0)
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self._clock.mark()
-        return Started(taking_part, report, ratios, logprobs, marks, prefills)
+        return Started(taking_part, report, marks, prefills)
 
     def _head(self, num_rows: int) -> SlotCache:
         """The cache of the first slots, a view."""

@@ -6,6 +6,7 @@ and counts, the ends of rows, log-probabilities. The loop may have started the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,8 +14,25 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.decoding.batch import Row
-from outrider.records import FinishReason, Origin, RowRound, TokenLogprob
+from outrider.decoding.verify import Judged
+from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
 from outrider.sampling.probs import wide
+
+
+class Report(NamedTuple):
+    """Of a round, for the host.
+
+    Attributes:
+        numbers: ``Judged.report``. [B, K+5]
+        drafted_probs: see ``Verdict``. [B, K, 2]
+        drafted_ids: if a row wants them. [B, K]
+        logprobs: if a row wants them.
+    """
+
+    numbers: Tensor
+    drafted_probs: Tensor
+    drafted_ids: Tensor | None
+    logprobs: Logprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +41,33 @@ class Started:
 
     Attributes:
         rows: of each slot the row that takes part. A slot may change hands before the round is read; its row does not.
-        report, rejected_ratio: see ``Judged``.
         marks: when drafting began, when verifying began and ended, and when all was there.
         prefills: the beginning and end of each chunk of prefill since the round before.
     """
 
     rows: Sequence[Row | None]
-    report: Tensor
-    rejected_ratio: Tensor
-    logprobs: Logprobs | None
+    report: Report
     marks: tuple[Any, Any, Any, Any]
     prefills: Sequence[tuple[Any, Any]]
 
 
-def to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """The same on the host, filled when all that was started on the device before has been done.
+def report_of(rows: Sequence[Row | None], draft: Draft, judged: Judged, *, copy: bool) -> Report:
+    """Send it to the host.
 
     Args:
-        copy: also if it is there.
+        copy: also what is there.
     """
+    wants_drafts = any(row is not None and row.request.reports_drafts for row in rows)
+    return Report(
+        _to_host(judged.report, copy=copy),
+        _to_host(judged.drafted_probs, copy=copy),
+        _to_host(draft.ids, copy=copy) if wants_drafts else None,
+        _logprobs_of(rows, judged.logits, judged.committed),
+    )
+
+
+def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The same on the host, filled when all that was started on the device before has been done."""
     return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=copy)
 
 
@@ -61,27 +87,28 @@ class Logprobs(NamedTuple):
         )
 
 
-def logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) -> Logprobs | None:
-    """On the host, if a row wants them."""
+def _logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) -> Logprobs | None:
+    """If a row wants them."""
     wanted = [None if row is None else row.request.sampling.logprobs for row in rows]
     if all(num_top is None for num_top in wanted):
         return None
     logprobs = wide(logits).log_softmax(dim=-1)
     chosen = logprobs.gather(-1, committed[..., None]).squeeze(-1)
     top = logprobs.topk(min(max(n or 0 for n in wanted), logits.shape[-1]), dim=-1)
-    return Logprobs(*map(to_host, (chosen, top.values, top.indices)))
+    return Logprobs(*map(_to_host, (chosen, top.values, top.indices)))
 
 
 def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
     """Take note of a round on the host, and let each row's stop act on it token by token. Rows that have ended before
     are passed over."""
-    num_columns = started.report.shape[1] - 5
-    ratios = started.rejected_ratio.tolist()
+    report = started.report
+    num_columns = report.numbers.shape[1] - 5
+    probs = report.drafted_probs.tolist()
     row_rounds = []
-    for b, (row, report) in enumerate(zip(started.rows, started.report.tolist(), strict=True)):
+    for b, (row, numbers) in enumerate(zip(started.rows, report.numbers.tolist(), strict=True)):
         if row is None or row.is_done:
             continue
-        *tokens, n, num_drafted, bad_place, bad_draft_place = report
+        *tokens, n, num_drafted, bad_place, bad_draft_place = numbers
         is_first = row.length == row.prompt_length
         num_cached = row.num_cached if is_first else 0
         first_bad = min(bad_place, bad_draft_place)
@@ -101,8 +128,12 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
         origins.append("correction" if is_rejected else "bonus")
         num_top = row.request.sampling.logprobs
         logprobs = None
-        if started.logprobs is not None and num_top is not None:
-            logprobs = started.logprobs.of(b, len(token_ids), num_top)
+        if report.logprobs is not None and num_top is not None:
+            logprobs = report.logprobs.of(b, len(token_ids), num_top)
+        drafted = None
+        if report.drafted_ids is not None and row.request.reports_drafts:
+            pairs = zip(report.drafted_ids[b, :num_drafted].tolist(), probs[b], strict=False)
+            drafted = tuple(DraftedToken(token_id, *p_and_q) for token_id, p_and_q in pairs)
         row_rounds.append(
             RowRound(
                 row=row.index,
@@ -113,11 +144,16 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
                 is_truncated=len(token_ids) < n + 1,
                 finish_reason=reason,
                 logprobs=logprobs,
-                rejected_ratio=ratios[b] if is_rejected else None,
+                rejected_ratio=_ratio(*probs[b][n]) if is_rejected else None,
                 num_cached_tokens=num_cached,
+                drafted=drafted,
             )
         )
     return row_rounds
+
+
+def _ratio(p: float, q: float) -> float:
+    return p / q if q > 0 else math.inf
 
 
 def _failed(row: Row, error: str, num_cached: int) -> RowRound:

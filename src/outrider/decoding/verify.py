@@ -27,7 +27,7 @@ class Judged(NamedTuple):
         lengths: of the texts with them. [B]
         report: for the host: ``committed``; how many drafted tokens are accepted, and of how many; and at which of the
             K+1 places logits are not finite first, the target's and the draft's (K+1: nowhere). [B, K+5]
-        rejected_ratio: see ``Verdict``. [B]
+        drafted_probs: see ``Verdict``. [B, K, 2]
         features: of the tokens fed, if the drafter asks for them. [B, K+1, F]
     """
 
@@ -36,7 +36,7 @@ class Judged(NamedTuple):
     places: Tensor
     lengths: Tensor
     report: Tensor
-    rejected_ratio: Tensor
+    drafted_probs: Tensor
     features: Tensor | None = None
 
 
@@ -78,7 +78,7 @@ def verify_step(
     numbers = num_accepted, draft.num_drafted, _first(is_bad), _first(is_bad_draft)
     report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
     lengths = lengths + torch.where(goes_on, num_accepted + 1, 0)
-    results = logits, committed, places, lengths, report, verdict.rejected_ratio
+    results = logits, committed, places, lengths, report, verdict.drafted_probs
     return results if found is None else (*results, found)
 
 

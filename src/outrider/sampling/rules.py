@@ -81,15 +81,6 @@ def residual(target_rows: Tensor, draft_rows: Tensor) -> Tensor:
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
-def _rejected_ratio(p_x: Tensor, q_x: Tensor, num_accepted: Tensor, num_drafted: Tensor) -> Tensor:
-    """p/q at the first drafted token that does not stand, 1 where all stand. [B]"""
-    if p_x.shape[1] == 0:
-        return torch.ones_like(num_accepted, dtype=p_x.dtype)
-    first = num_accepted.clamp_max(p_x.shape[1] - 1)
-    ratio = _row_at(p_x, first) / _row_at(q_x, first)
-    return torch.where(num_accepted < num_drafted, ratio, torch.ones_like(ratio))
-
-
 def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     """Accept each token with probability min(1, p/q); at the first rejection draw from the residual.
 
@@ -105,7 +96,7 @@ def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdi
     is_rejected = num_accepted < draft.num_drafted
     q_rows = _draft_row(draft_probs, num_accepted, is_rejected)
     next_ids = draw(residual(next_rows, q_rows), noise.next)
-    return Verdict(num_accepted, next_ids, _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted))
+    return Verdict(num_accepted, next_ids, torch.stack((p_x, q_x), dim=-1))
 
 
 def _draft_row(draft_probs: Tensor, index: Tensor, is_there: Tensor) -> Tensor:
@@ -150,7 +141,7 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     # As in residual(): an empty rest means p = q up to rounding.
     rows = torch.where(rows.sum(-1, keepdim=True) > 0, rows, wide(_row_at(target_probs, num_accepted)))
     next_ids = draw(rows, noise.next)
-    return Verdict(num_accepted, next_ids, _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted))
+    return Verdict(num_accepted, next_ids, torch.stack((p_x, q_x), dim=-1))
 
 
 def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
@@ -165,8 +156,7 @@ def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
     num_accepted = _prefix_length((draft.ids == target_ids[:, :-1]) & _is_drafted(draft))
     p_x = _at(target_probs[:, :-1], draft.ids)
     q_x = _at(_draft_probs(target_probs, draft), draft.ids)
-    ratio = _rejected_ratio(p_x, q_x, num_accepted, draft.num_drafted)
-    return Verdict(num_accepted, _row_at(target_ids, num_accepted), ratio)
+    return Verdict(num_accepted, _row_at(target_ids, num_accepted), torch.stack((p_x, q_x), dim=-1))
 
 
 def _make_uniforms(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:

@@ -11,8 +11,9 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.serve.generation import Prepared, begin, ended, streamed, until_disconnect, whole
+from outrider.serve.page import HEADERS, PAGE, read_file
 from outrider.serve.prepare import Preparer
+from outrider.serve.race import Race, choices, prepare_race, streamed_race
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.worker import Worker
 
@@ -43,7 +46,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_OPEN_PATHS = {"/health", "/ping", "/metrics", "/version"}
+_OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
 class App:
@@ -53,14 +56,16 @@ class App:
 
     def __init__(self, worker: Worker, names: tuple[str, ...], api_key: str | None) -> None:
         self._worker, self._names = worker, names
+        self._race_turn = asyncio.Lock()  # each race has caches of its own: one at a time
         self._created = int(time.time())
         self._pool = ThreadPoolExecutor(_NUM_TOKENIZING, thread_name_prefix="outrider-tokenizer")
         self._warned: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(worker.metrics)
         generation = [
-            Route("/v1/completions", Generation(self, lambda body: self.preparer.completions(body)), methods=["POST"]),
-            Route("/v1/chat/completions", Generation(self, lambda body: self.preparer.chat(body)), methods=["POST"]),
+            ("/v1/completions", Generation(self, lambda body: self.preparer.completions(body), self.answer)),
+            ("/v1/chat/completions", Generation(self, lambda body: self.preparer.chat(body), self.answer)),
+            ("/v1/race", Generation(self, lambda body: prepare_race(self.preparer, body), self.answer_race)),
         ]
         others = [
             Route("/v1/models", self._models),
@@ -72,9 +77,11 @@ class App:
             Route("/ping", self._health),
             Route("/metrics", self._metrics),
             Route("/version", self._version),
+            Route("/v1/race/choices", self._race_choices),
+            *(Route(path, _static(name)) for path, name in PAGE.items()),
         ]
         self.asgi: ASGIApp = Starlette(
-            routes=generation + others,
+            routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
             middleware=[Middleware(KeyGuard, api_key=api_key) if api_key else Middleware(HostGuard)],
             exception_handlers={
                 Refusal: _refuse,
@@ -94,7 +101,7 @@ class App:
         self._worker.check_ready()
         return await asyncio.get_running_loop().run_in_executor(self._pool, make, body)
 
-    def warn_once(self, names: tuple[str, ...] | list[str]) -> None:
+    def warn_once(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(name)
@@ -107,17 +114,13 @@ class App:
                 await ended(begun)
                 await _send(await asyncio.to_thread(lambda: JSONResponse(whole(begun))), send)
                 return
-            pieces = streamed(begun)
-            piece = await anext(pieces)  # before the status, since it may be an error
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            await _send_piece(piece, send)
-            async for piece in pieces:
-                await _send_piece(piece, send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            _LOG.warning("a client has read nothing for %g seconds: its text is given up", _SEND_S)
+            await _send_stream(streamed(begun), send)
         finally:
             self._worker.close(begun.ticket)
+
+    async def answer_race(self, race: Race, send: Send) -> None:
+        async with self._race_turn, aclosing(self._worker.between_rounds(race.events())) as events:
+            await _send_stream(streamed_race(events), send)
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._worker.state == "ready" else 503)
@@ -147,6 +150,10 @@ class App:
             "max_model_len": self._worker.capacity,
         }
 
+    async def _race_choices(self, request: Request) -> Response:
+        self._worker.check_ready()
+        return JSONResponse(choices(self.preparer))
+
     async def _tokenize(self, request: Request) -> Response:
         return JSONResponse(await self.prepare(lambda body: self.preparer.tokenize(body), request))
 
@@ -161,13 +168,19 @@ class App:
 class Generation:
     """An endpoint that generates. (An object, not a function: then it sees when the client goes away.)"""
 
-    def __init__(self, app: App, make: Callable[[bytes], Prepared]) -> None:
-        self._app, self._make = app, make
+    def __init__(
+        self, app: App, make: Callable[[bytes], Any], answer: Callable[[Any, Send], Coroutine[Any, Any, None]]
+    ) -> None:
+        """
+        Args:
+            make: of a body what ``answer`` takes. It tells the names of ``unknown`` fields.
+        """
+        self._app, self._make, self._answer = app, make, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prepared = await self._app.prepare(self._make, Request(scope, receive))
-        self._app.warn_once(prepared.ask.unknown)
-        await until_disconnect(receive, self._app.answer(prepared, send))
+        self._app.warn_once(prepared.unknown)
+        await until_disconnect(receive, self._answer(prepared, send))
 
 
 class HostGuard:
@@ -241,6 +254,18 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
+async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
+    piece = await anext(pieces)  # before the status, since it may be an error
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    try:
+        await _send_piece(piece, send)
+        async for piece in pieces:
+            await _send_piece(piece, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    except TimeoutError:
+        _LOG.warning("a client has read nothing for %g seconds: its text is given up", _SEND_S)
+
+
 async def _send_piece(piece: bytes, send: Send) -> None:
     """Raises TimeoutError where nobody reads."""
     async with asyncio.timeout(_SEND_S):
@@ -250,6 +275,16 @@ async def _send_piece(piece: bytes, send: Send) -> None:
 async def _send(response: Response, send: Send) -> None:
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
+
+
+def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that gives a file of the page."""
+    kind, content = read_file(name)
+
+    async def respond(request: Request) -> Response:
+        return Response(content, headers=HEADERS, media_type=kind)
+
+    return respond
 
 
 def _response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,10 @@ class Prepared:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
+
+    @property
+    def unknown(self) -> Sequence[str]:
+        return self.ask.unknown
 
     @property
     def num_choices(self) -> int:

@@ -6,8 +6,9 @@ This module knows no engine and no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.jobs import Job
 from outrider.records import Chunk
@@ -72,3 +73,26 @@ class TicketRow:
     @property
     def times(self) -> Times:
         return self.ticket.times[self.which]
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Something else that the worker does, a step between two rounds: scoring a prompt, a race.
+
+    Attributes:
+        submitted_s: see ``Times``.
+        found: what the steps gave, in order; then an error, or None at the end.
+        has_begun: a step of it has been done.
+        is_closed: nobody waits for it any more.
+    """
+
+    steps: Generator[Any]
+    submitted_s: float
+    found: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    has_begun: bool = False
+    is_closed: bool = False
+
+    def step(self) -> Any:
+        """None at the end."""
+        self.has_begun = True
+        return next(self.steps, None)

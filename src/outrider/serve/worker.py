@@ -14,10 +14,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine, Load
@@ -28,8 +29,8 @@ from outrider.records import Chunk, Round, Timing, TokenLogprob
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.metrics import Metrics
 from outrider.serve.refusal import Refusal, unavailable
-from outrider.serve.scoring import Scoring, prompt_logprobs
-from outrider.serve.tickets import Event, Ticket, TicketRow
+from outrider.serve.scoring import prompt_logprobs
+from outrider.serve.tickets import Event, Ticket, TicketRow, Work
 
 _LOG = logging.getLogger("outrider.serve")
 _LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
@@ -38,6 +39,7 @@ _NO_LOAD = Load(0, 0, 0, 0)
 _NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
 
 State = Literal["loading", "ready", "draining", "failed"]
+_Step = TypeVar("_Step")
 
 
 class Worker:
@@ -80,12 +82,12 @@ class Worker:
         self.most_rows = num_slots + max_queue
         self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
         self._tickets: set[Ticket] = set()
-        self._results: set[asyncio.Future[list[TokenLogprob]]] = set()
+        self._works: set[Work] = set()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiting: deque[TicketRow] = deque()
         self._rows: dict[int, TicketRow] = {}  # those that have a slot, by the engine's numbers
         self._row_s = 0.0  # that a row keeps its slot, about
-        self._scorings: deque[Scoring] = deque()
+        self._works_on_thread: deque[Work] = deque()
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Begin to load. Both are called in the event loop, which must be running."""
@@ -111,8 +113,8 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Rows and scorings that have been taken and have not ended."""
-        return sum(ticket.num_open for ticket in self._tickets) + len(self._results)
+        """Rows and other works that have been taken and have not ended."""
+        return sum(ticket.num_open for ticket in self._tickets) + len(self._works)
 
     def check_ready(self) -> None:
         """Raises Refusal."""
@@ -149,16 +151,29 @@ class Worker:
         """
         if len(token_ids) < 2:
             return []
+        steps = prompt_logprobs(self.decoder.target, token_ids, num_top)
+        async with aclosing(self.between_rounds(steps)) as parts:
+            return [one async for part in parts for one in part]
+
+    async def between_rounds(self, steps: Generator[_Step]) -> AsyncGenerator[_Step]:
+        """Let the thread run something else: a step after each round, in turn with others like it. To be closed
+        (``aclosing``), so that it ends where the client has gone.
+
+        Raises:
+            Refusal: not ready, or the queue is full.
+        """
         self._check_room(1)
-        result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        scoring = Scoring(prompt_logprobs(self.decoder.target, token_ids, num_top), result, time.perf_counter())
-        self._results.add(result)
-        self._inbox.put(lambda: self._scorings.append(scoring))
+        work = Work(steps, time.perf_counter())
+        self._works.add(work)
+        self._inbox.put(lambda: self._works_on_thread.append(work))
         try:
-            return await result
+            while (found := await work.found.get()) is not None:
+                if isinstance(found, Exception):
+                    raise found
+                yield found
         finally:
-            result.cancel()  # for the thread, where the client has gone
-            self._results.discard(result)
+            work.is_closed = True
+            self._works.discard(work)
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -171,9 +186,9 @@ class Worker:
             for which in range(len(ticket.jobs)):
                 ticket.events.put_nowait((which, error))
             self.close(ticket)
-        for result in self._results:
-            if not result.done():
-                result.set_exception(error)
+        for work in self._works:
+            work.is_closed = True
+            work.found.put_nowait(error)
 
     def _check_room(self, num_rows: int) -> None:
         self.check_ready()
@@ -219,8 +234,8 @@ class Worker:
                 round_ = self._engine.step()
                 if round_ is not None:
                     self._deliver_on_thread(round_)
-                self._score_on_thread()
-                is_idle = round_ is None and not self._scorings
+                self._work_on_thread()
+                is_idle = round_ is None and not self._works_on_thread
         except Exception as error:  # whatever it is, clients must hear of it
             if not isinstance(error, OutriderError):
                 _LOG.exception("the engine has failed")
@@ -268,16 +283,16 @@ class Worker:
         """Requests that have waited too long for their first slot, or their first forward, are refused."""
         least_s = time.perf_counter() - self._queue_timeout_s
         late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
-        scorings = [one for one in self._scorings if one.submitted_s < least_s and not one.has_begun]
-        if not (late or scorings):
+        works = [one for one in self._works_on_thread if one.submitted_s < least_s and not one.has_begun]
+        if not (late or works):
             return
         message = f"it has waited {self._queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         self._drop_waiting_on_thread(late, "timeout")
         self._call(self._deliver, [(ticket, (0, error)) for ticket in late])
-        for scoring in scorings:
-            self._scorings.remove(scoring)
-            self._call(scoring.resolve, error)
+        for work in works:
+            self._works_on_thread.remove(work)
+            self._call(work.found.put_nowait, error)
 
     def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
         kept = deque(row for row in self._waiting if row.ticket not in tickets)
@@ -319,19 +334,24 @@ class Worker:
             events.append((row.ticket, (row.which, event)))
         self._call(self._deliver, events)
 
-    def _score_on_thread(self) -> None:
-        """One forward of the prompt that has waited longest."""
-        if not self._scorings:
+    def _work_on_thread(self) -> None:
+        """A step of the work that has waited longest."""
+        if not self._works_on_thread:
             return
-        scoring = self._scorings[0]
-        found: list[TokenLogprob] | Exception | None
+        work = self._works_on_thread.popleft()
+        if work.is_closed:
+            work.steps.close()
+            return
+        found: Any
         try:
-            found = scoring.step()
-        except OutriderError as error:  # of this text alone
+            found = work.step()
+        except Exception as error:  # of this work alone: the engine goes on
+            if not isinstance(error, OutriderError):
+                _LOG.exception("a work between rounds has failed")
             found = error
-        if found is not None:
-            self._scorings.popleft()
-            self._call(scoring.resolve, found)
+        if found is not None and not isinstance(found, Exception):
+            self._works_on_thread.append(work)
+        self._call(work.found.put_nowait, found)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """In the event loop; nobody is left to hear of it once that has ended."""

@@ -1,0 +1,123 @@
+"""A race told in events: what the page of ``outrider serve`` and the file of ``outrider compare --html`` show.
+
+An event is an object for JSON (docs/serve.md): one at the start, one for each round of an arm, one at the end. This
+module knows neither HTTP nor the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.report import ArmSummary
+from outrider.bench.run import Arm, Case, racing
+from outrider.records import Chunk, DraftedToken, Stats, Timing
+from outrider.text.tokenizer import Detokenizer
+
+
+def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[dict[str, Any]]:
+    """Run a race, and tell it. Options are those of ``Decoder.stream``."""
+    teller = RaceTeller(arms, case, options)
+    yield teller.start()
+    with closing(racing(arms, case, {**options, "reports_drafts": True})) as chunks:
+        for which, chunk in chunks:
+            yield teller.round(which, chunk)
+    yield teller.end()
+
+
+class RaceTeller:
+    """Makes events of the chunks of a race, which must report their drafts."""
+
+    def __init__(self, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> None:
+        self._arms, self._case, self._options = arms, case, options
+        self._tokenizer = arms[0].decoder.tokenizer
+        prompt_ids = arms[0].decoder.encode(case.prompt)
+        self._tales = [_Tale(list(prompt_ids), Detokenizer(self._tokenizer, prompt_ids)) for _ in arms]
+
+    def start(self) -> dict[str, Any]:
+        decoder = self._arms[0].decoder
+        return {
+            "type": "start",
+            "target": decoder.target.name,
+            "prompt": self._case.prompt,
+            "seed": self._case.seed,
+            "acceptance": decoder.acceptance,
+            "temperature": self._options.get("temperature", 1.0),
+            "max_new_tokens": self._options["max_new_tokens"],
+            "arms": [{"name": arm.name, "draft": arm.draft, "k": arm.num_draft_tokens} for arm in self._arms],
+        }
+
+    def round(self, which: int, chunk: Chunk) -> dict[str, Any]:
+        """The next chunk of an arm."""
+        tale, drafted = self._tales[which], chunk.drafted or ()
+        expected = expected_tokens(drafted, self._arms[which].decoder.acceptance)
+        guesses = Detokenizer(self._tokenizer, tale.token_ids)
+        drafted_json = [{"id": i, "text": guesses.push(i), "p": p, "q": q} for i, p, q in drafted]
+        texts = [tale.detokenizer.push(token_id) for token_id in chunk.token_ids]
+        if chunk.finish_reason is not None and texts:
+            texts[-1] += tale.detokenizer.flush()
+        tale.token_ids += chunk.token_ids
+        tale.stats += chunk.stats
+        tale.timing += chunk.timing
+        if chunk.stats.num_rounds:
+            tale.expected += expected
+        tokens = zip(chunk.token_ids, texts, chunk.origins, strict=True)
+        return {
+            "type": "round",
+            "arm": which,
+            "seconds": tale.timing.total_s,
+            "tokens": [{"id": i, "text": text, "origin": origin} for i, text, origin in tokens],
+            "drafted": drafted_json,
+            "expected_tokens": expected,
+            "is_truncated": chunk.stats.num_truncated_rounds > 0,
+            "finish_reason": chunk.finish_reason,
+        }
+
+    def end(self, summaries: Sequence[ArmSummary] = ()) -> dict[str, Any]:
+        """
+        Args:
+            summaries: of the arms, if they were measured apart from the race.
+        """
+        arms = [
+            {
+                "stats": tale.stats.to_json(),
+                "time_s": tale.timing.to_json(),
+                "expected_acceptance_length": tale.expected / tale.stats.num_rounds if tale.stats.num_rounds else None,
+            }
+            for tale in self._tales
+        ]
+        return {"type": "end", "arms": arms, "measured": [summary.to_json() for summary in summaries]}
+
+
+@dataclass(slots=True)
+class _Tale:
+    """What was told of an arm.
+
+    Attributes:
+        token_ids: prompt and output.
+        expected: the sum of what was expected of whole rounds.
+    """
+
+    token_ids: list[int]
+    detokenizer: Detokenizer
+    stats: Stats = field(default_factory=Stats)
+    timing: Timing = field(default_factory=Timing)
+    expected: float = 0.0
+
+
+def expected_tokens(drafted: Sequence[DraftedToken], acceptance: str) -> float:
+    """Tokens that a round commits on average over its coins, given its drafts. (``gumbel`` has none: there it is the
+    most that they can be on average.)
+
+    The first i drafted tokens stand with probability w_i, of w_0 = 1: under ``rejection`` w_i = w_{i-1} min(1, p/q)
+    (Leviathan et al. 2211.17192, algorithm 1), under ``block`` w_i = min(1, w_{i-1} p/q) (Sun et al. 2403.10444). Under
+    ``gumbel`` draft and target have both drawn a token with a probability of at most min(p, q), so that it stands with
+    at most min(1, p/q).
+    """
+    weight = total = 1.0
+    for _, p, q in drafted:
+        weight = min(1.0, weight * p / q) if acceptance == "block" else weight * min(1.0, p / q)
+        total += weight
+    return total

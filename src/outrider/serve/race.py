@@ -1,0 +1,116 @@
+"""``/v1/race``: plain and speculative decoding of one prompt side by side, for the page.
+
+A race is not of the engine that serves: each arm has an engine and a cache of its own, with the draft, K and the rule
+that were asked for. The worker runs it between rounds, a round of an arm at a time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.api import load_drafter
+from outrider.bench.race_events import race_events
+from outrider.bench.run import Arm, Case
+from outrider.decoder import Decoder
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.sampling.rules import RULES
+from outrider.serve.answers import DONE, event
+from outrider.serve.prepare import Preparer
+from outrider.serve.refusal import Refusal, refusal_of
+from outrider.serve.schemas import parse_body, parse_completions
+
+_MOST_K = 16
+_NUM_SEEDS = 2**32  # to draw from: every one is a number to JavaScript
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Ready to run.
+
+    Attributes:
+        unknown: names of fields that are ignored.
+    """
+
+    arms: tuple[Arm, Arm]
+    case: Case
+    options: dict[str, Any]
+    unknown: tuple[str, ...]
+
+    def events(self) -> Generator[dict[str, Any]]:
+        return race_events(self.arms, self.case, self.options)
+
+
+def choices(preparer: Preparer) -> dict[str, Any]:
+    """What can be asked for."""
+    decoder = preparer.decoder
+    return {
+        "target": decoder.target.name,
+        "drafts": _drafts(decoder),
+        "acceptances": list(RULES),
+        "acceptance": decoder.acceptance,
+        "num_draft_tokens": min(DEFAULT_NUM_DRAFT_TOKENS, decoder.drafter.most_drafted or DEFAULT_NUM_DRAFT_TOKENS),
+        "most_draft_tokens": _MOST_K,
+        "max_model_len": preparer.capacity,
+    }
+
+
+def prepare_race(preparer: Preparer, content: bytes) -> Race:
+    """From a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``. Raises Refusal."""
+    body = parse_body(content)
+    name = body.pop("drafter", None)
+    ask = parse_completions(body)
+    preparer.check_model(ask.model)
+    [prompt, *others] = ask.prompts
+    if others or ask.n != 1 or not isinstance(prompt, str):
+        raise Refusal("a race is of one prompt, a text", param="prompt")
+    ids = preparer.token_ids(prompt)
+    seed = ask.options["seed"]
+    max_tokens = ask.max_tokens or 1
+    options = {
+        **ask.options,
+        "logprobs": None,
+        "seed": secrets.randbelow(_NUM_SEEDS) if seed is None else seed,
+        "max_new_tokens": min(max_tokens, preparer.capacity - len(ids)),
+    }
+    try:
+        decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
+        decoder.job(ids, options)  # whether all is possible
+        arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
+    except Exception as error:
+        raise refusal_of(error) from None
+    return Race(arms, Case(0, prompt, options.pop("seed")), options, tuple(ask.unknown))
+
+
+async def streamed_race(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """In server-sent events, an error among them. Raises Refusal before the first."""
+    yield event(await anext(events))
+    try:
+        async for one in events:
+            yield event(one)
+    except Exception as error:
+        yield event(refusal_of(error).to_json())
+    yield DONE
+
+
+def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:
+    drafts = _drafts(decoder)
+    if name is None:
+        name = drafts[0]
+    if name not in drafts:
+        raise Refusal(f"drafter = {name!r:.60} is not served: choose one of {', '.join(drafts)}", param="drafter")
+    k = DEFAULT_NUM_DRAFT_TOKENS if k is None else k
+    if not 1 <= k <= _MOST_K:
+        raise Refusal(f"num_draft_tokens = {k} is not possible: 1 to {_MOST_K}", param="num_draft_tokens")
+    if name != decoder.drafter.name:
+        decoder = replace(decoder, drafter=load_drafter(decoder, name))
+    if name == "none":
+        return Arm("plain, again", decoder)
+    return Arm(f"{name}, K = {k}", decoder, name, k)
+
+
+def _drafts(decoder: Decoder) -> list[str]:
+    """The server's own first, then those that need no model."""
+    return list(dict.fromkeys((decoder.drafter.name, "ngram", "none")))
