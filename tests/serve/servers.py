@@ -1,7 +1,8 @@
 """Servers for the tests: real ones, on a free port of this machine, in a thread."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -59,6 +60,13 @@ def running(decoder: Decoder, **options: object) -> Iterator[Running]:
             server.stop()
             thread.join(LIMIT_S)
             assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def words(context_len: int = 64) -> Decoder:

@@ -6,8 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
-from servers import LIMIT_S, Running, running, words
+from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.errors import ModelNotFound
@@ -32,13 +31,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     monkeypatch.setattr(generation, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
         yield one
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def as_sent(value: object) -> bytes:

@@ -58,7 +58,10 @@ def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
     recording = json.dumps(events, allow_nan=False).replace("<", "\\u003c")
     _, page = read_file("race.html")
     for old, new in (
-        ('<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="content-security-policy" content="{content}">'),
+        (
+            '<meta charset="utf-8">',
+            f'<meta charset="utf-8">\n<meta http-equiv="content-security-policy" content="{content}">',
+        ),
         ('<link rel="stylesheet" href="page/race.css">', f"<style>{style}</style>"),
         (
             '<script type="module" src="page/main.js"></script>',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,17 +18,25 @@ from outrider.cli.shared.options import (
     flat,
     parse_k,
 )
-from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
+from outrider.cli.shared.output import (
+    check_json_target,
+    check_outputs,
+    console_for,
+    gather,
+    options_json,
+    write_json,
+)
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError, PromptError
 from outrider.records import Timing
+from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import here
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from outrider.bench.report import ArmSummary
-    from outrider.bench.run import Arm, Case, Measurement
+    from outrider.bench.run import Arm, Case, Measurement, OnChunk
     from outrider.decoder import Decoder
     from outrider.options import NumDraftTokens
     from outrider.records import Chunk
@@ -45,6 +54,10 @@ def compare(
     num_draft_tokens: NumDraftTokensListOption = "4",
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the one that is shown.")] = 5,
     seed: SeedOption = 0,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the race that is shown as a page that plays it: one HTML file."),
+    ] = None,
     json_target: JsonOption = None,
 ) -> None:
     """Race plain against speculative decoding, and say how much faster it is, with an interval."""
@@ -56,8 +69,12 @@ def compare(
         raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
     if not prompt.strip():
         raise PromptError("the prompt is empty: give at least one token of text to start from")
+    check_outputs({"--html": html, "--json": json_target}, [pair.models])
     check_json_target(json_target)
+    if html is not None:
+        check_writable(html)
 
+    from outrider.bench.race_events import RaceTeller
     from outrider.bench.report import summarise
     from outrider.bench.run import Case, interleave, warm_up
 
@@ -69,11 +86,21 @@ def compare(
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
     # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
-    shown = _show_race(console, arms, cases[0], options)
+    teller, rounds = RaceTeller(arms, cases[0], options), []
+
+    def record(arm: Arm, case: Case, chunk: Chunk) -> None:
+        if html is not None:
+            rounds.append(teller.round(arms.index(arm), chunk))
+
+    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
+    if html is not None:
+        from outrider.serve.page import recorded_page
+
+        write_text(html, recorded_page([teller.start(), *rounds, teller.end(summaries)]))
     checks = _check_same_model(pair, [*shown, *measurements], decoder)
     _print_verdict(console, summaries, decoder)
     for check in checks:
@@ -105,24 +132,25 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
     return arms
 
 
-def _show_race(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
+def _show_race(
+    console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk
+) -> list[Measurement]:
     """Run the arms before the eyes of the reader: side by side in live panels on a terminal, one text after the other
     elsewhere."""
-    from outrider.bench.run import measure
+    from outrider.bench.run import race
 
     if here().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
-        return _show_panels(console, arms, case, options)
-    measurements = []
-    for arm in arms:
+        return _show_panels(console, arms, case, options, on_chunk)
+    measurements = race(arms, case, options, on_chunk)
+    for measurement in measurements:
         # Not through the console, which would wrap the text and expand its tabs.
-        print(f"--- {arm.name}", file=console.file)
-        measurement = measure(arm, case, options)
-        print(measurement.text, file=console.file)
-        measurements.append(measurement)
+        print(f"--- {measurement.arm.name}\n{measurement.text}", file=console.file)
     return measurements
 
 
-def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> list[Measurement]:
+def _show_panels(
+    console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk
+) -> list[Measurement]:
     from rich.console import Group
     from rich.live import Live
 
@@ -137,6 +165,7 @@ def _show_panels(console: Console, arms: Sequence[Arm], case: Case, options: dic
         def show(arm: Arm, case: Case, chunk: Chunk) -> None:
             panels[arm.name].add(chunk)
             live.refresh()
+            on_chunk(arm, case, chunk)
 
         return race(arms, case, options, show)
 

@@ -1,0 +1,185 @@
+/** The page: its controls, and the race that is on. */
+
+import { Player } from "./race.js";
+import { Refused, getJson, post } from "./stream.js";
+import { LaneView, element, pairs, verdict, watchTokens } from "./view.js";
+
+const RETRY_MS = 1000; // while the models are being loaded
+
+/** @param {string} id @returns {any} */
+function at(id) {
+  return document.getElementById(id);
+}
+
+/** The race that is shown: played, paused, played again. */
+class Show {
+  /** @param {import("./race.js").Start} start */
+  constructor(start) {
+    this.start = start;
+    this.player = new Player(start);
+    this.measured = [];
+    this.isPaused = false;
+    this.#raise();
+    at("target").textContent = start.target;
+    at("pause").disabled = false;
+    at("again").disabled = true;
+    this.last = performance.now();
+    requestAnimationFrame((now) => this.#tick(now));
+  }
+
+  #raise() {
+    this.views = this.player.lanes.map((lane, i) => new LaneView(lane, this.start, i));
+    at("lanes").replaceChildren(...this.views.map((view) => view.node));
+    at("verdict").className = "";
+    at("verdict").replaceChildren(element("p", {}, "The race is on."));
+    for (const view of this.views) view.summarise();
+  }
+
+  /** @param {any} event */
+  receive(event) {
+    if (event.type === "round") this.player.receive(event);
+    else if (event.type === "end") {
+      this.player.isComplete = true;
+      this.measured = event.measured;
+    }
+  }
+
+  again() {
+    this.player.rewind();
+    this.#raise();
+    this.setPaused(false);
+    at("pause").disabled = false;
+    at("again").disabled = true;
+  }
+
+  /** @param {boolean} isPaused */
+  setPaused(isPaused) {
+    this.isPaused = isPaused;
+    at("pause").textContent = isPaused ? "Go on" : "Pause";
+  }
+
+  get scale() {
+    const chosen = at("speed").value;
+    // Once it is known it stays, so that the race does not change its pace.
+    if (chosen === "auto") return (this.player.scale ??= this.player.watchableScale);
+    return Number(chosen);
+  }
+
+  /** @param {number} now in ms */
+  #tick(now) {
+    if (show !== this) return;
+    const seconds = this.isPaused ? 0 : (now - this.last) / 1000;
+    this.last = now;
+    const { scale, player } = this;
+    const rounds = this.isPaused ? [] : player.pass(seconds, scale);
+    for (const round of rounds) this.views[round.arm].add(round);
+    for (const view of this.views) view.refresh(player.time);
+    for (const arm of new Set(rounds.map((round) => round.arm))) this.views[arm].summarise();
+    at("scale").textContent = scale === null || scale === 1 || scale === Infinity ? "" : `1 s is shown in ${1 / scale} s`;
+    if (rounds.length && player.isOver) this.#end();
+    requestAnimationFrame((later) => this.#tick(later));
+  }
+
+  #end() {
+    at("pause").disabled = true;
+    at("again").disabled = false;
+    const sentences = verdict(this.player, this.start, this.measured);
+    at("verdict").className = "over";
+    at("verdict").replaceChildren(...sentences.map((sentence) => element("p", {}, sentence)));
+  }
+}
+
+/** @type {Show | null} */
+let show = null;
+let running = new AbortController();
+
+/** @param {unknown} error */
+function report(error) {
+  const isKey = error instanceof Refused && error.status === 401;
+  at("key-field").hidden &&= !isKey;
+  at("error").textContent = isKey
+    ? "This server asks for its API key."
+    : error instanceof Error ? error.message : String(error);
+  if (isKey) at("key").focus();
+}
+
+/** Ask the server for a race, and show it. */
+async function race() {
+  running.abort();
+  running = new AbortController();
+  const { signal } = running;
+  const seed = at("seed").value;
+  const body = {
+    prompt: at("prompt").value,
+    drafter: at("drafter").value,
+    num_draft_tokens: Number(at("k").value),
+    acceptance: at("acceptance").value,
+    temperature: Number(at("temperature").value),
+    max_tokens: Number(at("max-tokens").value),
+    ...(seed === "" ? {} : { seed: Number(seed) }),
+  };
+  at("error").textContent = "";
+  try {
+    for await (const event of post("v1/race", body, at("key").value, signal)) {
+      if (event.type === "start") show = new Show(event);
+      else show?.receive(event);
+    }
+  } catch (error) {
+    if (!signal.aborted) report(error);
+  }
+}
+
+/** Fill in what this server offers, as soon as it tells. */
+async function offer() {
+  try {
+    const found = await getJson("v1/race/choices", at("key").value);
+    at("target").textContent = found.target;
+    for (const [id, names, chosen] of [
+      ["drafter", found.drafts, found.drafts[0]],
+      ["acceptance", found.acceptances, found.acceptance],
+    ]) {
+      at(id).replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+    }
+    at("k").value = found.num_draft_tokens;
+    at("k").max = found.most_draft_tokens;
+    at("max-tokens").max = found.max_model_len;
+    at("start").disabled = false;
+    at("error").textContent = "";
+  } catch (error) {
+    report(error);
+    if (error instanceof Refused && error.status === 503) setTimeout(offer, RETRY_MS);
+  }
+}
+
+/** Show a race that was recorded. @param {any[]} events */
+function replay(events) {
+  const [start, ...others] = events;
+  at("recorded").hidden = false;
+  at("recorded").replaceChildren(
+    ...pairs([
+      ["Rule", start.acceptance],
+      ["Temperature", String(start.temperature)],
+      ["Seed", String(start.seed)],
+      ["Tokens", `at most ${start.max_new_tokens}`],
+    ]),
+  );
+  show = new Show(start);
+  for (const event of others) show.receive(event);
+}
+
+at("controls").addEventListener("submit", (event) => {
+  event.preventDefault();
+  race();
+});
+at("key").addEventListener("change", offer);
+at("pause").addEventListener("click", () => show?.setPaused(!show.isPaused));
+at("again").addEventListener("click", () => show?.again());
+at("keep").addEventListener("change", () => at("lanes").classList.toggle("keep", at("keep").checked));
+watchTokens(at("tip"), at("lanes"));
+
+const recording = at("recording");
+if (recording) replay(JSON.parse(recording.textContent));
+else {
+  at("controls").hidden = false;
+  offer();
+}

@@ -1,0 +1,136 @@
+/**
+ * A race as it is told in events (docs/serve.md), and the clock by which it is played. Knows no document and no server.
+ *
+ * @typedef {{id: number, text: string, origin: "accepted" | "correction" | "bonus"}} Token
+ * @typedef {{id: number, text: string, p: number, q: number}} Drafted
+ * @typedef {{type: "round", arm: number, seconds: number, tokens: Token[], drafted: Drafted[], expected_tokens: number,
+ *   is_truncated: boolean, finish_reason: string | null}} Round
+ * @typedef {{name: string, draft: string | null, k: number | string | null}} Arm
+ * @typedef {{type: "start", target: string, prompt: string, seed: number, acceptance: string, temperature: number,
+ *   max_new_tokens: number, arms: Arm[]}} Start
+ */
+
+/** What one arm has committed so far. */
+export class Lane {
+  /** @param {Arm} arm */
+  constructor(arm) {
+    this.arm = arm;
+    /** @type {Round[]} */
+    this.rounds = [];
+    this.counts = { accepted: 0, correction: 0, bonus: 0 };
+    this.seconds = 0;
+    this.hasEnded = false;
+    // Of whole rounds: how much of one that the end of the text has cut would have stood is not known.
+    this.numWhole = this.numDrafted = this.numAccepted = this.expected = 0;
+  }
+
+  /** @param {Round} round */
+  take(round) {
+    this.rounds.push(round);
+    this.seconds = round.seconds;
+    this.hasEnded = round.finish_reason !== null;
+    for (const token of round.tokens) this.counts[token.origin] += 1;
+    if (round.is_truncated) return;
+    this.numWhole += 1;
+    this.numDrafted += round.drafted.length;
+    this.numAccepted += round.tokens.length - 1;
+    this.expected += round.expected_tokens;
+  }
+
+  get numTokens() {
+    return this.counts.accepted + this.counts.correction + this.counts.bonus;
+  }
+
+  get tokenIds() {
+    return this.rounds.flatMap((round) => round.tokens.map((token) => token.id));
+  }
+
+  /** Tokens per round. */
+  get tau() {
+    return this.numWhole ? 1 + this.numAccepted / this.numWhole : null;
+  }
+
+  get expectedTau() {
+    return this.numWhole ? this.expected / this.numWhole : null;
+  }
+
+  get tokensPerSecond() {
+    return this.seconds > 0 ? this.numTokens / this.seconds : 0;
+  }
+}
+
+/** How many times as fast one lane is as another, token by token. @param {Lane} lane @param {Lane} base */
+export function speedUp(lane, base) {
+  return lane.tokensPerSecond / base.tokensPerSecond;
+}
+
+/** Tokens that two lanes have in common from the beginning. @param {Lane} a @param {Lane} b */
+export function numShared(a, b) {
+  const [first, second] = [a.tokenIds, b.tokenIds];
+  const at = first.findIndex((id, i) => id !== second[i]);
+  return at < 0 ? first.length : at;
+}
+
+const SCALES = [1, 1 / 2, 1 / 5, 1 / 10, 1 / 20, 1 / 50, 1 / 100, 1 / 200, 1 / 500, 1 / 1000];
+const LEAST_SECONDS = 7; // that a race should take, to be watched
+const ROUNDS_TO_JUDGE = 6; // of each lane, before it is known how fast it is
+
+/** Plays rounds at their own times, all lanes by one clock, which may run slower than theirs did. */
+export class Player {
+  /** @param {Start} start */
+  constructor(start) {
+    this.start = start;
+    this.received = start.arms.map((arm) => new Lane(arm));
+    this.isComplete = false;
+    this.scale = null;
+    this.rewind();
+  }
+
+  rewind() {
+    this.lanes = this.start.arms.map((arm) => new Lane(arm));
+    this.time = 0;
+  }
+
+  /** @param {Round} round */
+  receive(round) {
+    this.received[round.arm].take(round);
+  }
+
+  /** Whether all that will come has been played. */
+  get isOver() {
+    return this.isComplete && this.lanes.every((lane, i) => lane.rounds.length === this.received[i].rounds.length);
+  }
+
+  /** So slow that it can be watched; null as long as that is not known. */
+  get watchableScale() {
+    const rates = this.received.map((lane) => lane.tokensPerSecond);
+    const isKnown = this.received.every((lane) => lane.hasEnded || lane.rounds.length >= ROUNDS_TO_JUDGE);
+    if (!this.isComplete && !isKnown) return null;
+    const lengths = this.received.map((lane) => (lane.hasEnded ? lane.numTokens : this.start.max_new_tokens));
+    const seconds = Math.max(...lengths.map((length, i) => length / (rates[i] || Infinity)));
+    return SCALES.find((scale) => seconds / scale >= LEAST_SECONDS) ?? SCALES.at(-1);
+  }
+
+  /**
+   * Let time pass, and give the rounds that end in it, in order.
+   * @param {number} seconds of the watcher
+   * @param {number | null} scale of the lanes' time to the watcher's; null waits
+   * @returns {Round[]}
+   */
+  pass(seconds, scale) {
+    if (scale === null) return [];
+    // No further than is known of every lane.
+    const open = this.received.filter((lane) => !lane.hasEnded && !this.isComplete);
+    const end = open.length ? Math.min(...open.map((lane) => lane.seconds)) : this.seconds;
+    this.time = Math.min(scale === Infinity ? Infinity : this.time + seconds * scale, end);
+    const due = this.received.flatMap((lane, i) => lane.rounds.slice(this.lanes[i].rounds.length));
+    const played = due.filter((round) => round.seconds <= this.time).sort((a, b) => a.seconds - b.seconds);
+    for (const round of played) this.lanes[round.arm].take(round);
+    return played;
+  }
+
+  /** Of the longest lane. */
+  get seconds() {
+    return Math.max(...this.received.map((lane) => lane.seconds));
+  }
+}

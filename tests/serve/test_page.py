@@ -1,0 +1,275 @@
+"""The page in a real browser: skipped where there is none."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import LIMIT_S, Running, running, wait_until, words
+
+from browsers import browser, complaints
+from outrider.bench.race_events import race_events
+from outrider.bench.run import Arm, Case
+from outrider.serve.page import recorded_page
+from pairs import embedded
+
+# All that a lane shows, in text and colour, and what the server sent for it.
+SHOWN = """
+const style = (one) => { const {color, textDecorationLine, textDecorationStyle} = getComputedStyle(one);
+  return [color, textDecorationLine, textDecorationStyle].join(" "); };
+return [...document.querySelectorAll(".lane")].map((lane) => ({
+  name: lane.querySelector("h2").textContent,
+  prompt: lane.querySelector(".prompt").textContent,
+  tokens: [...lane.querySelectorAll(".token")].map((one) => [one.dataset.origin, one.textContent, style(one)]),
+  ghosts: [...lane.querySelectorAll(".ghost")].map((one) => [one.textContent, style(one)]),
+  facts: Object.fromEntries([...lane.querySelectorAll("dt")].map((dt) => [dt.textContent, dt.nextSibling.textContent])),
+}));
+"""
+_KEEP_EVENTS = """
+window.received = "";
+const original = window.fetch;
+window.fetch = async (...all) => { const answer = await original(...all);
+  if (String(all[0]) === "v1/race") answer.clone().text().then((text) => { window.received = text; });
+  return answer; };
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser(is_still=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server(driver: Any) -> Iterator[Running]:
+    with running(embedded(), context_len=512) as one:
+        yield one
+
+
+def fill(driver: Any, **values: object) -> None:
+    for name, value in values.items():
+        field = driver.find_element("id", name.replace("_", "-"))
+        if field.tag_name == "select":
+            field.find_element("css selector", f"option[value='{value}']").click()
+        else:
+            field.clear()
+            field.send_keys(str(value))
+
+
+def raced(driver: Any, server: Running, **values: object) -> list[dict[str, Any]]:
+    """Run a race from the page to its end, and give the events that the page had."""
+    driver.get(server.url)
+    driver.execute_script(_KEEP_EVENTS)
+    start = driver.find_element("id", "start")
+    wait_until(start.is_enabled)
+    fill(driver, speed="Infinity", **values)
+    start.click()
+    wait_until(lambda: is_over(driver) and driver.execute_script("return window.received"))
+    blocks = driver.execute_script("return window.received").split("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks if block.startswith("data: {")]
+
+
+def is_over(driver: Any) -> bool:
+    return "over" in driver.find_element("id", "verdict").get_attribute("class")
+
+
+def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
+    """Each lane shows its events: texts, a colour and an underline for each origin, and the counts."""
+    start, *rounds, end = events
+    lanes = driver.execute_script(SHOWN)
+    assert [lane["name"] for lane in lanes] == [arm["name"] for arm in start["arms"]]
+    for which, (lane, arm) in enumerate(zip(lanes, start["arms"], strict=True)):
+        own = [event for event in rounds if event["arm"] == which]
+        tokens = [(token["origin"], token["text"] or "▫") for event in own for token in event["tokens"]]
+        assert [(origin, text) for origin, text, _ in lane["tokens"]] == tokens
+        assert lane["prompt"] == start["prompt"]
+        stats, facts = end["arms"][which]["stats"], lane["facts"]
+        assert facts["Rounds"] == str(len(own))
+        if arm["draft"] is None:
+            assert {style for _, _, style in lane["tokens"]} == {lane["tokens"][0][2]}
+            assert "none" in lane["tokens"][0][2]
+            continue
+        rejected = [
+            one["text"] or "▫"
+            for event in own
+            if event["tokens"][-1]["origin"] == "correction"
+            for one in event["drafted"][len(event["tokens"]) - 1 :]
+        ]
+        assert [text for text, _ in lane["ghosts"]] == rejected and rejected
+        assert all("line-through" in style for _, style in lane["ghosts"])
+        styles = {origin: {style for one, _, style in lane["tokens"] if one == origin} for origin, _ in tokens}
+        assert [len(one) for one in styles.values()] == [1, 1, 1]
+        looks = {origin: style.rpartition(" underline ") for origin, (style,) in styles.items()}
+        assert {origin: line for origin, (_, _, line) in looks.items()} == {
+            "accepted": "solid",
+            "correction": "double",
+            "bonus": "dotted",
+        }
+        assert len({colour for colour, _, _ in looks.values()}) == 3
+        counts = [sum(origin == one for one, _ in tokens) for origin in ("accepted", "correction", "bonus")]
+        assert [int(number) for number in re.findall(r"\d+", facts["Tokens"])] == counts
+        assert re.findall(r"\d+", facts["Drafted"])[:2] == [
+            str(stats["num_draft_tokens"]),
+            str(stats["num_accepted_draft_tokens"]),
+        ]
+        assert facts["τ measured"] == f"{stats['mean_acceptance_length']:.2f}"
+        expected = f"{end['arms'][which]['expected_acceptance_length']:.2f}"
+        assert facts["τ predicted"].removeprefix("at most ") == expected
+        assert facts["τ predicted"].startswith("at most") == (start["acceptance"] == "gumbel")
+
+
+def verdict(driver: Any) -> str:
+    text: str = driver.find_element("id", "verdict").text
+    return text
+
+
+def test_a_race_to_its_end(driver: Any, server: Running) -> None:
+    events = raced(driver, server, acceptance="block", seed=5, max_tokens=60)
+    assert (events[0]["acceptance"], events[0]["seed"], events[0]["max_new_tokens"]) == ("block", 5, 60)
+    check_lanes(driver, events)
+    assert "times as fast as plain in this race" in verdict(driver)
+    assert "The texts differ, the law does not" in verdict(driver)
+    assert complaints(driver) == []
+
+
+def test_under_gumbel_the_texts_are_the_same_and_it_says_so(driver: Any, server: Running) -> None:
+    events = raced(driver, server, acceptance="gumbel", seed=6, k=7, max_tokens=60)
+    check_lanes(driver, events)
+    plain, speculative = ["".join(text for _, text, _ in lane["tokens"]) for lane in driver.execute_script(SHOWN)]
+    assert plain == speculative
+    assert "Both texts are the same, token for token: under gumbel the seed 6 decides them" in verdict(driver)
+    assert complaints(driver) == []
+
+
+def test_a_prompt_of_markup_is_text(driver: Any, server: Running) -> None:
+    prompt = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
+    check_lanes(driver, raced(driver, server, prompt=prompt, max_tokens=40, seed=1))
+    assert driver.execute_script("return window.stolen") is None
+    assert driver.execute_script("return document.querySelectorAll('#lanes script, #lanes img').length") == 0
+    assert complaints(driver) == []
+
+
+def test_the_policy_is_kept(driver: Any, server: Running) -> None:
+    """Markup from a string, and scripts from elsewhere, are refused by the browser; and the check of the console works."""
+    driver.get(server.url)
+    assert (
+        driver.execute_script("try { document.body.innerHTML = '<p>'; return 0 } catch (error) { return error.name }")
+        == "TypeError"
+    )
+    driver.execute_script("const s = document.createElement('style'); s.textContent = 'p {}'; document.head.append(s)")
+    wait_until(lambda: any("Content Security Policy" in one for one in complaints(driver)))
+
+
+def test_tokens_tell_of_themselves(driver: Any, server: Running) -> None:
+    """With the keyboard, and at the pointer; Escape takes it away."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    events = raced(driver, server, acceptance="rejection", seed=5, max_tokens=40)
+    driver.find_element("id", "keep").click()
+    drafted = [one for event in events[1:-1] if event["arm"] == 1 for one in event["drafted"]]
+    lane = driver.find_element("css selector", ".lane:not(.plain)")
+    tip = driver.find_element("id", "tip")
+    assert not tip.is_displayed()
+    driver.execute_script("arguments[0].querySelector('[tabindex=\"0\"]').focus()", lane)
+    for place in range(4):
+        focused = driver.switch_to.active_element
+        assert focused.get_attribute("aria-describedby") == "tip" and tip.is_displayed()
+        origin, classes = focused.get_attribute("data-origin"), focused.get_attribute("class")
+        if origin == "accepted" or "ghost" in classes:
+            one = drafted.pop(0)
+            assert one["text"].strip() in tip.text
+            p, q, least = (float(dd.text) for dd in tip.find_elements("tag name", "dd"))
+            assert (p, q) == (pytest.approx(one["p"], rel=0.1, abs=5e-4), pytest.approx(one["q"], rel=0.1, abs=5e-4))
+            assert least == pytest.approx(min(1, one["p"] / one["q"]), rel=0.1, abs=5e-4)
+        else:
+            assert origin in tip.text or "drawn from p" in tip.text
+        ActionChains(driver).send_keys(Keys.ARROW_RIGHT).perform()
+    assert len(lane.find_elements("css selector", "[tabindex='0']")) == 1
+    ActionChains(driver).send_keys(Keys.ESCAPE).perform()
+    assert not tip.is_displayed()
+    ActionChains(driver).move_to_element(lane.find_element("css selector", ".token")).perform()
+    assert tip.is_displayed()
+    assert complaints(driver) == []
+
+
+def test_it_can_be_paused_and_played_again(driver: Any, server: Running) -> None:
+    events = raced(driver, server, seed=5, max_tokens=40)
+    fill(driver, speed="0.01")
+    driver.find_element("id", "again").click()
+    assert not is_over(driver)
+    driver.find_element("id", "pause").click()
+    num_shown = len(driver.execute_script(SHOWN)[0]["tokens"])
+    assert num_shown < 40
+    fill(driver, speed="Infinity")
+    driver.find_element("id", "pause").click()
+    wait_until(lambda: is_over(driver))
+    check_lanes(driver, events)
+
+
+def test_a_key_is_asked_for(driver: Any) -> None:
+    """And kept nowhere."""
+    with running(words(), api_key="secret") as server:
+        driver.get(server.url)
+        key = driver.find_element("id", "key")
+        wait_until(key.is_displayed)
+        key.send_keys("secret")
+        driver.find_element("id", "prompt").clear()
+        driver.find_element("id", "prompt").send_keys("w1 w2")
+        start = driver.find_element("id", "start")
+        wait_until(start.is_enabled)
+        fill(driver, speed="Infinity", max_tokens=5, drafter="ngram")
+        start.click()
+        wait_until(lambda: is_over(driver))
+        assert driver.execute_script("return [localStorage.length, sessionStorage.length, document.cookie]") == [
+            0,
+            0,
+            "",
+        ]
+        assert {one for one in complaints(driver) if "401" not in one} == set()
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_axe_finds_nothing(server: Running, is_dark: bool) -> None:
+    """At the beginning, and at the end with a token in focus and rejected drafts kept. (axe-core, by Deque)"""
+    axe = pytest.importorskip("axe_core_python", reason="axe is not installed: pip install axe-core-python")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    with browser(is_dark=is_dark) as driver:
+        driver.get(server.url)
+        assert found_by_axe(driver, script) == []
+        raced(driver, server, seed=5, max_tokens=60)
+        driver.find_element("id", "keep").click()
+        driver.execute_script("document.querySelector('.lane:not(.plain) .ghost').focus()")
+        assert driver.find_element("id", "tip").is_displayed()
+        assert found_by_axe(driver, script) == []
+
+
+def found_by_axe(driver: Any, script: str) -> list[str]:
+    driver.execute_script(script)
+    driver.set_script_timeout(LIMIT_S)
+    found = driver.execute_async_script(
+        "const done = arguments[0]; axe.run().then(done, (e) => done({error: String(e)}))"
+    )
+    assert len(found["passes"]) > 20
+    return [f"{one['id']}: {one['help']}: {node['html']}" for one in found["violations"] for node in one["nodes"]]
+
+
+def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
+    """From a file, and of three arms; it fetches nothing."""
+    decoder = embedded()
+    arms = [Arm("plain", decoder.plain()), *(Arm(f"fable-draft, K = {k}", decoder, "fable-draft", k) for k in (2, 5))]
+    prompt = "</script><script>window.stolen = 1</script><!--<script>"
+    events = list(race_events(arms, Case(0, prompt, 5), {"max_new_tokens": 60, "temperature": 0.9}))
+    path = tmp_path / "race.html"
+    path.write_text(recorded_page(events), encoding="utf-8")
+    complaints(driver)
+    driver.get(path.as_uri())
+    fill(driver, speed="Infinity")
+    wait_until(lambda: is_over(driver))
+    check_lanes(driver, json.loads(json.dumps(events)))
+    assert driver.execute_script("return window.stolen") is None
+    assert not driver.find_element("id", "controls").is_displayed()
+    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert complaints(driver) == []

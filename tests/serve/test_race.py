@@ -1,0 +1,187 @@
+"""``/v1/race``: plain and speculative decoding side by side, told in events."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Running, running, wait_until, words
+
+from outrider.api import load
+from outrider.decoder import Decoder
+from pairs import broken_model, embedded, word_tokenizer
+
+PROMPT = "Once upon a time there was a"
+BODY = {"prompt": PROMPT, "seed": 3, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return embedded("float64")
+
+
+@pytest.fixture(scope="module")
+def server(decoder: Decoder) -> Iterator[Running]:
+    with running(decoder, context_len=256) as one:
+        yield one
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    *events, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def race(server: Running, **fields: object) -> list[dict[str, Any]]:
+    with server.http() as http:
+        response = http.post("/v1/race", json=BODY | fields)
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    return events_of(response.text)
+
+
+def ids_of(events: list[dict[str, Any]], arm: int) -> list[int]:
+    return [token["id"] for event in events[1:-1] if event["arm"] == arm for token in event["tokens"]]
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block", "gumbel"])
+def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running, acceptance: str) -> None:
+    """And its last event counts what the others tell."""
+    events = race(server, acceptance=acceptance, num_draft_tokens=3, temperature=0.8)
+    start, *rounds, end = events
+    assert (start["type"], {one["type"] for one in rounds}, end["type"]) == ("start", {"round"}, "end")
+    assert (start["target"], start["prompt"], start["seed"], start["acceptance"]) == ("fable", PROMPT, 3, acceptance)
+    assert [(arm["draft"], arm["k"]) for arm in start["arms"]] == [(None, None), ("fable-draft", 3)]
+    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 40, "temperature": 0.8, "acceptance": acceptance}
+    for which, one in enumerate((decoder.plain(), decoder)):
+        (alone,) = one.generate(PROMPT, num_draft_tokens=3, **options)
+        own = [event for event in rounds if event["arm"] == which]
+        assert ids_of(events, which) == list(alone.token_ids)
+        assert "".join(token["text"] for event in own for token in event["tokens"]) == alone.text
+        assert [token["origin"] for event in own for token in event["tokens"]] == list(alone.origins)
+        assert end["arms"][which]["stats"] == alone.stats.to_json()
+        whole = [event["expected_tokens"] for event in own if not event["is_truncated"]]
+        assert end["arms"][which]["expected_acceptance_length"] == pytest.approx(sum(whole) / len(whole))
+        assert own[-1]["seconds"] == pytest.approx(end["arms"][which]["time_s"]["total"])
+        assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [alone.finish_reason]
+    is_same = ids_of(events, 0) == ids_of(events, 1)
+    assert is_same == (acceptance == "gumbel")
+
+
+def test_rejected_drafts_are_told_with_p_and_q(server: Running) -> None:
+    """Those accepted are the tokens themselves, and what is rejected has p < q."""
+    num_rejected = 0
+    for event in race(server, acceptance="rejection")[1:-1]:
+        accepted = [token for token in event["tokens"] if token["origin"] == "accepted"]
+        assert [(one["id"], one["text"]) for one in event["drafted"][: len(accepted)]] == [
+            (token["id"], token["text"]) for token in accepted
+        ]
+        assert all(0 <= one["p"] <= 1 and 0 < one["q"] <= 1 for one in event["drafted"])
+        if event["tokens"][-1]["origin"] == "correction":
+            first = event["drafted"][len(accepted)]
+            assert first["p"] < first["q"] and first["id"] != event["tokens"][-1]["id"]
+            num_rejected += 1
+    assert num_rejected > 3
+
+
+def test_the_arm_that_is_behind_is_stepped(server: Running) -> None:
+    clocks = [0.0, 0.0]
+    for event in race(server)[1:-1]:
+        which = event["arm"]
+        assert clocks[which] <= clocks[1 - which]
+        clocks[which] = float("inf") if event["finish_reason"] else event["seconds"]
+    assert clocks == [float("inf")] * 2
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+def test_other_drafts(server: Running, drafter: str) -> None:
+    """Which need no model. Under gumbel the text is the same with any."""
+    events = race(server, drafter=drafter, acceptance="gumbel", num_draft_tokens=7)
+    assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
+    assert ids_of(events, 0) == ids_of(events, 1)
+
+
+def test_a_seed_is_drawn_where_none_is_given(server: Running) -> None:
+    first, second = (race(server, seed=None, max_tokens=2)[0]["seed"] for _ in range(2))
+    assert first != second and 0 <= min(first, second) and max(first, second) < 2**32
+
+
+def test_choices(server: Running) -> None:
+    with server.http() as http:
+        found = http.get("/v1/race/choices").json()
+    assert found == {
+        "target": "fable",
+        "drafts": ["fable-draft", "ngram", "none"],
+        "acceptances": ["rejection", "block", "gumbel"],
+        "acceptance": "block",
+        "num_draft_tokens": 4,
+        "most_draft_tokens": 16,
+        "max_model_len": 256,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"drafter": "another"}, "drafter"),
+        ({"drafter": 1}, "drafter"),
+        ({"num_draft_tokens": 17}, "num_draft_tokens"),
+        ({"draft": False}, "num_draft_tokens"),
+        ({"acceptance": "greedy"}, "acceptance"),
+        ({"temperature": -1}, "temperature"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": PROMPT * 100}, "prompt"),
+        ({"n": 2}, "prompt"),
+        ({"tools": [{}]}, "tools"),
+    ],
+)
+def test_refused(server: Running, fields: dict[str, Any], param: str) -> None:
+    with server.http() as http:
+        response = http.post("/v1/race", json=BODY | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> None:
+    (alone,) = decoder.generate(PROMPT, seed=1, max_new_tokens=60)
+    body = {"prompt": PROMPT, "seed": 1, "max_tokens": 60}
+    with ThreadPoolExecutor() as pool, server.http() as http:
+        races = [pool.submit(race, server, seed=seed) for seed in range(3)]
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == alone.text
+    assert all(one.result()[-1]["type"] == "end" for one in races)
+
+
+def test_a_race_that_is_left_ends() -> None:
+    """And the next one has its turn."""
+    with running(words(1_000_000), context_len=1_000_000) as server, server.http() as http:
+        body = {"prompt": "w1", "max_tokens": 900_000, "drafter": "ngram"}
+        with http.stream("POST", "/v1/race", json=body) as response:
+            next(lines := response.iter_lines())
+            assert server.worker.num_open == 1
+            waiting = threading.Thread(target=lambda: race(server, prompt="w1"))
+            waiting.start()
+            next(lines)
+        wait_until(lambda: server.worker.num_open == 0 and not waiting.is_alive())
+
+
+def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:
+    """NaN for this prompt; the server goes on."""
+    word_tokenizer().save_pretrained(broken_model(tmp_path))
+    with running(load(tmp_path, device="cpu")) as server, server.http() as http:
+        *_, last = events_of(http.post("/v1/race", json={"prompt": "w3 w7", "max_tokens": 9, "drafter": "ngram"}).text)
+        assert "NaN" in last["error"]["message"]
+        assert race(server, prompt="w1 w2", max_tokens=2)[-1]["type"] == "end"
+
+
+def test_a_key_is_asked_for_but_not_for_the_page() -> None:
+    with running(words(), api_key="secret") as server, server.http() as http:
+        assert http.get("/v1/race/choices").status_code == http.post("/v1/race", json=BODY).status_code == 401
+        for path in ("/", "/page/race.css", "/page/main.js", "/page/race.js"):
+            response = http.get(path)
+            assert response.status_code == 200
+            assert "script-src 'self'" in response.headers["content-security-policy"]
+        assert http.get("/page/other.js").status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert http.get("/v1/race/choices", headers=headers).status_code == 200
