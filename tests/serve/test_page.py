@@ -1,5 +1,6 @@
 """The page in a real browser: skipped where there is none."""
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -152,12 +153,11 @@ def test_a_prompt_of_markup_is_text(driver: Any, server: Running) -> None:
 
 
 def test_the_policy_is_kept(driver: Any, server: Running) -> None:
-    """Markup from a string, and scripts from elsewhere, are refused by the browser; and the check of the console works."""
+    """The browser refuses markup from a string, and styles that are not the server's. (The control of the check of the
+    console, too.)"""
     driver.get(server.url)
-    assert (
-        driver.execute_script("try { document.body.innerHTML = '<p>'; return 0 } catch (error) { return error.name }")
-        == "TypeError"
-    )
+    markup = "try { document.body.innerHTML = '<p>'; return '' } catch (error) { return error.name }"
+    assert driver.execute_script(markup) == "TypeError"
     driver.execute_script("const s = document.createElement('style'); s.textContent = 'p {}'; document.head.append(s)")
     wait_until(lambda: any("Content Security Policy" in one for one in complaints(driver)))
 
@@ -174,7 +174,7 @@ def test_tokens_tell_of_themselves(driver: Any, server: Running) -> None:
     tip = driver.find_element("id", "tip")
     assert not tip.is_displayed()
     driver.execute_script("arguments[0].querySelector('[tabindex=\"0\"]').focus()", lane)
-    for place in range(4):
+    for _ in range(4):
         focused = driver.switch_to.active_element
         assert focused.get_attribute("aria-describedby") == "tip" and tip.is_displayed()
         origin, classes = focused.get_attribute("data-origin"), focused.get_attribute("class")
@@ -223,11 +223,8 @@ def test_a_key_is_asked_for(driver: Any) -> None:
         fill(driver, speed="Infinity", max_tokens=5, drafter="ngram")
         start.click()
         wait_until(lambda: is_over(driver))
-        assert driver.execute_script("return [localStorage.length, sessionStorage.length, document.cookie]") == [
-            0,
-            0,
-            "",
-        ]
+        kept = "return [localStorage.length, sessionStorage.length, document.cookie]"
+        assert driver.execute_script(kept) == [0, 0, ""]
         assert {one for one in complaints(driver) if "401" not in one} == set()
 
 
@@ -249,9 +246,8 @@ def test_axe_finds_nothing(server: Running, is_dark: bool) -> None:
 def found_by_axe(driver: Any, script: str) -> list[str]:
     driver.execute_script(script)
     driver.set_script_timeout(LIMIT_S)
-    found = driver.execute_async_script(
-        "const done = arguments[0]; axe.run().then(done, (e) => done({error: String(e)}))"
-    )
+    run = "const done = arguments[0]; axe.run().then(done, (error) => done({error: String(error)}))"
+    found = driver.execute_async_script(run)
     assert len(found["passes"]) > 20
     return [f"{one['id']}: {one['help']}: {node['html']}" for one in found["violations"] for node in one["nodes"]]
 
@@ -273,3 +269,29 @@ def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
     assert not driver.find_element("id", "controls").is_displayed()
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert complaints(driver) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "is_dark"), [("light", 1200, False), ("dark", 1200, True), ("narrow", 390, False)]
+)
+def test_pictures(request: pytest.FixtureRequest, server: Running, name: str, width: int, is_dark: bool) -> None:
+    """For the documentation: ``pytest tests/serve/test_page.py -k pictures --pictures docs/pictures``."""
+    folder = request.config.getoption("--pictures")
+    if folder is None:
+        pytest.skip("pictures are taken with --pictures FOLDER")
+    with browser(width=width, is_dark=is_dark, is_still=True) as driver:
+        raced(driver, server, acceptance="gumbel", seed=5, max_tokens=96)
+        driver.find_element("id", "keep").click()
+        height = driver.execute_script("return document.documentElement.scrollHeight")
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.execute_script("document.querySelectorAll('.lane:not(.plain) .ghost')[4].focus()")
+        save_picture(driver.get_screenshot_as_png(), Path(folder) / f"race-{name}.png")
+
+
+def save_picture(png: bytes, path: Path) -> None:
+    """In few colours."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(png)) as image:
+        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)

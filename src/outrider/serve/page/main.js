@@ -30,6 +30,7 @@ class Show {
   #raise() {
     this.views = this.player.lanes.map((lane, i) => new LaneView(lane, this.start, i));
     at("lanes").replaceChildren(...this.views.map((view) => view.node));
+    this.hasEnded = false;
     at("verdict").className = "";
     at("verdict").replaceChildren(element("p", {}, "The race is on."));
     for (const view of this.views) view.summarise();
@@ -76,11 +77,12 @@ class Show {
     for (const view of this.views) view.refresh(player.time);
     for (const arm of new Set(rounds.map((round) => round.arm))) this.views[arm].summarise();
     at("scale").textContent = scale === null || scale === 1 || scale === Infinity ? "" : `1 s is shown in ${1 / scale} s`;
-    if (rounds.length && player.isOver) this.#end();
+    if (player.isOver && !this.hasEnded) this.#end();
     requestAnimationFrame((later) => this.#tick(later));
   }
 
   #end() {
+    this.hasEnded = true;
     at("pause").disabled = true;
     at("again").disabled = false;
     const sentences = verdict(this.player, this.start, this.measured);
