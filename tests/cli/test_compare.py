@@ -233,6 +233,29 @@ def test_ctrl_c_in_the_race_leaves_the_terminal_as_it_was(
     assert not (tmp_path / "a.json").exists()
 
 
+def test_the_race_as_a_page(outrider: Outrider, tmp_path: Path) -> None:
+    """Of all arms, with what was measured; the texts are those of the document."""
+    page = tmp_path / "race.html"
+    ended = outrider("compare", PROMPT, *QUICK, "-k", "1,3", "--html", page, "--json", "-")
+    document = document_of(ended)
+    (recording,) = re.findall(r'id="recording">(.*?)</script>', page.read_text(encoding="utf-8"))
+    start, *rounds, end = json.loads(recording)
+    assert [arm["name"] for arm in start["arms"]] == list(document["texts"])
+    for which, text in enumerate(document["texts"].values()):
+        own = [event for event in rounds if event["arm"] == which]
+        assert "".join(token["text"] for event in own for token in event["tokens"]) == text
+        num_drafted = sum(len(event["drafted"]) for event in own if not event["is_truncated"])
+        assert end["arms"][which]["stats"]["num_draft_tokens"] == num_drafted
+        assert (num_drafted > 0) == (which > 0)
+    assert end["measured"] == document["arms"]
+
+
+def test_a_page_that_cannot_be_written(outrider: Outrider, tmp_path: Path) -> None:
+    assert "cannot write" in outrider("compare", "--html", tmp_path / "none" / "race.html").error
+    path = tmp_path / "race"
+    assert "another option" in outrider("compare", "--html", path, "--json", path).error
+
+
 def test_the_default_is_the_embedded_pair_on_a_built_in_prompt(outrider: Outrider, tmp_path: Path) -> None:
     outrider("compare", "-n", 4, "--num-runs", 1, "--json", tmp_path / "a.json")
     options = json.loads((tmp_path / "a.json").read_text())["options"]

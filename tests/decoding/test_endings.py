@@ -1,5 +1,6 @@
 """How rows end, and what the rounds say of themselves: limits, stops, counts, log-probabilities, errors."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -133,6 +134,34 @@ def test_rejected_ratio_is_below_1_and_1_for_equal_models(
     for output in run(target, ModelDrafter(target), _requests(PROMPTS, 60), rule, 4):
         for row in output.rounds:
             assert row.num_accepted == row.num_drafted or row.rejected_ratio == pytest.approx(1.0, abs=1e-9)
+
+
+@ALL_RULES
+@pytest.mark.parametrize("drafter_name", ["model", "ngram"])
+def test_drafts_are_reported_with_p_and_q_where_asked_for(rule: Rule, drafter_name: str) -> None:
+    """All of them, rejected or not, with the probabilities of the tables; not for the row beside."""
+    table = random_table(8, 0, 1.5)
+    target, drafter = table_lm(table), ModelDrafter(table_lm(0.5 * table + random_table(8, 1), name="draft"))
+    p_table, q_table = (one.softmax(-1) for one in (table, 0.5 * table + random_table(8, 1)))
+    requests = _requests(PROMPTS, 30)
+    requests[0] = dataclasses.replace(requests[0], reports_drafts=True)
+    asked, *others = run(target, drafter if drafter_name == "model" else NgramDrafter(), requests, rule, 4)
+    assert all(row.drafted is None for output in others for row in output.rounds)
+    text, num_rejected = list(PROMPTS[0]), 0
+    for row in asked.rounds:
+        assert row.drafted is not None and len(row.drafted) == row.num_drafted
+        ids = [one.token_id for one in row.drafted]
+        assert tuple(ids[: row.num_accepted]) == row.token_ids[: row.num_accepted]
+        for before, one in zip([text[-1], *ids], row.drafted, strict=False):
+            assert one.p == pytest.approx(p_table[before, one.token_id].item(), abs=1e-6)
+            q = q_table[before, one.token_id].item() if drafter_name == "model" else 1.0
+            assert one.q == pytest.approx(q, abs=1e-6)
+        if row.num_accepted < row.num_drafted:
+            rejected = row.drafted[row.num_accepted]
+            assert row.rejected_ratio == pytest.approx(rejected.p / rejected.q)
+            num_rejected += 1
+        text += row.token_ids
+    assert num_rejected > 2
 
 
 def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:

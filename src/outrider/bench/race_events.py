@@ -108,13 +108,12 @@ class _Tale:
 
 
 def expected_tokens(drafted: Sequence[DraftedToken], acceptance: str) -> float:
-    """Tokens that a round commits on average over its coins, given its drafts. (``gumbel`` has none: there it is the
-    most that they can be on average.)
+    """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens stand, given these. On average
+    over rounds it is the number of tokens that a round commits (under ``gumbel``: at least that).
 
-    The first i drafted tokens stand with probability w_i, of w_0 = 1: under ``rejection`` w_i = w_{i-1} min(1, p/q)
-    (Leviathan et al. 2211.17192, algorithm 1), under ``block`` w_i = min(1, w_{i-1} p/q) (Sun et al. 2403.10444). Under
-    ``gumbel`` draft and target have both drawn a token with a probability of at most min(p, q), so that it stands with
-    at most min(1, p/q).
+    From w_0 = 1, ``rejection`` has w_i = w_{i-1} min(1, p/q) (Leviathan et al. 2211.17192, algorithm 1), ``block``
+    w_i = min(1, w_{i-1} p/q) (Sun et al. 2403.10444). Under ``gumbel`` the probability that draft and target both draw
+    a token is at most min(p, q), so that one that was drafted stands with at most min(1, p/q).
     """
     weight = total = 1.0
     for _, p, q in drafted:
