@@ -62,11 +62,11 @@ def running(decoder: Decoder, **options: object) -> Iterator[Running]:
             assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < end_s
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 def words(context_len: int = 64) -> Decoder:

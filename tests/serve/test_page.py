@@ -67,7 +67,8 @@ def raced(driver: Any, server: Running, **values: object) -> list[dict[str, Any]
     wait_until(start.is_enabled)
     fill(driver, speed="Infinity", **values)
     start.click()
-    wait_until(lambda: is_over(driver) and driver.execute_script("return window.received"))
+    # Seldom asked, since the race needs the processor.
+    wait_until(lambda: is_over(driver) and driver.execute_script("return window.received"), pause_s=0.5)
     blocks = driver.execute_script("return window.received").split("\n\n")
     return [json.loads(block.removeprefix("data: ")) for block in blocks if block.startswith("data: {")]
 
@@ -93,7 +94,7 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
             assert "none" in lane["tokens"][0][2]
             continue
         rejected = [
-            one["text"] or "▫"
+            one["text"].replace("\n", "↵") or "▫"
             for event in own
             if event["tokens"][-1]["origin"] == "correction"
             for one in event["drafted"][len(event["tokens"]) - 1 :]
@@ -117,8 +118,8 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
         ]
         assert facts["τ measured"] == f"{stats['mean_acceptance_length']:.2f}"
         expected = f"{end['arms'][which]['expected_acceptance_length']:.2f}"
-        assert facts["τ predicted"].removeprefix("at most ") == expected
-        assert facts["τ predicted"].startswith("at most") == (start["acceptance"] == "gumbel")
+        at_most = " or less, on average" if start["acceptance"] == "gumbel" else ""
+        assert facts["τ predicted"] == expected + at_most
 
 
 def verdict(driver: Any) -> str:
@@ -280,7 +281,7 @@ def test_pictures(request: pytest.FixtureRequest, server: Running, name: str, wi
     if folder is None:
         pytest.skip("pictures are taken with --pictures FOLDER")
     with browser(width=width, is_dark=is_dark, is_still=True) as driver:
-        raced(driver, server, acceptance="gumbel", seed=5, max_tokens=96)
+        raced(driver, server, acceptance="gumbel", seed=5, max_tokens=64)
         driver.find_element("id", "keep").click()
         height = driver.execute_script("return document.documentElement.scrollHeight")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

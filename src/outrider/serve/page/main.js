@@ -99,9 +99,9 @@ let running = new AbortController();
 function report(error) {
   const isKey = error instanceof Refused && error.status === 401;
   at("key-field").hidden &&= !isKey;
-  at("error").textContent = isKey
-    ? "This server asks for its API key."
-    : error instanceof Error ? error.message : String(error);
+  const message = error instanceof Error ? error.message : String(error);
+  const told = isKey ? "This server asks for its API key." : message;
+  if (at("error").textContent !== told) at("error").textContent = told; // told once, though it may be asked again
   if (isKey) at("key").focus();
 }
 

@@ -113,7 +113,8 @@ export class LaneView {
   /** Those that did not stand. Where the text has ended before, nobody knows. */
   #ghosts(round, numAccepted, number) {
     return round.drafted.slice(numAccepted).map((drafted, i) => {
-      const ghost = element("del", { class: "ghost", tabindex: "-1" }, shown(drafted));
+      // A line that was never written breaks none.
+      const ghost = element("del", { class: "ghost", tabindex: "-1" }, shown(drafted).replaceAll("\n", "↵"));
       tips.set(ghost, { token: { ...drafted, origin: i ? "discarded" : "rejected" }, drafted, number });
       return ghost;
     });
@@ -138,7 +139,7 @@ export class LaneView {
       const share = lane.numDrafted ? ` (${Math.round((100 * lane.numAccepted) / lane.numDrafted)}%)` : "";
       rows.push(
         ["τ measured", fixed(lane.tau, 2)],
-        ["τ predicted", (this.isAtMost ? "at most " : "") + fixed(lane.expectedTau, 2)],
+        ["τ predicted", this.isAtMost ? `${fixed(lane.expectedTau, 2)} or less, on average` : fixed(lane.expectedTau, 2)],
         ["Drafted", `${lane.numDrafted}, ${lane.numAccepted} accepted${share}`],
         ["Tokens", `${lane.counts.accepted} accepted, ${lane.counts.correction} corrections, ${lane.counts.bonus} bonus`],
       );
