@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.decoding.batch import final_length
 from outrider.decoding.costs import costs_by_load
-from outrider.decoding.engine import Engine, decode, final_length
+from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
@@ -110,8 +111,8 @@ class Decoder:
             is_repeatable: under "auto", keep K constant in rows whose seed is given, if their text depends on K. False
                 lets K adapt there too (for measurements; the law of the output is the same).
             reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
-            options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``: a
-                list of lists). Without a seed each row draws its own.
+            options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``
+                and ``stop_token_ids``: a list of lists). Without a seed each row draws its own.
 
         Raises:
             OptionError, PromptError: at once, not at the first chunk.
@@ -326,14 +327,16 @@ class Decoder:
         # 53 bits, since readers of JSON in other languages keep no more.
         seed = options["seed"] if has_seed else here().shared(secrets.randbits(53))
         stop = options.get("stop")
-        sampling = Sampling(**{**options, "seed": seed, "stop": () if stop is None else stop})
-        self.check_bias(sampling.logit_bias or {})
+        stop_ids = options.get("stop_token_ids")
+        lists = {"stop": () if stop is None else stop, "stop_token_ids": () if stop_ids is None else stop_ids}
+        sampling = Sampling(**{**options, "seed": seed, **lists})
+        self.check_tokens(sampling)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
-        text = RowText(detokenizer, () if sampling.ignore_eos else self.eos_ids, sampling.stop)
-        left = sampling.max_new_tokens - len(resume_ids)
-        if left < 1 or len(ids) + len(resume_ids) >= self.target.context_len:
+        eos_ids = () if sampling.ignore_eos else self.eos_ids
+        text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
+        if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
             raise OptionError(
                 "resume_ids", f"{len(resume_ids)} tokens", "the text has ended: nothing is left to generate"
             )
@@ -343,16 +346,22 @@ class Decoder:
             if text.push(token_id) is not None:
                 raise OptionError("resume_ids", token_id, "the text has ended with this token")
         text.take()  # given out before the cut
-        request = Request([*ids, *resume_ids], replace(sampling, max_new_tokens=left), text)
+        law = sampling.with_ends(self.eos_ids)
+        request = Request([*ids, *resume_ids], law, text, num_resumed=len(resume_ids))
         return Job(request, text, len(ids), len(resume_ids), has_seed)
 
-    def check_bias(self, bias: Mapping[int, float]) -> None:
-        """Whether this target can be biased so. Raises OptionError."""
-        vocab_size = self.target.vocab_size
-        if max(bias, default=0) >= vocab_size:
-            raise OptionError("logit_bias", max(bias), f"token ids are below {vocab_size}")
-        if sum(value == -math.inf for value in bias.values()) == vocab_size:
+    def check_tokens(self, sampling: Sampling) -> None:
+        """Whether this target has the tokens that the options name, and one is left to be generated. Raises
+        OptionError."""
+        vocab_size, bias = self.target.vocab_size, sampling.logit_bias or {}
+        for name, ids in (("logit_bias", bias), ("stop_token_ids", sampling.stop_token_ids)):
+            if max(ids, default=0) >= vocab_size:
+                raise OptionError(name, max(ids), f"token ids are below {vocab_size}")
+        forbidden = {token_id for token_id, value in bias.items() if value == -math.inf}
+        if len(forbidden) == vocab_size:
             raise OptionError("logit_bias", -math.inf, "it forbids every token")
+        if sampling.min_tokens and len(forbidden.union(sampling.stop_token_ids, self.eos_ids)) == vocab_size:
+            raise OptionError("min_tokens", sampling.min_tokens, "no token is left that does not end the text")
 
 
 def _check_acceptance(name: str) -> str:

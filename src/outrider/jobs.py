@@ -14,6 +14,7 @@ from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound
 from outrider.text.row_text import RowText
 
 _OPTIONS = [field.name for field in fields(Sampling)]
+_LISTS = {"stop": str, "stop_token_ids": int}  # options whose value for one row is a list of these
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -28,8 +29,8 @@ def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[s
     row: dict[str, Any] = {}
     for name, value in options.items():
         is_per_row = isinstance(value, (list, tuple))
-        if name == "stop" and is_per_row:
-            is_per_row = any(not isinstance(item, str) for item in value)
+        if name in _LISTS and is_per_row:
+            is_per_row = any(not isinstance(item, _LISTS[name]) for item in value)
         if is_per_row and len(value) != num_rows:
             raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
         row[name] = value[index] if is_per_row else value

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.errors import OptionError
@@ -21,13 +21,15 @@ DEFAULT_NUM_SLOTS = 8
 NumDraftTokens = int | Literal["auto"]
 """K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""
 
+_MAX_PENALTY = 2.0  # of OpenAI's API
 _MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one row is sampled. Order and meaning are those of Hugging Face's processors: logit_bias,
-    repetition_penalty, temperature, top_k, top_p, min_p.
+    repetition_penalty, temperature, top_k, top_p, min_p. After the repetition penalty come those of OpenAI's API,
+    ``logit - frequency_penalty * count - presence_penalty * (count > 0)``, and then min_tokens, as in vLLM.
 
     Attributes:
         temperature: 0 is greedy (ties go to the lowest id); 1 is the model's own distribution.
@@ -35,9 +37,14 @@ class Sampling:
         top_p: keep the smallest set of tokens whose mass reaches top_p; 1.0 keeps all.
         min_p: keep tokens with at least min_p times the probability of the most probable; 0.0 keeps all.
         repetition_penalty: above 1.0 lowers the logits of tokens that occur in prompt or output (Keskar et al. 2019).
+        presence_penalty: subtracted from the logits of tokens that occur in the output, -2 to 2.
+        frequency_penalty: the same for each occurrence.
         logit_bias: token id -> number added to its logit (-inf forbids it).
+        min_tokens: before so many tokens no token that ends a text is generated (an end token of the model, also under
+            ``ignore_eos``, or one of ``stop_token_ids``), and stop strings do not end it. The limits still do.
         seed: 0 <= seed < 2**63; None draws one from the operating system, and the completion tells which.
         stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the text, beside the model's end tokens. They have no text.
         max_new_tokens: at most so many tokens.
         ignore_eos: end tokens are tokens like others.
         logprobs: None for none; N >= 0 for the log-probability of each token under the target's raw logits
@@ -52,9 +59,13 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     max_new_tokens: int = 128
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -67,6 +78,8 @@ class Sampling:
         _check_number(
             "repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "a number from 1e-6 to 1e6; 1.0 is none"
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -_MAX_PENALTY, _MAX_PENALTY, "a number from -2 to 2; 0.0 is none")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
@@ -86,9 +99,21 @@ class Sampling:
         for string in self.stop:
             if not isinstance(string, str) or not string:
                 raise OptionError("stop", string, "stop strings are not empty")
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
+            raise OptionError("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        for token_id in self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, 0, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_integer("min_tokens", self.min_tokens, 0, "a whole number >= 0; 0 is none")
         _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
+
+    def with_ends(self, eos_ids: Collection[int]) -> Sampling:
+        """The same, with the model's end tokens among ``stop_token_ids`` if it matters to the probabilities."""
+        if not self.min_tokens:
+            return self
+        return replace(self, stop_token_ids=sorted({*self.stop_token_ids, *eos_ids}))
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:

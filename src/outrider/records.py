@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Origin = Literal["accepted", "correction", "bonus"]
 FinishReason = Literal["eos", "stop", "length", "error"]
-"""``eos``: an end token of the model; ``stop``: a stop string; ``length``: max_new_tokens, or the context is full;
-``error``: a model gave NaN or infinite logits."""
+"""``eos``: an end token of the model; ``stop``: a stop string or token; ``length``: max_new_tokens, or the context is
+full; ``error``: a model gave NaN or infinite logits."""
 
 
 _Count = TypeVar("_Count", int, float)  # float where counts are expected ones
@@ -312,8 +312,8 @@ class Request:
     """One row for the loop.
 
     Attributes:
-        prompt_ids: at least one token.
-        sampling: with a seed.
+        prompt_ids: at least one token. The last ``num_resumed`` of them are output of an earlier stream.
+        sampling: with a seed; of the whole output.
         stop: asked after every token.
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
         reports_drafts: ``RowRound.drafted`` is wanted.
@@ -324,3 +324,4 @@ class Request:
     stop: Stop | None = None
     num_draft_tokens: int | None = None
     reports_drafts: bool = False
+    num_resumed: int = 0

@@ -26,6 +26,7 @@ from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_COLUMNS
 from outrider.runtime.shape_buckets import eager_length, prepared_length
+from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings, to_probs
 from outrider.sampling.rules import RULES
 
@@ -127,7 +128,7 @@ def _verify(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:
     draft = Draft(torch.zeros(rows, k, dtype=torch.long), q, k_of_rows)
     noise = rule.make_noise(ids, lengths, k, lm.vocab_size)
     view_len = lm.view_len(work.context, cache)
-    arguments = (cache, ids, lengths, lengths + k + 1, draft, settings, None, noise)
+    arguments = (cache, ids, lengths, lengths + k + 1, draft, settings, NO_HISTORY, noise)
     return lambda: verify_step(lm, rule, view_len, (), *arguments)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -22,8 +23,9 @@ from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.lm import LM
+from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
-from outrider.sampling.probs import Settings, mark_seen, to_probs, wide
+from outrider.sampling.probs import Settings, to_probs, wide
 from outrider.sampling.rules import Rule
 from outrider.scoring.tolerances import ROUNDING, is_at_edge
 
@@ -138,13 +140,16 @@ def explain(
         return Divergence(prompt, at, a, b, None, None, "bug")
     prefix = [*prompt_ids, *plain[:at]]
     begin = len(prompt_ids) - 1  # where plain decoding begins to feed token by token
-    seen = mark_seen(torch.zeros(1, target.vocab_size, dtype=torch.bool), torch.tensor([prefix]))[0, -1]
+    settings = _bare_settings(sampling, target.vocab_size)
+    history = NO_HISTORY.with_room(settings, 1, target.vocab_size)
+    history.begin(0, torch.tensor(prefix), len(prompt_ids))
+    history = history.map(itemgetter(0))
     logits = _logits(target, prefix, begin, 1, 0)
     # The token fed last may be anywhere in a verify forward.
     num_after = min(num_draft_tokens, target.context_len - len(prefix))
     blocks = [(1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
     others = [_logits(target, prefix, begin, *block) for block in blocks]
-    scores = [_scores(one, seen, sampling)[[a, b]] for one in (logits, *others)]
+    scores = [_scores(one, settings, history)[[a, b]] for one in (logits, *others)]
     gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
     margin = float(scores[0][0] - scores[0][1])
     if not all(score.isfinite().all() for score in scores):  # a token that a bias forbids
@@ -159,7 +164,7 @@ def explain(
     is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
     if sampling.temperature > 0 and not is_near:
         # In any case, a filter may admit one of them in one forward, and not in another.
-        is_near = any(is_at_edge(logits, seen, token_id, sampling) for token_id in (a, b))
+        is_near = any(is_at_edge(logits, history, token_id, sampling) for token_id in (a, b))
     return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
 
 
@@ -185,12 +190,15 @@ def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after
     raise AssertionError("a prefix has at least one token")
 
 
-def _scores(logits: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities before top-k, top-p and min-p; at temperature 0 those of 1, which are in the same order. [V]"""
+def _bare_settings(sampling: Sampling, vocab_size: int) -> Settings:
+    """Without top-k, top-p and min-p; temperature 1 instead of 0."""
     bare = replace(sampling, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0)
-    settings = Settings.of([bare], len(logits), logits.device)
-    seen_row = None if settings.repetition_penalty is None else seen[None, None]
-    return wide(to_probs(logits[None, None], settings, seen_row))[0, 0].log()
+    return Settings.of([bare], vocab_size, torch.device("cpu"))
+
+
+def _scores(logits: Tensor, settings: Settings, history: History) -> Tensor:
+    """Log-probabilities before top-k, top-p and min-p; at temperature 0 those of 1, which are in the same order. [V]"""
+    return wide(to_probs(logits[None, None], settings, history.map(lambda values: values[None, None])))[0, 0].log()
 
 
 def _last_bit(logits: Tensor) -> float:

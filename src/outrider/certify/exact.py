@@ -111,9 +111,10 @@ def comparisons(exact: Mapping[str, Any]) -> Iterator[tuple[str, float | None, f
 
 
 def check_exactly(
-    target: LM, drafter: Drafter, sampling: Sampling, rule: Rule, contexts: Sequence[Sequence[int]]
+    target: LM, drafter: Drafter, sampling: Sampling, rule: Rule, contexts: Sequence[Text]
 ) -> ExactReport:
-    """The rule at these contexts, each shorter by three tokens than both models can take."""
+    """The rule after these contexts, each shorter by three tokens than both models can take. What comes after their
+    given tokens is output."""
     identities, laws, distances, num_rows = [], [], [], 0
     for context in contexts:
         tree, p, q = _tree(target, drafter, sampling, context)
@@ -127,7 +128,7 @@ def check_exactly(
         identity=_largest(identities),
         round_law=_largest(laws),
         distance=sum(distances) / len(distances),
-        forcing=_largest([forcing_gap(target, context) for context in contexts]),
+        forcing=_largest([forcing_gap(target, context.ids) for context in contexts]),
         forcing_tolerance=_FORCING_TOLERANCE[target.dtype],
     )
 
@@ -282,17 +283,17 @@ def coupling_gap(tree: Tree) -> float:
     return float(((committed != alone) & (offsets <= n)).any(dim=1).double().mean())
 
 
-def _tree(target: LM, drafter: Drafter, sampling: Sampling, context: Sequence[int]) -> tuple[Tree, Tensor, Tensor]:
+def _tree(target: LM, drafter: Drafter, sampling: Sampling, context: Text) -> tuple[Tree, Tensor, Tensor]:
     """The tree of a context; and the full rows of p and of q behind it. [N, V] each"""
     m = min(NUM_LIKELY, target.vocab_size)
-    root = tuple(context)
-    p0, q0 = _rows_after(target, drafter, sampling, [root])
+    root, num_prompt = tuple(context.ids), context.num_given
+    p0, q0 = _rows_after(target, drafter, sampling, [root], num_prompt)
     first = _likely(p0, q0, m)[0].tolist()
     prefixes = [(*root, a) for a in first]
-    p1, q1 = _rows_after(target, drafter, sampling, prefixes)
+    p1, q1 = _rows_after(target, drafter, sampling, prefixes, num_prompt)
     second = _likely(p1, q1, m)
     leaves = [(*prefix, b) for prefix, row in zip(prefixes, second.tolist(), strict=True) for b in row]
-    p2, q2 = _rows_after(target, drafter, sampling, leaves)
+    p2, q2 = _rows_after(target, drafter, sampling, leaves, num_prompt)
     tree = Tree(
         p=(
             _cut(p0, _likely(p0, q0, m))[0],
@@ -317,14 +318,14 @@ def _cut(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def _rows_after(
-    target: LM, drafter: Drafter, sampling: Sampling, prefixes: Sequence[tuple[int, ...]]
+    target: LM, drafter: Drafter, sampling: Sampling, prefixes: Sequence[tuple[int, ...]], num_prompt: int
 ) -> tuple[Tensor, Tensor]:
-    """p and q after each prefix. [N, V], [N, V]"""
+    """p and q after each prefix, which begins with so many tokens of a prompt. [N, V], [N, V]"""
     p_rows: list[Tensor] = []
     q_rows: list[Tensor] = []
     for begin in range(0, len(prefixes), _ROWS):
         # Judging needs a token in that place; any will do.
-        texts = [Text((*prefix, 0), len(prefix)) for prefix in prefixes[begin : begin + _ROWS]]
+        texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes[begin : begin + _ROWS]]
         for _, p, q in draft_rows(target, drafter, sampling, texts):
             p_rows.append(p)
             q_rows.append(q)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -168,13 +169,12 @@ def draft_rows(
     Returns:
         The target's judged tokens; p and q in float64, q = p where a look-up proposes nothing. [M, V], [M, V]
     """
-    has_penalty = sampling.repetition_penalty != 1
     settings = Settings.of([sampling], target.vocab_size, target.device)
     if drafter.lm is not None:
         draft_settings = Settings.of([q_sampling(drafter, sampling)], target.vocab_size, target.device)
         pairs = zip(
-            force(target, texts, has_penalty=has_penalty),
-            force(drafter.lm, texts, has_penalty=has_penalty),
+            force(target, texts, [settings]),
+            force(drafter.lm, texts, [draft_settings]),
             strict=True,
         )
         for chunk, draft in pairs:
@@ -182,13 +182,13 @@ def draft_rows(
             yield chunk, normalised(chunk.probs(settings)), q
         return
     if drafter.most_drafted == 0 or drafter.models:  # a head's q is not a function of the text alone
-        for chunk in force(target, texts, has_penalty=has_penalty):
+        for chunk in force(target, texts, [settings]):
             p = normalised(chunk.probs(settings))
             yield chunk, p, normalised(p.square())
         return
     proposed = [_look_up(target, drafter, text) for text in texts]
     taken = [0] * len(texts)
-    for chunk in force(target, texts, has_penalty=has_penalty):
+    for chunk in force(target, texts, [settings]):
         p = normalised(chunk.probs(settings))
         ids = []
         for row in chunk.rows.tolist():
@@ -225,8 +225,8 @@ def _judge(
             is_edge = torch.zeros_like(columns["is_forbidden"])
             for i in columns["is_forbidden"].nonzero().flatten().tolist():
                 at = begin + i
-                seen = None if chunk.seen is None else chunk.seen[at]
-                is_edge[i] = is_at_edge(chunk.logits[at], seen, int(chunk.ids[at]), sampling)
+                history = chunk.history.map(itemgetter(at))
+                is_edge[i] = is_at_edge(chunk.logits[at], history, int(chunk.ids[at]), sampling)
             columns["is_at_edge"] = is_edge
             columns["is_forbidden"] = columns["is_forbidden"] & ~is_edge
             columns["rows"] = chunk.rows[part]

@@ -39,6 +39,9 @@ _SAMPLING = {
     "top_p": 1,
     "min_p": 0,
     "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_tokens": 0,
     "logit_bias": None,
 }
 

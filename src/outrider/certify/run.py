@@ -33,6 +33,7 @@ from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
+from outrider.scoring.teacher_forcing import Text
 from outrider.stats.evidence import rate_bound, tokens_needed
 from outrider.system.ranks import here
 from outrider.text.row_text import RowText
@@ -88,6 +89,11 @@ class Job:
     def is_greedy(self) -> bool:
         return self.sampling.temperature == 0
 
+    @property
+    def law(self) -> Sampling:
+        """The options with the decoder's end tokens: all that the probabilities depend on."""
+        return self.sampling.with_ends(self.decoder.eos_ids)
+
     def prompt_of(self, text: int) -> int:
         return text % len(self.prompts)
 
@@ -95,8 +101,8 @@ class Job:
         """The request of a text, with the decoder's own end tokens."""
         ids = self.prompts[self.prompt_of(text)]
         most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
-        sampling = replace(self.sampling, seed=self.seed + text, max_new_tokens=most)
-        stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, ())
+        sampling = replace(self.law, seed=self.seed + text, max_new_tokens=most)
+        stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
         return Request(ids, sampling, stop)
 
 
@@ -113,6 +119,7 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
         names = [one.name for one in fields(Sampling)]
         prompts = [list(request.prompt_ids) for request in requests]
         columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
+        columns["stop_token_ids"] = job.sampling.stop_token_ids
         for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, is_repeatable=False, **columns):
             rounds[chunk.row].append(chunk.token_ids)
     else:
@@ -158,9 +165,7 @@ class Sample:
             self._next_text = texts.stop
             batch = write(job, texts, self._control)
             decoder = job.decoder
-            part = observe(
-                decoder.target, decoder.drafter, job.sampling, batch, seed=job.seed, batch_size=job.batch_size
-            )
+            part = observe(decoder.target, decoder.drafter, job.law, batch, seed=job.seed, batch_size=job.batch_size)
             self.written += batch
             self._parts.append(part)
             on_tokens(min(len(part), num_tokens - num_there))
@@ -248,7 +253,7 @@ def certify(
     """
     decoder = job.decoder
     contexts = list(_contexts(job, pilot.written))
-    exact = check_exactly(decoder.target, decoder.drafter, job.sampling, RULES[decoder.acceptance], contexts)
+    exact = check_exactly(decoder.target, decoder.drafter, job.law, RULES[decoder.acceptance], contexts)
     checks = [(there, list(plain_texts(there))) for there in _deterministic(job)]
     greedy = [check_greedily(there, plain) for there, plain in checks]
     made = CONTROLS if controls is None else controls
@@ -278,12 +283,13 @@ def certify(
     return Certificate(exact, statistical, found, greedy)
 
 
-def _contexts(job: Job, written: Sequence[Written]) -> Iterator[tuple[int, ...]]:
-    """Prefixes of texts, of various lengths."""
+def _contexts(job: Job, written: Sequence[Written]) -> Iterator[Text]:
+    """Prefixes of texts, of various lengths, each with its prompt given."""
     for i in range(_NUM_CONTEXTS):
         one = written[i % len(written)]
+        num_prompt = len(one.prompt_ids)
         text = (*one.prompt_ids, *one.token_ids)[: job.decoder.context_len - 3]
-        yield text[: max(len(one.prompt_ids), len(text) * (i + 1) // _NUM_CONTEXTS)]
+        yield Text(text[: max(num_prompt, len(text) * (i + 1) // _NUM_CONTEXTS)], num_prompt)
 
 
 def _deterministic(job: Job) -> Iterator[Job]:

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from outrider.drafters.base import RowBounds, Rows
 from outrider.records import Request
+from outrider.runtime.lm import LM
+from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings
+
+
+def final_length(target: LM, request: Request) -> int:
+    """The most tokens that a request comes to, prompt included."""
+    num_given = len(request.prompt_ids) - request.num_resumed
+    return min(num_given + request.sampling.max_new_tokens, target.context_len)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +123,7 @@ class Batch:
         seeds: [S]
         settings: sampling options. Their form (which of them are in use) grows with the rows that join and does not
             shrink when they leave, since each form is a program of its own; it is made anew when all slots are free.
-        seen: tokens that occur so far; None unless a row has a repetition penalty. [S, V]
+        history: of the texts, as far as the settings need it.
     """
 
     def __init__(self, num_slots: int, capacity: int, max_k: int, vocab_size: int, device: torch.device) -> None:
@@ -135,7 +143,7 @@ class Batch:
     def forget_options(self) -> None:
         """No slot is in use: the form of the options is free again."""
         self.settings = Settings.neutral(len(self.rows), self.ids.device)
-        self.seen: Tensor | None = None
+        self.history = NO_HISTORY
 
     def admit(self, row: Row) -> None:
         """Put the prompt into the row's slot. It takes no part in rounds yet: they write beyond its length, if at
@@ -154,12 +162,8 @@ class Batch:
         constant_k = row.request.num_draft_tokens
         self._constant_k[slot] = -1 if constant_k is None else constant_k
         self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
-        if self.settings.repetition_penalty is not None:
-            if self.seen is None:
-                shape = len(self.rows), self._vocab_size
-                self.seen = torch.zeros(shape, dtype=torch.bool, device=self.ids.device)
-            self.seen[slot] = False
-            self.seen[slot, self.ids[slot, : row.length]] = True
+        self.history = self.history.with_room(self.settings, len(self.rows), self._vocab_size)
+        self.history.begin(slot, self.ids[slot, : row.length], row.length - row.request.num_resumed)
 
     def release(self, slot: int) -> None:
         """The row has ended."""
@@ -171,8 +175,8 @@ class Batch:
         row = self.rows[source]
         assert row is not None and self.rows[slot] is None
         self.rows[slot], row.slot = row, slot
-        seen = () if self.seen is None else (self.seen,)
-        for values in (self.ids, self.lengths, self.limits, self.last_ids, self.seeds, self._constant_k, *seen):
+        own = self.ids, self.lengths, self.limits, self.last_ids, self.seeds, self._constant_k
+        for values in (*own, *self.history.tensors):
             values[slot] = values[source]
         self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
         self.release(source)
@@ -206,7 +210,7 @@ class Batch:
             last_ids=self.last_ids[:num_rows],
             num_wanted=num_wanted,
             settings=self.settings.head(num_rows),
-            seen=None if self.seen is None else self.seen[:num_rows],
+            history=self.history.map(lambda values: values[:num_rows]),
             bounds=bounds,
         )
 
@@ -219,8 +223,7 @@ class Batch:
             lengths: of the rows from now on. [B]
         """
         rows.ids.scatter_(1, places, committed)
-        if rows.seen is not None:
-            rows.seen.scatter_(1, committed, True)
+        rows.history.append(committed, rows.lengths, lengths)
         # Copied, since a prepared step writes over its results.
         rows.last_ids.copy_(committed[:, -1])
         rows.lengths.copy_(lengths)

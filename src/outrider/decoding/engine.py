@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from outrider.decoding.batch import Batch, Row
+from outrider.decoding.batch import Batch, Row, final_length
 from outrider.decoding.host import Started, read, report_of
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.decoding.slots import Slots
@@ -83,11 +83,6 @@ def decode(
             if row.error is not None:
                 raise NumericsError(f"prompt {row.row}: {row.error}" if len(requests) > 1 else row.error)
         yield round_
-
-
-def final_length(target: LM, request: Request) -> int:
-    """The most tokens that a request comes to, prompt included."""
-    return min(len(request.prompt_ids) + request.sampling.max_new_tokens, target.context_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +377,7 @@ class Engine:
             view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
             static = self._rule, view_len, self._drafter.features
             limits = batch.limits[:num_rows]
-            arguments = (cache, rows.last_ids, rows.lengths, limits, draft, rows.settings, rows.seen, noise)
+            arguments = (cache, rows.last_ids, rows.lengths, limits, draft, rows.settings, rows.history, noise)
             judged = Judged(*target.run(verify_step, static, *arguments))
             verified = self._clock.mark()
             taking_part = tuple(batch.rows[:num_rows])

@@ -13,7 +13,8 @@ from torch import Tensor
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, is_finite, mark_seen, to_probs
+from outrider.sampling.history import History
+from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
 
@@ -51,7 +52,7 @@ def verify_step(
     limits: Tensor,
     draft: Draft,
     settings: Settings,
-    seen: Tensor | None,
+    history: History,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Feed each row's last token [B] and its drafted tokens, and judge them. A row at its limit stays as it is, and a
@@ -67,7 +68,7 @@ def verify_step(
     places = lengths[:, None] + offsets  # of the tokens after those that are fed
     positions = torch.where(is_fed, places - 1, -1)
     logits, found = lm.forward_with_features(ids, positions, cache, view_len, features)
-    probs = to_probs(logits, settings, None if seen is None else mark_seen(seen, draft.ids))  # [B, K+1, V]
+    probs = to_probs(logits, settings, history.along(draft.ids))  # [B, K+1, V]
     verdict = rule.verify(probs, draft, noise)
     num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
     committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)

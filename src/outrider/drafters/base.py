@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.lm import LM
+from outrider.sampling.history import History
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -52,7 +53,7 @@ class Rows:
         last_ids: the last token of each row. [B]
         num_wanted: most tokens to draft for each row; 0 in slots that take no part. [B]
         settings: sampling options.
-        seen: tokens that occur so far, None where no row has a repetition penalty. [B, V]
+        history: of the texts, as far as the settings need it.
         bounds: of each row; None for slots that take no part.
     """
 
@@ -61,7 +62,7 @@ class Rows:
     last_ids: Tensor
     num_wanted: Tensor
     settings: Settings
-    seen: Tensor | None
+    history: History
     bounds: Sequence[RowBounds | None]
 
     def __len__(self) -> int:

@@ -13,7 +13,8 @@ from outrider.drafters.base import Prefill, Rows, Session, empty_draft
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, is_finite, mark_seen, to_probs
+from outrider.sampling.history import History
+from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
 GREEDY = ":greedy"
@@ -77,7 +78,7 @@ def _draft_steps(
     lengths: Tensor,
     num_drafted: Tensor,
     settings: Settings,
-    seen: Tensor | None,
+    history: History,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Draft K tokens, one after the other.
@@ -105,12 +106,11 @@ def _draft_steps(
     is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
     positions = torch.where(is_owed, positions, -1)
     for i in range(k):
-        step_seen = None
-        if seen is not None:
-            step_seen = mark_seen(seen, torch.stack(ids, dim=1))[:, -1:] if ids else seen[:, None]
+        if ids:
+            history = history.then(ids[-1])
         logits = lm.forward(fed, positions, cache, view_len, num_logits=1)
         finite.append(is_finite(logits[:, -1]))
-        q = to_probs(logits, settings, step_seen)[:, -1]  # [B, V]
+        q = to_probs(logits, settings, history.map(lambda values: values[:, None]))[:, -1]  # [B, V]
         if is_greedy:
             ids.append(q.argmax(dim=-1))
         else:
@@ -193,7 +193,7 @@ class ModelSession(Session):
         cache = self._head(num_rows)
         fed = self._fed(rows, cached, cache, most_lacking)
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
-        arguments = (cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.seen, noise)
+        arguments = (cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history, noise)
         shape = rule, self._is_greedy, view_len, k
         ids, is_good, num_drafted, now_cached, *probs = lm.run(_draft_steps, shape, *arguments)
         cached.copy_(now_cached)

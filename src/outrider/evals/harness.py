@@ -39,7 +39,11 @@ from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDr
 from outrider.records import Stats
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the same names in tasks and in Sampling
+# The same names in tasks and in Sampling.
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
+)
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Given a description and a total, opens a progress bar: a function that takes the number just done."""

@@ -116,6 +116,9 @@ def _request(handover: Handover) -> dict[str, Any]:
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
     if sampling.repetition_penalty != 1:
         body["repetition_penalty"] = sampling.repetition_penalty
+    for name in ("presence_penalty", "frequency_penalty"):
+        if (value := getattr(sampling, name)) != 0:
+            body[name] = value
     return body
 
 
@@ -260,7 +263,7 @@ ENGINES = {
         name="vLLM",
         version="0.33.0",
         laws={"probabilistic": RATIO_BY_TEMPERATURE, "greedy": GREEDY},
-        options=_FILTERS | {"repetition_penalty"},
+        options=_FILTERS | {"repetition_penalty", "presence_penalty", "frequency_penalty"},
         families=_FAMILIES,
         vocab_gap=0,
         files=_vllm,

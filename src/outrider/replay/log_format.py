@@ -37,6 +37,8 @@ _SAMPLING = (
     "max_new_tokens",
     "ignore_eos",
 )
+# Written only where they are used: logs of earlier versions lack them.
+_LATER_SAMPLING = ("presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class Header:
 
     def to_json(self) -> dict[str, Any]:
         sampling = {name: getattr(self.sampling, name) for name in _SAMPLING}
+        sampling |= {name: value for name in _LATER_SAMPLING if (value := getattr(self.sampling, name))}
         sampling["stop"] = list(self.sampling.stop)
         if self.sampling.logit_bias is not None:  # as text: JSON has no -inf
             sampling["logit_bias"] = {str(i): repr(float(bias)) for i, bias in self.sampling.logit_bias.items()}

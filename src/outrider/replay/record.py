@@ -85,7 +85,7 @@ def record_batch(
         token_ids = tuple(i for chunk in row_chunks for i in chunk.token_ids)
         records.append(Record(index, text, category, seed, reason, tuple(decoder.encode(prompt)), token_ids))
     if num_probs is not None and records:
-        sampling = Sampling(**options)
+        sampling = Sampling(**options).with_ends(decoder.eos_ids)
         texts = [(record.prompt_ids, record.token_ids) for record in records]
         found = [
             probs
@@ -112,7 +112,7 @@ def top_probs(
     settings = Settings.of([sampling], target.vocab_size, target.device)
     parts: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in texts]
     forced = [Text((*prompt_ids, *token_ids), len(prompt_ids)) for prompt_ids, token_ids in texts]
-    for chunk in force(target, forced, has_penalty=settings.repetition_penalty is not None):
+    for chunk in force(target, forced, [settings]):
         raw = chunk.probs(settings)
         p = normalised(raw)
         top = p.topk(n, dim=-1)

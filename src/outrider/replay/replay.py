@@ -262,7 +262,7 @@ class _Places:
 
 def _judge(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling) -> list[_Places]:
     """A draft model on the texts, drafting under these options."""
-    settings = Settings.of([sampling], header.vocab_size, lm.device)
+    settings = Settings.of([sampling.with_ends(header.eos_ids)], header.vocab_size, lm.device)
     own_logs = [np.full(len(record.token_ids), -np.inf) for record in records]
     logs = [np.full_like(one, -np.inf) for one in own_logs]
     agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
@@ -272,7 +272,7 @@ def _judge(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling
     cut = [(*record.prompt_ids, *record.token_ids)[: lm.context_len + 1] for record in records]
     places = [row for row, record in enumerate(records) if len(cut[row]) > len(record.prompt_ids)]
     texts = [Text(cut[row], len(records[row].prompt_ids)) for row in places]
-    chunks = force(lm, texts, has_penalty=settings.repetition_penalty is not None) if texts else iter(())
+    chunks = force(lm, texts, [settings]) if texts else iter(())
     for chunk in chunks:
         q_rows = normalised(chunk.probs(settings))
         for at in sorted(set(chunk.rows.tolist())):

@@ -1,8 +1,9 @@
 """The one door from logits to probabilities, for p and q alike, and the ways to draw from them.
 
 Order and meaning of the processors are those of Hugging Face's ``generate``: logit bias, repetition penalty,
-temperature, top-k, top-p, min-p. All arithmetic is in float32 or better. Temperature 0 is a one-hot row at the largest
-logit (the lowest id of several), so that greedy decoding is sampling from a distribution like any other.
+temperature, top-k, top-p, min-p. The penalties of OpenAI's API (presence, frequency) and the least number of tokens
+come after the repetition penalty, as in vLLM. All arithmetic is in float32 or better. Temperature 0 is a one-hot row at
+the largest logit (the lowest id of several), so that greedy decoding is sampling from a distribution like any other.
 
 Every function works row by row: what comes out for a row does not depend on the rows beside it.
 
@@ -11,14 +12,15 @@ This module does not know models, drafts or acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
+from outrider.sampling.history import NO_HISTORY, History
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -28,18 +30,23 @@ class Settings:
     """The sampling options of B rows as tensors. A field is None as long as no row has used it."""
 
     temperature: Tensor  # [B]
-    top_k: Tensor | None  # [B], V where off
-    largest_top_k: int  # at least the largest of those that are on: few different numbers, since shapes follow from it
-    top_p: Tensor | None  # [B]
-    min_p: Tensor | None  # [B]
-    repetition_penalty: Tensor | None  # [B]
-    logit_bias: Tensor | None  # [B, V]
-    has_greedy: bool
-    has_sampled: bool
+    top_k: Tensor | None = None  # [B], V where off
+    largest_top_k: int = 1  # at least the largest of those that are on: few different numbers, since shapes follow
+    top_p: Tensor | None = None  # [B]
+    min_p: Tensor | None = None  # [B]
+    repetition_penalty: Tensor | None = None  # [B]
+    presence_penalty: Tensor | None = None  # [B]
+    frequency_penalty: Tensor | None = None  # [B]
+    logit_bias: Tensor | None = None  # [B, V]
+    min_tokens: Tensor | None = None  # [B]
+    is_end: Tensor | None = None  # the tokens that are forbidden before so many; there if min_tokens is [B, V]
+    has_greedy: bool = False
+    has_sampled: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
-        """The options of these rows."""
+        """The options of these rows, with all tokens that end a text among their ``stop_token_ids``
+        (``Sampling.with_ends``)."""
         settings = cls.neutral(len(rows), device)
         for index, row in enumerate(rows):
             settings = settings.with_row(index, row, vocab_size)
@@ -48,33 +55,34 @@ class Settings:
     @classmethod
     def neutral(cls, num_rows: int, device: torch.device) -> Settings:
         """Of rows that nobody samples yet."""
-        return cls(torch.ones(num_rows, device=device), None, 1, None, None, None, None, False, False)
+        return cls(torch.ones(num_rows, device=device))
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether it matters how often a token occurs in the output."""
+        return self.presence_penalty is not None or self.frequency_penalty is not None
 
     def with_row(self, index: int, row: Sampling, vocab_size: int) -> Settings:
         """These settings with the options of one row, written in place where there is a place. Options that no row
         has used before are added; those in use stay, also if this row does not use them."""
         top_k = min(row.top_k or vocab_size, vocab_size)
         largest = self.largest_top_k if top_k == vocab_size else max(self.largest_top_k, power_of_two(top_k))
+        like = self.temperature
         # A temperature that float32 would round to 0 must not become greedy by accident.
-        self.temperature[index] = max(row.temperature, _TINY) if row.temperature > 0 else 0.0
-        bias = self.logit_bias
-        if row.logit_bias or bias is not None:
-            given = torch.zeros(vocab_size)
-            for token_id, value in (row.logit_bias or {}).items():
-                given[token_id] = value
-            if bias is None:
-                bias = torch.zeros(len(self.temperature), vocab_size, device=self.temperature.device)
-            bias[index] = given.to(bias.device)  # at once, not number by number
+        like[index] = max(row.temperature, _TINY) if row.temperature > 0 else 0.0
+        ends = dict.fromkeys(row.stop_token_ids, 1.0) if row.min_tokens else {}
         return replace(
             self,
-            top_k=_with_value(self.top_k, self.temperature, index, top_k, vocab_size, torch.long),
+            top_k=_with_value(self.top_k, like, index, top_k, vocab_size, torch.long),
             largest_top_k=min(vocab_size, largest),
-            top_p=_with_value(self.top_p, self.temperature, index, row.top_p, 1.0),
-            min_p=_with_value(self.min_p, self.temperature, index, row.min_p, 0.0),
-            repetition_penalty=_with_value(
-                self.repetition_penalty, self.temperature, index, row.repetition_penalty, 1.0
-            ),
-            logit_bias=bias,
+            top_p=_with_value(self.top_p, like, index, row.top_p, 1.0),
+            min_p=_with_value(self.min_p, like, index, row.min_p, 0.0),
+            repetition_penalty=_with_value(self.repetition_penalty, like, index, row.repetition_penalty, 1.0),
+            presence_penalty=_with_value(self.presence_penalty, like, index, row.presence_penalty, 0.0),
+            frequency_penalty=_with_value(self.frequency_penalty, like, index, row.frequency_penalty, 0.0),
+            logit_bias=_with_tokens(self.logit_bias, like, index, row.logit_bias or {}, vocab_size),
+            min_tokens=_with_value(self.min_tokens, like, index, row.min_tokens if ends else 0, 0, torch.long),
+            is_end=_with_tokens(self.is_end, like, index, ends, vocab_size, torch.bool),
             has_greedy=self.has_greedy or row.temperature == 0,
             has_sampled=self.has_sampled or row.temperature > 0,
         )
@@ -95,19 +103,11 @@ class Settings:
         """Of the first rows, a view."""
         if num_rows == len(self.temperature):
             return self
+        tensors = {name: value for name in _PER_ROW if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value[:num_rows] for name, value in tensors.items()})
 
-        def first(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[:num_rows]
 
-        return replace(
-            self,
-            temperature=self.temperature[:num_rows],
-            top_k=first(self.top_k),
-            top_p=first(self.top_p),
-            min_p=first(self.min_p),
-            repetition_penalty=first(self.repetition_penalty),
-            logit_bias=first(self.logit_bias),
-        )
+_PER_ROW = tuple(one.name for one in fields(Settings) if "Tensor" in one.type)
 
 
 def _with_value(
@@ -120,6 +120,26 @@ def _with_value(
         # float32 everywhere: the numbers are the same whatever the dtype of the logits.
         values = torch.full_like(like, neutral, dtype=dtype)
     values[index] = value
+    return values
+
+
+def _with_tokens(
+    values: Tensor | None,
+    like: Tensor,
+    index: int,
+    given: Mapping[int, float],
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor | None:
+    """One option of all rows that has a number for some tokens [B, V], None where no row has used it so far."""
+    if values is None:
+        if not given:
+            return None
+        values = torch.zeros(len(like), vocab_size, dtype=dtype, device=like.device)
+    row = torch.zeros(vocab_size, dtype=dtype)
+    for token_id, value in given.items():
+        row[token_id] = value
+    values[index] = row.to(values.device)  # at once, not number by number
     return values
 
 
@@ -149,26 +169,12 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     return (ids[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
-def mark_seen(seen: Tensor, ids: Tensor) -> Tensor:
-    """The tokens seen before each of T+1 positions, when ``ids`` follow one another.
-
-    Args:
-        seen: tokens in the text so far. [B, V]
-        ids: [B, T]
-
-    Returns:
-        [B, T+1, V]; row 0 is ``seen``.
-    """
-    steps = torch.cat((seen[:, None], one_hot(ids, seen)), dim=1)
-    return steps.cumsum(dim=1) > 0
-
-
-def to_probs(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY) -> Tensor:
     """Probabilities from logits.
 
     Args:
         logits: [B, T, V]
-        seen: which tokens occur in prompt and output before each position; needed for a repetition penalty. [B, T, V]
+        history: before each of T places, with the fields that the settings need.
 
     Returns:
         [B, T, V] in float32, or float64 where the logits are.
@@ -177,9 +183,19 @@ def to_probs(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> 
     if settings.logit_bias is not None:
         x = x + settings.logit_bias[:, None]
     if settings.repetition_penalty is not None:
-        assert seen is not None, "a repetition penalty needs to know the tokens seen"
+        assert history.seen is not None, "a repetition penalty needs the tokens seen"
         penalty = settings.repetition_penalty[:, None, None]
-        x = torch.where(seen, torch.where(x < 0, x * penalty, x / penalty), x)
+        x = torch.where(history.seen, torch.where(x < 0, x * penalty, x / penalty), x)
+    if settings.has_counts:
+        assert history.counts is not None, "presence and frequency penalties need counts"
+        if settings.frequency_penalty is not None:
+            x = x - settings.frequency_penalty[:, None, None] * history.counts
+        if settings.presence_penalty is not None:
+            x = x - settings.presence_penalty[:, None, None] * (history.counts > 0)
+    if settings.min_tokens is not None:
+        assert history.num_generated is not None and settings.is_end is not None
+        is_early = history.num_generated < settings.min_tokens[:, None]
+        x = x.masked_fill(is_early[..., None] & settings.is_end[:, None], -torch.inf)
     if not settings.has_sampled:
         return one_hot(x.argmax(dim=-1), x)
     temperature = settings.temperature[:, None, None]

@@ -67,15 +67,12 @@ def measure_alpha(
     texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
     if not texts:
         raise PromptError("no text has two tokens or more, so there is no token to judge")
-    has_penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
 
     def agreement(p: Forced, q: Forced) -> Tensor:
         return torch.stack([overlap(p.probs(setting), q.probs(setting)) for setting in settings])
 
-    sums = sums_by_text(
-        (target, draft), texts, agreement, batch_size=batch_size, has_penalty=has_penalty, on_done=on_done
-    )
+    sums = sums_by_text((target, draft), texts, agreement, batch_size=batch_size, settings=settings, on_done=on_done)
     counts = [len(text.ids) - text.num_given for text in texts]
     return [
         Alpha(sampling, ratio_of_sums(row.tolist(), counts), sum(counts))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from outrider.drafters.base import Drafter, RowBounds, Rows
+from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -34,7 +35,7 @@ def proposals(
             last_ids=ids.gather(1, lengths[:, None] - 1)[:, 0],
             num_wanted=torch.tensor(num_wanted),
             settings=Settings.neutral(len(part), ids.device),
-            seen=None,
+            history=NO_HISTORY,
             bounds=[RowBounds(len(prefix), len(prefix), n, False) for prefix, n in zip(part, num_wanted, strict=True)],
         )
         noise = rule.make_noise(torch.zeros_like(lengths), lengths, k, vocab_size)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, mark_seen, to_probs
+from outrider.sampling.history import NO_HISTORY, History
+from outrider.sampling.probs import Settings, to_probs
 
 # The logits of one forward, B x T x V, and with them its columns T. Results derived from them may be several times as
 # large.
@@ -22,10 +23,15 @@ _MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text whose tokens from ``num_given`` (at least 1) on are judged."""
+    """A text whose tokens from ``num_given`` (at least 1) on are judged.
+
+    Attributes:
+        num_prompt: the tokens from here on are output, to the sampling options that ask; None: those that are judged.
+    """
 
     ids: Sequence[int]
     num_given: int = 1
+    num_prompt: int | None = None
 
     def __post_init__(self) -> None:
         assert 1 <= self.num_given <= len(self.ids)
@@ -39,19 +45,19 @@ class Forced:
         rows: index of each token's text. [M]
         ids: the tokens. [M]
         logits: [M, V]
-        seen: tokens that occur before it, for a repetition penalty. [M, V]
+        history: before each, as far as the options need it. M places
     """
 
     rows: Tensor
     ids: Tensor
     logits: Tensor
-    seen: Tensor | None
+    history: History
 
     def probs(self, settings: Settings) -> Tensor:
         """Probabilities under the sampling options of one row, on the device of these. [M, V]"""
         device = settings.temperature.device
-        seen = None if self.seen is None or settings.repetition_penalty is None else self.seen[None].to(device)
-        return to_probs(self.logits[None].to(device), settings, seen)[0]
+        history = self.history.map(lambda values: values[None].to(device))
+        return to_probs(self.logits[None].to(device), settings, history)[0]
 
     def logprobs(self) -> Tensor:
         """Log-probability of each token, natural, from the raw logits, in float32 or better. [M]"""
@@ -65,7 +71,7 @@ class Forced:
 
 
 @torch.inference_mode()
-def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterator[Forced]:
+def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> Iterator[Forced]:
     """Judge texts, a chunk of columns at a time; chunks without a token to judge are left out.
 
     Within a chunk tokens are ordered by text and position; so are the chunks. For the same texts two models give the
@@ -73,7 +79,7 @@ def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterat
 
     Args:
         texts: each at most one token longer than the model's context: the last token is judged, and not fed.
-        has_penalty: whether ``seen`` will be needed.
+        settings: sampling options that ``Forced.probs`` will be asked for.
     """
     device = lm.device
     length = max(len(text.ids) for text in texts)
@@ -84,8 +90,12 @@ def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterat
     ids = ids.to(device)
     ends = torch.tensor([len(text.ids) for text in texts], device=device)[:, None]
     num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
+    num_prompt = torch.tensor([text.num_prompt or text.num_given for text in texts], device=device)[:, None]
     cache = lm.new_cache(len(texts), length)
-    seen = torch.zeros(len(texts), lm.vocab_size, dtype=torch.bool, device=device) if has_penalty else None
+    history = NO_HISTORY
+    for one in settings:
+        history = history.with_room(one, len(texts), lm.vocab_size)
+    history = history.map(lambda values: values.to(device))
     width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
     for begin in range(0, length - 1, width):
         columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)
@@ -95,18 +105,20 @@ def force(lm: LM, texts: Sequence[Text], *, has_penalty: bool = False) -> Iterat
         view_len = lm.view_len(min(begin + width, length), cache)
         positions = torch.where(columns < ends, columns, -1)
         logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1)
-        seen_steps = None
-        if seen is not None:
-            seen_steps = mark_seen(seen, fed)[:, 1:]  # [B, T, V]
-            seen = seen_steps[:, -1]
+        steps = history.along(fed, is_output=columns >= num_prompt).map(lambda values: values[:, 1:])
+        history = steps.map(lambda values: values[:, -1])
         if has_any:
             rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_judged)
             yield Forced(
                 rows=rows[is_judged],
                 ids=following[is_judged],
                 logits=logits[is_judged],
-                seen=None if seen_steps is None else seen_steps[is_judged],
+                history=_places(steps, is_judged),
             )
+
+
+def _places(steps: History, is_judged: Tensor) -> History:
+    return steps.map(lambda values: values[is_judged])
 
 
 @torch.inference_mode()
@@ -116,7 +128,7 @@ def sums_by_text(
     measure: Callable[..., Tensor],
     *,
     batch_size: int,
-    has_penalty: bool = False,
+    settings: Sequence[Settings] = (),
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Judge texts by one model or several, and sum measurements over their tokens.
@@ -124,6 +136,7 @@ def sums_by_text(
     Args:
         texts: each with a token to judge; no longer than ``force`` takes.
         measure: from a ``Forced`` of each model for the same M tokens, S numbers for each token. [S, M]
+        settings: of which it asks the probabilities.
         on_done: called with the number of texts just done, for a progress bar.
 
     Returns:
@@ -134,7 +147,7 @@ def sums_by_text(
         batch = texts[begin : begin + batch_size]
         rows: list[Tensor] = []
         values: list[Tensor] = []
-        for forced in zip(*(force(lm, batch, has_penalty=has_penalty) for lm in lms), strict=True):
+        for forced in zip(*(force(lm, batch, settings) for lm in lms), strict=True):
             rows.append(forced[0].rows.cpu())
             values.append(measure(*forced).to("cpu", torch.float64))
             del forced  # before the next ones: for a large vocabulary they take most of the memory

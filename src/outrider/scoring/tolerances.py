@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.options import Sampling
+from outrider.sampling.history import History
 from outrider.sampling.probs import Settings, to_probs
 
 # Logits this close may change order by rounding (observed values: docs/numerics.md).
@@ -16,25 +17,25 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch
 _LEAST_TOP_P = 1e-9
 
 
-def is_allowed(logits: Tensor, seen: Tensor | None, token_id: int, sampling: Sampling, shift: float) -> bool:
+def is_allowed(logits: Tensor, history: History, token_id: int, sampling: Sampling, shift: float) -> bool:
     """Whether a token has a probability above 0 if its logit is shifted by ``shift``, and the mass of the others
     accordingly: a tail with mass 1 - top-p has at most e^shift times that (at temperature 1).
 
     Args:
         logits: [V]
-        seen: tokens that occur before it, for a repetition penalty. [V]
+        history: before it, of one place.
     """
     moved = logits.clone()
     moved[token_id] += shift
     top_p = 1 - (1 - sampling.top_p) * math.exp(min(50.0, -shift / sampling.temperature))
     loose = replace(sampling, top_p=min(1.0, max(_LEAST_TOP_P, top_p)))
     settings = Settings.of([loose], len(logits), logits.device)
-    seen_row = None if seen is None or settings.repetition_penalty is None else seen[None, None]
-    return bool(to_probs(moved[None, None], settings, seen_row)[0, 0, token_id] > 0)
+    probs = to_probs(moved[None, None], settings, history.map(lambda values: values[None, None]))
+    return bool(probs[0, 0, token_id] > 0)
 
 
-def is_at_edge(logits: Tensor, seen: Tensor | None, token_id: int, sampling: Sampling) -> bool:
+def is_at_edge(logits: Tensor, history: History, token_id: int, sampling: Sampling) -> bool:
     """Whether rounding decides if a token is allowed. Arguments: see ``is_allowed``."""
     shift = 2 * ROUNDING[logits.dtype]
-    loose, tight = (is_allowed(logits, seen, token_id, sampling, sign * shift) for sign in (1, -1))
+    loose, tight = (is_allowed(logits, history, token_id, sampling, sign * shift) for sign in (1, -1))
     return loose and not tight

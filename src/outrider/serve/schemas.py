@@ -23,14 +23,13 @@ _MOST_LOGPROBS = 20
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat goes on as long as there is room
 
 # Fields that pass to ``Sampling`` under their own names.
-_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos")
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop_token_ids", "ignore_eos"),
+)
 
 # Known, not served, and not to be ignored: the values that ask for nothing.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -91,6 +90,7 @@ _COMMON = {
     "stop",
     "seed",
     "top_k",
+    "min_tokens",
     "logit_bias",
     "logprobs",
     "return_tokens_as_token_ids",
@@ -205,6 +205,9 @@ def _parse(
     max_tokens = _integer(body, name, least_tokens, None)
     options: dict[str, Any] = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
     options["ignore_eos"] = _flag(body, "ignore_eos")
+    options["min_tokens"] = _integer(body, "min_tokens", 0, None) or 0
+    if max_tokens is not None and options["min_tokens"] > max_tokens:
+        raise Refusal(f"min_tokens is more than {name}, {max_tokens}", param="min_tokens")
     top_k = _integer(body, "top_k", -1, None)
     seed = _integer(body, "seed", None, None)
     stream = body.get("stream_options")

@@ -1,7 +1,7 @@
 """When a row ends, and which part of its text is certain.
 
-End tokens and stop strings act after every single token, before anything is streamed or counted. A text that could be
-the beginning of a stop string is held back until it is decided.
+End tokens, stop tokens and stop strings act after every single token, before anything is streamed or counted. A text
+that could be the beginning of a stop string is held back until it is decided.
 """
 
 from __future__ import annotations
@@ -19,13 +19,23 @@ class RowText:
         detokenizer: None if there are only ids, no text.
         eos_ids: tokens that end the row; they have no text.
         stop: strings that end the row and are not part of its text.
+        stop_ids: more tokens that end the row; they have no text either.
+        min_tokens: stop strings that are complete by then do not end the row.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, eos_ids: Collection[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        eos_ids: Collection[int],
+        stop: Sequence[str],
+        stop_ids: Collection[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
         assert detokenizer is not None or not stop
         self._detokenizer = detokenizer
-        self._eos_ids = frozenset(eos_ids)
+        self._ends: dict[int, FinishReason] = {i: "stop" for i in stop_ids} | {i: "eos" for i in eos_ids}
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet certain
         self._certain: list[tuple[int, str]] = []
@@ -33,14 +43,14 @@ class RowText:
     def push(self, token_id: int) -> FinishReason | None:
         """Take the next token; return whether the row ends with it."""
         index, self._num_tokens = self._num_tokens, self._num_tokens + 1
-        if token_id in self._eos_ids:
-            return "eos"
+        if token_id in self._ends:
+            return self._ends[token_id]
         if self._detokenizer is None:
             return None
         self._held.append((index, self._detokenizer.push(token_id)))
         text = "".join(piece for _, piece in self._held)
         found = [at for at in (text.find(string) for string in self._stop) if at >= 0]
-        if found:
+        if found and self._num_tokens > self._min_tokens:
             self._release(min(found))
             self._held.clear()
             self._detokenizer = None  # any remainder lies beyond the end

@@ -112,7 +112,8 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
         given = replace(sampling, **line.options)
         try:
             law = Sampling(**given.to_options(seed=None, num_seeds=1))
-            decoder.check_bias(law.logit_bias or {})
+            decoder.check_tokens(law)
+            law = law.with_ends(decoder.eos_ids)
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
             whole = prompt_ids
             if isinstance(line.output, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,13 +63,14 @@ def record(
     if output.exists() and not output.is_dir():
         raise FileError(f"cannot write {output}: it is not a folder")
     if tensors is not None:
-        is_plain = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not sampling.logit_bias
-        if not is_plain or chat:
+        plain = SamplingOptions(temperature=0.0)
+        greedy = replace(sampling, top_k=plain.top_k, top_p=plain.top_p, min_p=plain.min_p)  # no matter at 0
+        if greedy != plain or chat:
             raise OptionError(
                 "--tensors",
                 str(tensors),
                 "such a file has no sampling options, and is read as greedy: record with -t 0, and "
-                "without --repetition-penalty, --logit-bias and --chat",
+                "without penalties, --logit-bias, --min-tokens and --chat",
             )
         check_outputs({"--tensors": tensors}, [prompts, output])
         check_writable(tensors)

@@ -177,8 +177,9 @@ def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:
             raise FileError(f"{where}: {name} is a number of too many digits")
     if not isinstance(given.get("ignore_eos", False), bool):
         raise FileError(f"{where}: ignore_eos is true or false, not {given['ignore_eos']!r}")
-    if isinstance(given.get("stop"), list):
-        given["stop"] = tuple(given["stop"])
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(given.get(name), list):
+            given[name] = tuple(given[name])
     if "logit_bias" in given:
         bias = given["logit_bias"]
         try:

@@ -46,10 +46,20 @@ class SamplingOptions:
     top_p: Annotated[float, typer.Option(help="1.0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 1.0
     min_p: Annotated[float, typer.Option(help="0.0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 0.0
     repetition_penalty: Annotated[float, typer.Option(help="1.0 is none.", rich_help_panel=SAMPLING_PANEL)] = 1.0
+    presence_penalty: Annotated[
+        float,
+        typer.Option(help="Off the logits of tokens generated before, -2 to 2.", rich_help_panel=SAMPLING_PANEL),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, for each time they were generated.", rich_help_panel=SAMPLING_PANEL)
+    ] = 0.0
     logit_bias: Annotated[
         list[str] | None,
         typer.Option(help="TOKEN_ID=BIAS, added to the logit. Repeatable.", rich_help_panel=SAMPLING_PANEL),
     ] = None
+    min_tokens: Annotated[
+        int, typer.Option(help="No token that ends the text before so many.", rich_help_panel=SAMPLING_PANEL)
+    ] = 0
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
         """Keyword arguments for a decoder, with ``more`` of them, checked before anything is loaded.
@@ -82,7 +92,10 @@ class TaskSamplingOptions:
     top_p: Annotated[float | None, _of_sampling("top_p")] = None
     min_p: Annotated[float | None, _of_sampling("min_p")] = None
     repetition_penalty: Annotated[float | None, _of_sampling("repetition_penalty")] = None
+    presence_penalty: Annotated[float | None, _of_sampling("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, _of_sampling("frequency_penalty")] = None
     logit_bias: Annotated[list[str] | None, _of_sampling("logit_bias")] = None
+    min_tokens: Annotated[int | None, _of_sampling("min_tokens")] = None
 
     def to_options(self, **more: Any) -> dict[str, Any]:
         """The fields of ``outrider.Sampling`` that were given, with those of ``more`` that are not None, checked.
@@ -107,13 +120,18 @@ class EndOptions:
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends the text. Repeatable.", rich_help_panel=SAMPLING_PANEL)
     ] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="Token that ends the text. Repeatable.", rich_help_panel=SAMPLING_PANEL),
+    ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=SAMPLING_PANEL)
     ] = False
 
     def to_options(self) -> dict[str, Any]:
         """Keyword arguments for a decoder."""
-        return {"max_new_tokens": self.max_new_tokens, "stop": tuple(self.stop or ()), "ignore_eos": self.ignore_eos}
+        lists = {"stop": tuple(self.stop or ()), "stop_token_ids": tuple(self.stop_token_ids or ())}
+        return {"max_new_tokens": self.max_new_tokens, **lists, "ignore_eos": self.ignore_eos}
 
 
 NumDraftTokensOption = Annotated[

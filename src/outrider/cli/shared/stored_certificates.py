@@ -14,6 +14,7 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import FileError, OptionError
 from outrider.system.files import read_text
 
+_LATER = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}  # which 0.1.0 did not have
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 
 
@@ -50,7 +51,7 @@ def read_certificate(path: Path) -> tuple[PairOptions, SamplingOptions, OwnOptio
         is_one = isinstance(document, dict) and document.get("schema") == "outrider/certify/1"
         if not is_one:
             raise FileError(f"{path} is not a certificate: give a file written by outrider certify --json")
-        options = document["options"]
+        options = _LATER | document["options"]
         pair, sampling, own = (_group(kind, options) for kind in (PairOptions, SamplingOptions, OwnOptions))
         return pair, sampling, own, {name: document[name] for name in INPUTS}
     except json.JSONDecodeError as error:

@@ -15,7 +15,7 @@ from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.rows import made_of, row_of
 from outrider.errors import OptionError, OutriderError, PromptError
-from outrider.options import NumDraftTokens
+from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats
 
 if TYPE_CHECKING:
@@ -96,11 +96,12 @@ class Worker:
         return self._setup.load(self._num_tokens)
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
-        self.decoder.check_bias(self._setup.options["logit_bias"] or {})
+        self.decoder.check_tokens(Sampling(**self._setup.options))
         for index, line in prompts:
             try:
                 ids = self._setup.encode(self.decoder, line.text)
-                self.decoder.check_bias(line.options.get("logit_bias", {}))
+                if line.options:
+                    self.decoder.check_tokens(Sampling(**self._setup.options | line.options))
             except (OptionError, PromptError) as error:
                 yield index, error
             else:

@@ -1,0 +1,122 @@
+"""What sampling options need to know of a text: the tokens that occur in it, for penalties, and the number of those
+generated.
+
+Position i of a round sees the tokens drafted before it, so that p and q are those of the would-be text. This module
+does not apply the options (probs.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.sampling.probs import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The texts of B rows so far; or, for T places of each row, the text before it. A field is None as long as no row
+    needs it.
+
+    Attributes:
+        seen: whether a token occurs, in the prompt or in the output. [B, V] or [B, T, V]
+        counts: how often it occurs in the output. [B, V] or [B, T, V]
+        num_generated: tokens of the output. [B] or [B, T]
+    """
+
+    seen: Tensor | None = None
+    counts: Tensor | None = None
+    num_generated: Tensor | None = None
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """The fields that are in use."""
+        return (value for name in _NAMES if (value := getattr(self, name)) is not None)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> History:
+        """The same change of each field that is in use."""
+        values = [getattr(self, name) for name in _NAMES]
+        return History(*(None if value is None else change(value) for value in values))
+
+    def with_room(self, settings: Settings, num_rows: int, vocab_size: int) -> History:
+        """With the fields that these options need, too. (Rows that began without them have neutral values.)"""
+        device = settings.temperature.device
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
+
+        new = self
+        if settings.repetition_penalty is not None and self.seen is None:
+            new = replace(new, seen=empty(torch.bool, vocab_size))
+        if settings.has_counts and self.counts is None:
+            new = replace(new, counts=empty(torch.int32, vocab_size))
+        if settings.min_tokens is not None and self.num_generated is None:
+            new = replace(new, num_generated=empty(torch.int32))
+        return new
+
+    def begin(self, row: int, ids: Tensor, num_given: int) -> None:
+        """A text begins in a row. In place.
+
+        Args:
+            ids: its tokens so far; the first ``num_given`` are the prompt. [N]
+        """
+        if self.seen is not None:
+            self.seen[row] = False
+            self.seen[row, ids] = True
+        if self.counts is not None:
+            self.counts[row] = ids[num_given:].bincount(minlength=self.counts.shape[1])
+        if self.num_generated is not None:
+            self.num_generated[row] = len(ids) - num_given
+
+    def append(self, ids: Tensor, old_lengths: Tensor, lengths: Tensor) -> None:
+        """Output of all rows. In place.
+
+        Args:
+            ids: columns beyond a row's tokens repeat the last one. [B, T]
+            old_lengths, lengths: of the texts before and after. [B]
+        """
+        if self.seen is not None:
+            self.seen.scatter_(1, ids, True)
+        if self.counts is not None:
+            is_meant = torch.arange(ids.shape[1], device=ids.device) < (lengths - old_lengths)[:, None]
+            self.counts.scatter_add_(1, ids, is_meant.to(self.counts.dtype))
+        if self.num_generated is not None:
+            self.num_generated.add_(lengths - old_lengths)
+
+    def along(self, ids: Tensor, is_output: Tensor | None = None) -> History:
+        """Before each of T+1 places, when ``ids`` follow one another; the first place is where the rows are now.
+
+        Args:
+            ids: [B, T]
+            is_output: which of them are; None for all. [B, T]
+        """
+        num = self.num_generated
+        if num is not None:
+            steps = torch.ones_like(ids) if is_output is None else is_output
+            num = torch.cat((num[:, None], steps), dim=1).cumsum(dim=1)
+        return History(
+            None if self.seen is None else _summed(self.seen, ids, None) > 0,
+            None if self.counts is None else _summed(self.counts, ids, is_output),
+            num,
+        )
+
+    def then(self, ids: Tensor) -> History:
+        """After one more token of each row. [B]"""
+        return self.along(ids[:, None]).map(lambda values: values[:, 1])
+
+
+_NAMES = tuple(one.name for one in fields(History))
+NO_HISTORY = History()
+
+
+def _summed(start: Tensor, ids: Tensor, is_counted: Tensor | None) -> Tensor:
+    """The occurrences before each place: of the start [B, V], and of ids [B, T]. [B, T+1, V]"""
+    is_next = ids[..., None] == torch.arange(start.shape[1], device=start.device)
+    if is_counted is not None:
+        is_next &= is_counted[..., None]
+    return torch.cat((start[:, None], is_next.to(start.dtype)), dim=1).cumsum(dim=1)
