@@ -39,13 +39,24 @@ def philox_uniforms(seed: int, counter: Sequence[int]) -> tuple[float, float]:
 # Probabilities, by Hugging Face's own processors in the order of `generate`.
 
 
-def hf_probs(logits: torch.Tensor, prefix: Sequence[int], sampling: Sampling) -> torch.Tensor:
-    """The distribution from which `generate` samples the token after ``prefix``. [V] -> [V]"""
+def hf_probs(
+    logits: torch.Tensor, prefix: Sequence[int], sampling: Sampling, num_prompt: int | None = None
+) -> torch.Tensor:
+    """The distribution from which `generate` samples the token after ``prefix``. [V] -> [V]
+
+    Args:
+        num_prompt: what comes after so many tokens is output; None for nothing.
+    """
+    num_prompt = len(prefix) if num_prompt is None else num_prompt
     processors: list[Callable[..., torch.Tensor]] = []
     if sampling.logit_bias:
         processors.append(hf.SequenceBiasLogitsProcessor({(i,): float(b) for i, b in sampling.logit_bias.items()}))
     if sampling.repetition_penalty != 1.0:
         processors.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(lambda _, scores: scores - counted_penalties(prefix[num_prompt:], sampling, scores))
+    if sampling.min_tokens:
+        ends = list(sampling.stop_token_ids)
+        processors.append(hf.MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends, device="cpu"))
     if sampling.temperature not in (0.0, 1.0):
         processors.append(hf.TemperatureLogitsWarper(sampling.temperature))
     if sampling.temperature != 0.0:
@@ -63,6 +74,15 @@ def hf_probs(logits: torch.Tensor, prefix: Sequence[int], sampling: Sampling) ->
     return scores[0].softmax(dim=-1)
 
 
+def counted_penalties(output: Sequence[int], sampling: Sampling, scores: torch.Tensor) -> torch.Tensor:
+    """Of OpenAI's API reference, "Frequency and presence penalties": the part that is subtracted. [1, V]"""
+    parts = []
+    for token in range(scores.shape[-1]):
+        count = list(output).count(token)
+        parts.append(count * sampling.frequency_penalty + float(count > 0) * sampling.presence_penalty)
+    return torch.tensor([parts], dtype=scores.dtype)
+
+
 def table_law(table: torch.Tensor, prompt: Sequence[int], sampling: Sampling, num_tokens: int) -> Law:
     """The exact law of what a Markov chain says after the prompt."""
     law: Law = {(): 1.0}
@@ -70,7 +90,7 @@ def table_law(table: torch.Tensor, prompt: Sequence[int], sampling: Sampling, nu
         longer: Law = {}
         for text, mass in law.items():
             whole = (*prompt, *text)
-            for token, prob in enumerate(hf_probs(table[whole[-1]], whole, sampling).tolist()):
+            for token, prob in enumerate(hf_probs(table[whole[-1]], whole, sampling, len(prompt)).tolist()):
                 if prob > 0:
                     longer[(*text, token)] = mass * prob
         law = longer

@@ -73,6 +73,10 @@ def test_every_row_has_its_own_options() -> None:
         "top_p": [1.0, 1.0, 0.7],
         "min_p": [0.0, 0.02, 0.0],
         "repetition_penalty": [1.2, 1.0, 1.0],
+        "presence_penalty": [0.0, 1.5, 0.0],
+        "frequency_penalty": [0.5, 0.0, -0.5],
+        "min_tokens": [0, 0, 9],
+        "stop_token_ids": [(), (), (300, 301)],
         "logit_bias": [None, {300: 2.0}, None],
         "max_new_tokens": [6, 20, 13],
         "stop": [None, ["\n", "."], [","]],
@@ -94,6 +98,46 @@ def test_one_value_is_for_all_rows() -> None:
     listed = decoder.generate(PROMPTS[:2], stop=[["e", "a"], ["e", "a"]], seed=[1, 1], max_new_tokens=12)
     assert [parts(c) for c in common] == [parts(c) for c in listed]
     assert all("e" not in c.text and "a" not in c.text for c in common)
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+def test_stop_tokens_end_a_row(acceptance: str) -> None:
+    """With that token, which has no text, for the reason "stop"; an end token of the model keeps its own reason. One
+    list of ids is for all rows, a list of lists has one for each."""
+    decoder = embedded()
+    options: dict[str, Any] = {"seed": 6, "max_new_tokens": 14, "ignore_eos": True, "acceptance": acceptance}
+    (full,) = decoder.generate(PROMPT, **options)
+    at = next(i for i in range(5, 14) if full.token_ids[i] not in full.token_ids[:i])
+    token_id = full.token_ids[at]
+    (one,) = decoder.generate(PROMPT, stop_token_ids=[token_id], **options)
+    assert (one.finish_reason, one.token_ids) == ("stop", full.token_ids[: at + 1])
+    assert one.text == decoder.generate(PROMPT, **options | {"max_new_tokens": at})[0].text or acceptance != "gumbel"
+    pair = decoder.generate([PROMPT, PROMPT], stop_token_ids=[[token_id], []], **options)
+    assert [row.finish_reason for row in pair] == ["stop", "length"]
+    (eos,) = decoder.eos_ids
+    certain = {"logit_bias": {eos: 1e6}, "max_new_tokens": 3, "acceptance": acceptance}
+    (ended,) = decoder.generate(PROMPT, stop_token_ids=[eos], **certain)
+    assert (ended.finish_reason, ended.token_ids) == ("eos", (eos,))
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_row_has_its_least_number_of_tokens(acceptance: str, k: int) -> None:
+    """Though the end token is all but certain, and under ``ignore_eos`` it is forbidden too. A limit ends a text in any
+    case; what leaves no token at all is refused."""
+    decoder = embedded()
+    (eos,) = decoder.eos_ids
+    certain: dict[str, Any] = {"logit_bias": {eos: 1e6}, "acceptance": acceptance, "num_draft_tokens": k, "seed": 1}
+    for num_tokens in (0, 1, 2, 7):
+        (one,) = decoder.generate(PROMPT, min_tokens=num_tokens, **certain)
+        assert (one.finish_reason, one.token_ids.index(eos)) == ("eos", num_tokens)
+    (one,) = decoder.generate(PROMPT, min_tokens=3, ignore_eos=True, max_new_tokens=5, **certain)
+    assert [token_id == eos for token_id in one.token_ids] == [False] * 3 + [True] * 2
+    (one,) = decoder.generate(PROMPT, min_tokens=5, max_new_tokens=3, **certain)
+    assert one.finish_reason == "length" and eos not in one.token_ids
+    nothing_else = {i: -float("inf") for i in range(decoder.target.vocab_size) if i != eos}
+    with pytest.raises(OptionError, match="min_tokens = 2 is not possible: no token is left"):
+        decoder.generate(PROMPT, min_tokens=2, logit_bias=nothing_else)
 
 
 @pytest.mark.parametrize("acceptance", RULES)

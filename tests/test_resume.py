@@ -70,6 +70,21 @@ def test_many_at_once(rule: str) -> None:
     assert [one.num_prompt_tokens for one in rest] == [one.num_prompt_tokens for one in whole]
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_tokens_before_the_cut_are_output(rule: str) -> None:
+    """To the penalties that count output, to ``min_tokens`` and to ``max_new_tokens``."""
+    decoder = embedded("float64", rule)
+    (eos,) = decoder.eos_ids
+    options = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_tokens": 15, "logit_bias": {eos: 1e6}}
+    for limit in (12, 30):
+        settings = {"seed": 3, "max_new_tokens": limit, **options}
+        (uncut,) = decoder.generate("Once upon a time", **settings)
+        assert len(uncut.token_ids) == min(limit, 16)
+        for cut in range(1, len(list(decoder.stream("Once upon a time", **settings)))):
+            before, after, ids = _parts(decoder, "Once upon a time", cut, **settings)
+            assert (before + after, ids) == (uncut.text, uncut.token_ids)
+
+
 def test_what_cannot_be_resumed() -> None:
     decoder = embedded()
     (done,) = decoder.generate("Once", seed=1, max_new_tokens=8, temperature=0.0)

@@ -59,16 +59,16 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    min_tokens: int = 0
     seed: int | None = None
     stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
     max_new_tokens: int = 128
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6; 0 is greedy")

@@ -70,7 +70,8 @@ def test_a_real_model_is_certified(
     """A tiny Llama whose texts end by chance, with a penalty; all controls are caught. False alarm: 1e-6."""
     monkeypatch.setattr(module, "CONTROLS", controls)
     told: dict[str, int] = {}
-    job = _job(llama_pair(), acceptance, 1e-6, repetition_penalty=1.2)
+    options = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3}
+    job = _job(llama_pair(), acceptance, 1e-6, **options)
     pilot = fly(job)
 
     def on_tokens(what: str, done: int, total: int) -> None:

@@ -14,15 +14,17 @@ from outrider.options import Sampling
 from outrider.records import Draft, Verdict
 from outrider.sampling.noise import RoundUniforms
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
+from outrider.scoring.teacher_forcing import Text
 from toys import llama_pair, table_pair
 
-CONTEXTS = [(0, 3, 1, 2), (4, 1)]
+CONTEXTS = [Text((0, 3, 1, 2), 2), Text((4, 1), 2)]
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.5, top_k=3),
     Sampling(top_p=0.7),
     Sampling(temperature=0),
     Sampling(repetition_penalty=1.5, min_p=0.1),
+    Sampling(presence_penalty=1.0, frequency_penalty=0.5, min_tokens=4, stop_token_ids=(1, 2)),
 ]
 
 
@@ -48,10 +50,10 @@ def test_other_drafters_and_small_vocabularies(rule: Rule) -> None:
     target, drafter = llama_pair()
     text = (3, 1, 4, 1, 5, 9, 3, 1)
     for draft in (drafter, NgramDrafter()):
-        report = check_exactly(target, draft, Sampling(), rule, [text])
+        report = check_exactly(target, draft, Sampling(), rule, [Text(text, 3)])
         assert report.is_ok and report.distance > 0.05
         assert report.forcing < 1e-9  # 0 where forwards of any shape round alike
-    assert check_exactly(*table_pair(3), Sampling(), rule, [(0, 1)]).is_ok
+    assert check_exactly(*table_pair(3), Sampling(), rule, [Text((0, 1))]).is_ok
 
 
 WRONG = [ALL_OR_NOTHING, ACCEPT_ALL, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS]
@@ -85,5 +87,5 @@ def test_the_yardstick_is_held_against_a_plain_forward() -> None:
     right = target._mask
     target._mask = lambda positions, view_len: right(positions, view_len).index_fill(3, torch.tensor([0]), -1e9)
     assert forcing_gap(target, text) > 1e-3
-    report = check_exactly(target, drafter, Sampling(), REJECTION, [text])
+    report = check_exactly(target, drafter, Sampling(), REJECTION, [Text(text)])
     assert report.forcing > 1e-3 and not report.is_ok

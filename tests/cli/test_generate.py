@@ -44,10 +44,12 @@ def test_options_reach_the_decoder(outrider: Outrider) -> None:
     ended = outrider(
         *("generate", PROMPT, "-n", 14, "--seed", 8, "-t", 0.9, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01),
         *("--repetition-penalty", 1.3, "--logit-bias", f"{bias}=4", "--logit-bias", "0=-inf", "--stop", "zzz"),
-        *("--ignore-eos", "-k", 2, "--acceptance", "block"),
+        *("--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 6, "--stop-token-id", bias),
+        *("--stop-token-id", 40, "--ignore-eos", "-k", 2, "--acceptance", "block"),
     )
     options: dict[str, Any] = {"max_new_tokens": 14, "seed": 8, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
     options |= {"min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {bias: 4.0, 0: -float("inf")}}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 6, "stop_token_ids": [bias, 40]}
     options |= {"stop": ["zzz"], "ignore_eos": True, "num_draft_tokens": 2, "acceptance": "block"}
     assert ended.out == said(**options) + "\n"
     assert "K = 2, block" in ended.err

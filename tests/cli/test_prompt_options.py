@@ -24,6 +24,7 @@ OWN: list[tuple[dict[str, Any], dict[str, Any]]] = [  # in the file, and as the 
     ({"stop": "e"}, {"stop": ["e"]}),
     ({"stop": ["e", "a"], "ignore_eos": True}, {"stop": ["e", "a"], "ignore_eos": True}),
     ({"logprobs": 2}, {"logprobs": 2}),
+    ({"presence_penalty": 1.0, "frequency_penalty": -0.5, "min_tokens": 4, "stop_token_ids": [5, 7]},) * 2,
     ({"temperature": None, "seed": None}, {}),
 ]
 

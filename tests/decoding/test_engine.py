@@ -32,6 +32,9 @@ OPTIONS = [
     {"top_p": 0.8, "repetition_penalty": 1.3},
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"min_p": 0.1, "logit_bias": {3: 2.0, 5: -math.inf}},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "min_tokens": 3, "stop_token_ids": (1, 2)},
+    {"min_tokens": 7, "stop_token_ids": (0, 3, 4), "presence_penalty": -2.0, "repetition_penalty": 1.2},
 ]
 
 
@@ -81,7 +84,7 @@ def test_gumbel_output_is_plain_output_with_the_same_seed(pair: tuple[LM, ModelD
     target, _ = pair
     mixed = [
         request(prompt, seed=i, max_new_tokens=16, **options)
-        for i, (prompt, options) in enumerate(zip(PROMPTS * 2, OPTIONS, strict=True))
+        for i, (prompt, options) in enumerate(zip(PROMPTS * 3, OPTIONS, strict=True))
     ]
     for requests in (_requests(PROMPTS[:1]), mixed):
         plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)

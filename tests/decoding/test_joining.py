@@ -75,6 +75,8 @@ def _requests(rng: random.Random, num_requests: int) -> list[Request]:
         {"temperature": 0.7, "top_k": 9},
         {"top_p": 0.9, "repetition_penalty": 1.2},
         {"logit_bias": {4: 2.0}, "min_p": 0.02},
+        {"presence_penalty": 1.0, "min_tokens": 6, "stop_token_ids": (1, 2, 3)},
+        {"frequency_penalty": 1.0, "temperature": 0.0},
         {},
     ]
     requests = []

@@ -250,6 +250,7 @@ def test_between_rounds_nothing_is_read(nothing_is_read: _NothingIsRead, rule: R
     target, drafter = llama_pair()
     target.execution, drafter.lm.execution = Captured(), Captured()
     options = {"repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 1}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4, "stop_token_ids": (1,)}
     num_tokens = (1, 100, 100, 100)
     requests = [request(ids, seed=n, max_new_tokens=n, **options) for n, ids in zip(num_tokens, PROMPTS, strict=True)]
     rounds = decode(target, drafter, requests, rule, num_draft_tokens=k)

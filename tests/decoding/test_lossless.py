@@ -35,6 +35,8 @@ SETTINGS = {
     "top-p": {"top_p": 0.75},
     "min-p": {"min_p": 0.25},
     "repetition penalty": {"repetition_penalty": 1.5},
+    "counted penalties": {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+    "min tokens": {"min_tokens": 2, "stop_token_ids": (0, 3)},
     "logit bias": {"logit_bias": {0: 1.0, 2: -0.5}},
     "all": {
         "temperature": 1.25,
@@ -42,6 +44,10 @@ SETTINGS = {
         "top_p": 0.875,
         "min_p": 0.125,
         "repetition_penalty": 1.25,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "min_tokens": 3,
+        "stop_token_ids": (1,),
         "logit_bias": {1: -1.0, 3: 0.5},
     },
 }

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ def test_large_records_fill_a_shard_sooner(
 
 def test_the_header_keeps_every_option(tmp_path: Path) -> None:
     sampling = Sampling(0.7, 40, 0.9, 0.01, 1.2, {3: -float("inf"), 5: 0.1}, stop=("a", "b"), max_new_tokens=9)
+    later = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 3, "stop_token_ids": (7,)}
+    sampling = replace(sampling, **later)
     header = Header("t", sampling, None, 10, 64, (1, 2), None, {"chat": True}, {"time": "now"})
     LogWriter(tmp_path / "log", header, [])
     assert Log.open(tmp_path / "log").header == header

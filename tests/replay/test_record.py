@@ -11,7 +11,14 @@ from reference import hf_probs
 from toys import llama_pair
 
 # Numbers that float32 holds exactly.
-OPTIONS = {"temperature": 0.75, "top_k": 9, "repetition_penalty": 1.25, "max_new_tokens": 12}
+OPTIONS = {
+    "temperature": 0.75,
+    "top_k": 9,
+    "repetition_penalty": 1.25,
+    "presence_penalty": 0.5,
+    "min_tokens": 4,
+    "max_new_tokens": 12,
+}
 PROMPTS = [[1, 2, 3], [9] * 5, [4]]
 LABELS = [(i, f"p{i}", None, 7 + i) for i in range(3)]
 
@@ -26,7 +33,7 @@ def test_probabilities_are_those_of_hugging_faces_processors(decoder: Decoder, n
     """Of the token that stands there, of the N most probable, and the mass of the rest: 0 beyond what top-k keeps."""
     records, is_interrupted = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=num_probs)
     assert not is_interrupted
-    n = min(num_probs, 60)
+    n, law = min(num_probs, 60), Sampling(**OPTIONS, stop_token_ids=tuple(decoder.eos_ids))
     for record, ids in zip(records, PROMPTS, strict=True):
         (completion,) = decoder.generate([ids], **OPTIONS, seed=record.seed)
         assert (record.token_ids, record.finish_reason) == (completion.token_ids, completion.finish_reason)
@@ -35,7 +42,7 @@ def test_probabilities_are_those_of_hugging_faces_processors(decoder: Decoder, n
         assert record.probs is not None
         for i, token in enumerate(record.token_ids):
             before = text[: len(ids) + i]
-            p = hf_probs(logits[len(before) - 1], before, Sampling(**OPTIONS))
+            p = hf_probs(logits[len(before) - 1], before, law, len(ids))
             assert float(record.probs.token_probs[i]) == pytest.approx(float(p[token]), abs=1e-9)
             torch.testing.assert_close(record.probs.top_probs[i], p.sort(descending=True).values[:n], rtol=0, atol=1e-9)
             torch.testing.assert_close(p[record.probs.top_ids[i]], record.probs.top_probs[i], rtol=0, atol=1e-9)

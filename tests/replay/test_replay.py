@@ -381,7 +381,7 @@ def test_an_impossible_token_is_no_accident() -> None:
 def test_a_repetition_penalty_is_seen() -> None:
     """By both sides: greedy text under a penalty, round by round."""
     target, drafter = llama_pair()
-    options = {"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 25}
+    options = {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "max_new_tokens": 25}
     header, records = written(target, PROMPTS, **options)
     real = run(target, drafter, [request(ids, StopAt(EOS), **options) for ids in PROMPTS], RULES["rejection"], 4)
     summary = summarise(replay(records, header, drafter, "rejection", [4]), [4])

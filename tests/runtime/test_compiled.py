@@ -51,6 +51,7 @@ def requests(num_rows: int = 1, longest: int = 22, **options: Any) -> list[Reque
 
 
 PROCESSORS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}}
+PROCESSORS |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 5, "stop_token_ids": (3, 7)}
 
 
 def pair() -> tuple[LM, ModelDrafter]:

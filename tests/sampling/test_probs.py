@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.options import Sampling
+from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels, round_uniforms
-from outrider.sampling.probs import Settings, draw, draw_gumbel, is_finite, mark_seen, one_hot, to_probs
+from outrider.sampling.probs import Settings, draw, draw_gumbel, is_finite, one_hot, to_probs
 from reference import hf_probs
 
 V = 40
-PREFIX = (3, 3, 17, 39, 0)
+PREFIX = (3, 3, 17, 39, 0, 17, 17)
+NUM_PROMPT = 3
 
 # Values that float32 holds exactly, so that both sides compare with the same numbers.
 SINGLE = [
@@ -36,14 +38,22 @@ SINGLE = [
     {"min_p": 1.0},
     {"repetition_penalty": 1.5},
     {"repetition_penalty": 0.75},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.75},
+    {"min_tokens": 4, "stop_token_ids": (7, 9)},
+    {"min_tokens": 5, "stop_token_ids": (7, 9)},
     {"logit_bias": {0: 2.5, 17: -math.inf, 5: -0.5}},
 ]
 OPTIONS = {
-    "temperature": [0.0, 0.625, 1.0, 2.0],
+    "temperature": [0.0, 0.625, 2.0],
     "top_k": [0, 5],
     "top_p": [1.0, 0.75],
     "min_p": [0.0, 0.125],
     "repetition_penalty": [1.0, 1.5],
+    "presence_penalty": [0.0, 0.5],
+    "frequency_penalty": [0.0, 1.25],
+    "min_tokens": [0, 7],
+    "stop_token_ids": [(3, 5)],
     "logit_bias": [None, {0: 2.5, 17: -math.inf}],
 }
 COMBINED = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
@@ -58,14 +68,17 @@ def _settings(rows: list[Sampling], vocab_size: int = V) -> Settings:
     return Settings.of(rows, vocab_size, torch.device("cpu"))
 
 
-def _seen(num_rows: int) -> Tensor:
-    seen = torch.zeros(num_rows, 1, V, dtype=torch.bool)
-    seen[:, :, list(PREFIX)] = True
-    return seen
+def _history(settings: Settings, num_rows: int) -> History:
+    """Before one place of each row, after PREFIX."""
+    history = NO_HISTORY.with_room(settings, num_rows, V)
+    for row in range(num_rows):
+        history.begin(row, torch.tensor(PREFIX), NUM_PROMPT)
+    return history.map(lambda values: values[:, None])
 
 
 def _ours(logits: Tensor, rows: list[Sampling]) -> Tensor:
-    return to_probs(logits, _settings(rows), _seen(len(rows)))
+    settings = _settings(rows)
+    return to_probs(logits, settings, _history(settings, len(rows)))
 
 
 @pytest.mark.parametrize("options", SINGLE, ids=str)
@@ -74,17 +87,19 @@ def test_each_option_equals_hugging_faces_processor(options: dict, dtype: torch.
     """On 20 random rows: the same tokens kept, the same probabilities up to rounding, the dtype of the logits."""
     logits, sampling = _logits(20, 1, dtype), Sampling(**options)
     ours = _ours(logits, [sampling] * 20)[:, 0]
-    theirs = torch.stack([hf_probs(row, PREFIX, sampling) for row in logits[:, 0]])
+    theirs = torch.stack([hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row in logits[:, 0]])
     assert ours.dtype == dtype
     assert torch.equal(ours > 0, theirs > 0)
     torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0.0)
 
 
 def test_all_combinations_equal_hugging_faces_processors_in_order() -> None:
-    """All 128 combinations, each in a row of one mixed batch: what one row asks for does not touch the others."""
+    """All 384 combinations, each in a row of one mixed batch: what one row asks for does not touch the others."""
     rows, logits = [Sampling(**options) for options in COMBINED], _logits(len(COMBINED), 2)
     ours = _ours(logits, rows)[:, 0]
-    theirs = torch.stack([hf_probs(row, PREFIX, sampling) for row, sampling in zip(logits[:, 0], rows, strict=True)])
+    theirs = torch.stack(
+        [hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row, sampling in zip(logits[:, 0], rows, strict=True)]
+    )
     assert torch.equal(ours > 0, theirs > 0)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
 
@@ -102,7 +117,7 @@ def test_options_that_float32_does_not_hold_exactly() -> None:
     """0.7, 0.9 and the like are rounded to float32; the probabilities move by no more than that."""
     sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     logits = _logits(50, 4)
-    theirs = torch.stack([hf_probs(row, PREFIX, sampling) for row in logits[:, 0]])
+    theirs = torch.stack([hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row in logits[:, 0]])
     torch.testing.assert_close(_ours(logits, [sampling] * 50)[:, 0], theirs, rtol=1e-5, atol=0.0)
 
 
@@ -159,12 +174,27 @@ def test_logits_far_apart_do_not_overflow() -> None:
     assert probs[0, 0].tolist() == [1.0, 0.0, 0.0]
 
 
-@given(st.lists(st.integers(0, 5), max_size=6), st.sets(st.integers(0, 5)))
-def test_mark_seen_marks_what_came_before_each_position(ids: list[int], before: set[int]) -> None:
-    seen = torch.tensor([[v in before for v in range(6)]])
-    marked = mark_seen(seen, torch.tensor([ids], dtype=torch.long))
-    expected = [[v in before | set(ids[:i]) for v in range(6)] for i in range(len(ids) + 1)]
-    assert marked[0].tolist() == expected
+@given(st.lists(st.integers(0, 5), max_size=6), st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(0, 5))
+def test_a_history_is_what_came_before_each_place(ids: list[int], before: list[int], num_prompt: int) -> None:
+    """Along drafts, token by token, and after a round in which some of them were committed."""
+    num_prompt = min(num_prompt, len(before))
+    asked = Sampling(repetition_penalty=1.5, presence_penalty=1.0, min_tokens=1, stop_token_ids=(0,))
+    history = NO_HISTORY.with_room(_settings([asked], 6), 1, 6)
+    history.begin(0, torch.tensor(before), num_prompt)
+    along, then = history.along(torch.tensor([ids], dtype=torch.long)), history
+    for i in range(len(ids) + 1):
+        text = before + ids[:i]
+        output = text[num_prompt:]
+        want = [[v in text for v in range(6)], [output.count(v) for v in range(6)], len(output)]
+        assert [values[0, i].tolist() for values in along.tensors] == want
+        assert [values[0].tolist() for values in then.tensors] == want
+        again = history.map(torch.clone)
+        committed = [*ids[:i], *[ids[i - 1]] * (len(ids) - i)] if i else []
+        length = torch.tensor([len(before)])
+        again.append(torch.tensor([committed], dtype=torch.long), length, length + i)
+        assert [values[0].tolist() for values in again.tensors] == want
+        if i < len(ids):
+            then = then.then(torch.tensor(ids[i : i + 1]))
 
 
 def test_is_finite_refuses_what_cannot_be_sampled_from() -> None:

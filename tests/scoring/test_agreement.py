@@ -1,5 +1,7 @@
 """Teacher forcing and alpha: against plain forwards, and against numbers worked out by hand."""
 
+from operator import itemgetter
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ TEXTS = [Text([3, 1, 4, 1, 5, 9, 2, 6], 3), Text(list(range(2, 55)) * 3, 1), Tex
 def test_forced_logits_are_those_of_one_forward(has_penalty: bool) -> None:
     """Over ragged texts longer than a chunk; and what was seen is what occurs before the token."""
     lm = as_lm(tiny_llama())
-    chunks = list(force(lm, TEXTS, has_penalty=has_penalty))
+    sampling = Sampling(repetition_penalty=1.5, presence_penalty=1.0, min_tokens=2, stop_token_ids=(1,))
+    settings = [Settings.of([sampling], lm.vocab_size, torch.device("cpu"))] if has_penalty else []
+    chunks = list(force(lm, TEXTS, settings))
     assert len(chunks) == 2
     for row, text in enumerate(TEXTS):
         want = lm.model(torch.tensor([text.ids])).logits[0, text.num_given - 1 : -1]
@@ -27,9 +31,13 @@ def test_forced_logits_are_those_of_one_forward(has_penalty: bool) -> None:
         )
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
         if has_penalty:
-            seen = torch.cat([chunk.seen[chunk.rows == row] for chunk in chunks if chunk.seen is not None])
-            for i, flags in enumerate(seen, start=text.num_given):
-                assert set(flags.nonzero().flatten().tolist()) == set(text.ids[:i])
+            fields = zip(*(chunk.history.map(itemgetter(chunk.rows == row)).tensors for chunk in chunks), strict=True)
+            history = zip(*map(torch.cat, fields), strict=True)
+            for i, (seen, counts, num_generated) in enumerate(history, start=text.num_given):
+                output = list(text.ids[text.num_given : i])
+                assert set(seen.nonzero().flatten().tolist()) == set(text.ids[:i])
+                assert counts.tolist() == [output.count(token) for token in range(lm.vocab_size)]
+                assert num_generated == len(output)
 
 
 def test_alpha_is_the_mean_overlap() -> None:

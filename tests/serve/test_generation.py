@@ -146,12 +146,13 @@ def test_ids_are_prompts_too(decoder: Decoder, client: OpenAI) -> None:
 
 
 def test_options_of_sampling(decoder: Decoder, client: OpenAI) -> None:
-    mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2}
+    mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3}
+    counted = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
     bias = {"11": -4.0, "12": 3.0}
     answer = client.completions.create(
-        model="fable", prompt=PROMPT, seed=5, max_tokens=24, top_p=0.9, logit_bias=bias, extra_body=mine
+        model="fable", prompt=PROMPT, seed=5, max_tokens=24, top_p=0.9, logit_bias=bias, extra_body=mine, **counted
     )
-    options = mine | {"top_p": 0.9, "logit_bias": {11: -4.0, 12: 3.0}}
+    options = mine | counted | {"top_p": 0.9, "logit_bias": {11: -4.0, 12: 3.0}}
     assert answer.choices[0].text == alone(decoder, PROMPT, seed=5, max_new_tokens=24, **options).text
 
 
@@ -179,6 +180,19 @@ def test_stop_strings(decoder: Decoder, client: OpenAI, is_stream: bool) -> None
     choices = [chunk.choices[0] for chunk in answer] if is_stream else answer.choices
     assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
     assert choices[-1].finish_reason == "stop"
+
+
+def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
+    """They end a text as stop strings do, but not before ``min_tokens``."""
+    ids = alone(decoder, PROMPT, seed=3, max_new_tokens=40).token_ids
+    at = next(i for i in range(8, 40) if ids[i] not in ids[:i])
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40}
+    answer = client.completions.create(**options, extra_body={"stop_token_ids": [ids[at]]})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", at + 1)
+    mine = {"stop_token_ids": [ids[at]], "min_tokens": 20}
+    answer = client.completions.create(**options, extra_body=mine)
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, **mine)
+    assert answer.choices[0].text == expected.text and answer.usage.completion_tokens >= 20
 
 
 def test_logprobs_of_completions(decoder: Decoder, client: OpenAI) -> None:

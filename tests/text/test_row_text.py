@@ -1,5 +1,6 @@
 """When a row ends: at the very token, with nothing of a stop string ever shown."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,33 @@ def held_back(text: str, stop: Sequence[str]) -> int:
     """Length of the longest end of a text that may still become a stop string."""
     beginnings = {""} | {string[:n] for string in stop for n in range(len(string))}
     return max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
+
+
+@given(st.lists(st.text("ab.", max_size=3), max_size=12), st.integers(0, 6))
+def test_stop_strings_that_are_complete_too_early_are_text(pieces: list[str], min_tokens: int) -> None:
+    """One that begins early and is complete later ends the row."""
+    row = RowText(Pieces(pieces), (), ["ab"], min_tokens=min_tokens)  # type: ignore[arg-type]
+    reasons, text = [], ""
+    for token_id in range(len(pieces)):
+        reasons.append(row.push(token_id))
+        text += "".join(piece for _, piece in row.take())
+        if reasons[-1] is not None:
+            break
+    else:
+        row.finish()
+        text += "".join(piece for _, piece in row.take())
+    lengths = list(itertools.accumulate(map(len, pieces)))
+    begins = [at for at in range(sum(map(len, pieces))) if "".join(pieces)[at : at + 2] == "ab"]
+    ends = [(at, next(n for n, length in enumerate(lengths, start=1) if length >= at + 2)) for at in begins]
+    at, num_tokens = next(((at, n) for at, n in ends if n > min_tokens), (None, len(pieces)))
+    assert len(reasons) == num_tokens and text == "".join(pieces)[:at]
+    assert reasons == [None] * num_tokens if at is None else reasons[-1] == "stop"
+
+
+def test_stop_tokens_end_a_row() -> None:
+    row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
+    assert [row.push(i) for i in (0, 1)] == [None, "stop"]
+    assert row.push(2) == "eos"
 
 
 TEXTS = st.lists(st.text("ab.", max_size=3), max_size=12)
