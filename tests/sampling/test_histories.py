@@ -41,7 +41,7 @@ SAMPLINGS = [
 def round_law(rule: Rule, k: int, sampling: Sampling, output: tuple[int, ...]) -> Law:
     """What a round commits after this output."""
     settings = Settings.of([sampling], 3, torch.device("cpu"))
-    begin = NO_HISTORY.with_room(settings, 1, 3)
+    begin = settings.with_room(NO_HISTORY, 1, 3)
     begin.begin(0, torch.tensor([*PROMPT, *output]), len(PROMPT))
     last = (*PROMPT, *output)[-1]
     law: Law = {}

@@ -70,7 +70,7 @@ def _settings(rows: list[Sampling], vocab_size: int = V) -> Settings:
 
 def _history(settings: Settings, num_rows: int) -> History:
     """Before one place of each row, after PREFIX."""
-    history = NO_HISTORY.with_room(settings, num_rows, V)
+    history = settings.with_room(NO_HISTORY, num_rows, V)
     for row in range(num_rows):
         history.begin(row, torch.tensor(PREFIX), NUM_PROMPT)
     return history.map(lambda values: values[:, None])
@@ -179,7 +179,7 @@ def test_a_history_is_what_came_before_each_place(ids: list[int], before: list[i
     """Along drafts, token by token, and after a round in which some of them were committed."""
     num_prompt = min(num_prompt, len(before))
     asked = Sampling(repetition_penalty=1.5, presence_penalty=1.0, min_tokens=1, stop_token_ids=(0,))
-    history = NO_HISTORY.with_room(_settings([asked], 6), 1, 6)
+    history = _settings([asked], 6).with_room(NO_HISTORY, 1, 6)
     history.begin(0, torch.tensor(before), num_prompt)
     along, then = history.along(torch.tensor([ids], dtype=torch.long)), history
     for i in range(len(ids) + 1):

@@ -141,7 +141,7 @@ def explain(
     prefix = [*prompt_ids, *plain[:at]]
     begin = len(prompt_ids) - 1  # where plain decoding begins to feed token by token
     settings = _bare_settings(sampling, target.vocab_size)
-    history = NO_HISTORY.with_room(settings, 1, target.vocab_size)
+    history = settings.with_room(NO_HISTORY, 1, target.vocab_size)
     history.begin(0, torch.tensor(prefix), len(prompt_ids))
     history = history.map(itemgetter(0))
     logits = _logits(target, prefix, begin, 1, 0)

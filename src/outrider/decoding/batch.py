@@ -162,7 +162,7 @@ class Batch:
         constant_k = row.request.num_draft_tokens
         self._constant_k[slot] = -1 if constant_k is None else constant_k
         self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
-        self.history = self.history.with_room(self.settings, len(self.rows), self._vocab_size)
+        self.history = self.settings.with_room(self.history, len(self.rows), self._vocab_size)
         self.history.begin(slot, self.ids[slot, : row.length], row.length - row.request.num_resumed)
 
     def release(self, slot: int) -> None:

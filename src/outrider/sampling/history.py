@@ -8,14 +8,10 @@ does not apply the options (probs.py does).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from outrider.sampling.probs import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +38,6 @@ class History:
         """The same change of each field that is in use."""
         values = [getattr(self, name) for name in _NAMES]
         return History(*(None if value is None else change(value) for value in values))
-
-    def with_room(self, settings: Settings, num_rows: int, vocab_size: int) -> History:
-        """With the fields that these options need, too. (Rows that began without them have neutral values.)"""
-        device = settings.temperature.device
-
-        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
-
-        new = self
-        if settings.repetition_penalty is not None and self.seen is None:
-            new = replace(new, seen=empty(torch.bool, vocab_size))
-        if settings.has_counts and self.counts is None:
-            new = replace(new, counts=empty(torch.int32, vocab_size))
-        if settings.min_tokens is not None and self.num_generated is None:
-            new = replace(new, num_generated=empty(torch.int32))
-        return new
 
     def begin(self, row: int, ids: Tensor, num_given: int) -> None:
         """A text begins in a row. In place.

@@ -62,6 +62,21 @@ class Settings:
         """Whether it matters how often a token occurs in the output."""
         return self.presence_penalty is not None or self.frequency_penalty is not None
 
+    def with_room(self, history: History, num_rows: int, vocab_size: int) -> History:
+        """A history with the fields that these options need, too. (Rows that began without them have neutral values
+        here.)"""
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(num_rows, *shape, dtype=dtype, device=self.temperature.device)
+
+        if self.repetition_penalty is not None and history.seen is None:
+            history = replace(history, seen=empty(torch.bool, vocab_size))
+        if self.has_counts and history.counts is None:
+            history = replace(history, counts=empty(torch.int32, vocab_size))
+        if self.min_tokens is not None and history.num_generated is None:
+            history = replace(history, num_generated=empty(torch.int32))
+        return history
+
     def with_row(self, index: int, row: Sampling, vocab_size: int) -> Settings:
         """These settings with the options of one row, written in place where there is a place. Options that no row
         has used before are added; those in use stay, also if this row does not use them."""

@@ -94,7 +94,7 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     cache = lm.new_cache(len(texts), length)
     history = NO_HISTORY
     for one in settings:
-        history = history.with_room(one, len(texts), lm.vocab_size)
+        history = one.with_room(history, len(texts), lm.vocab_size)
     history = history.map(lambda values: values.to(device))
     width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
     for begin in range(0, length - 1, width):
