@@ -30,6 +30,7 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.ranks import here
 from outrider.text.row_text import RowText
+from outrider.text.structure import Structure
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 
@@ -333,6 +334,9 @@ class Decoder:
         self.check_tokens(sampling)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
+        constraint = None
+        if sampling.is_constrained:
+            constraint = Structure(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
         eos_ids = () if sampling.ignore_eos else self.eos_ids
         text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
@@ -345,9 +349,11 @@ class Decoder:
         for token_id in resume_ids:
             if text.push(token_id) is not None:
                 raise OptionError("resume_ids", token_id, "the text has ended with this token")
+            if constraint is not None and not constraint.push(token_id):
+                raise OptionError("resume_ids", token_id, "the text must not go on with this token")
         text.take()  # given out before the cut
         law = sampling.with_ends(self.eos_ids)
-        request = Request([*ids, *resume_ids], law, text, num_resumed=len(resume_ids))
+        request = Request([*ids, *resume_ids], law, text, num_resumed=len(resume_ids), constraint=constraint)
         return Job(request, text, len(ids), len(resume_ids), has_seed)
 
     def check_tokens(self, sampling: Sampling) -> None:

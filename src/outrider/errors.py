@@ -14,7 +14,7 @@
     │   ├── WorkerError            the processes that do the work on other machines end before it is done
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
-    ├── NumericsError              a model gave NaN or infinite logits
+    ├── NumericsError              a text cannot go on: NaN or infinite logits, or a grammar beyond its limits
     └── RankError                  the processes of a job that share a target have parted
 
 The command line prints the message of any of them on one line and ends with exit code 2. A fault of Outrider itself is
@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 
+_MOST_CHARACTERS = 200  # of a value, which may be a whole document
+
+
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
 
@@ -55,7 +58,10 @@ class OptionError(UsageError):
     """An option's value is out of range, or unknown."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"{name} = {value!r} is not possible: {remedy}")
+        shown = repr(value)
+        if len(shown) > _MOST_CHARACTERS:
+            shown = f"{shown[: _MOST_CHARACTERS - 4]} ..."
+        super().__init__(f"{name} = {shown} is not possible: {remedy}")
         self.name = name
         self.value = value
         self.remedy = remedy
@@ -118,7 +124,7 @@ class MissingExtra(UsageError):
 
 
 class NumericsError(OutriderError):
-    """A model gave NaN or infinite logits."""
+    """A text cannot go on: a model gave NaN or infinite logits, or a grammar has come to its limits."""
 
 
 class RankError(OutriderError):

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from outrider.errors import OptionError
 
@@ -20,6 +20,9 @@ DEFAULT_NUM_SLOTS = 8
 
 NumDraftTokens = int | Literal["auto"]
 """K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""
+
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+"""The fields of ``Sampling`` that say what the output must match."""
 
 _MAX_PENALTY = 2.0  # of OpenAI's API
 _MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
@@ -44,6 +47,9 @@ class Sampling:
             ``ignore_eos``, or one of ``stop_token_ids``), and stop strings do not end it. The limits still do.
         seed: 0 <= seed < 2**63; None draws one from the operating system, and the completion tells which.
         stop: strings that end the text; they are not part of it.
+        json_schema, regex, grammar: at most one of them: the output is JSON of this schema, matches this regular
+            expression, or this grammar (Lark or GBNF). Each token is drawn from what the tokens that may come next
+            leave of its distribution; when the text is complete an end token may come, or must.
         stop_token_ids: tokens that end the text, beside the model's end tokens. They have no text.
         max_new_tokens: at most so many tokens.
         ignore_eos: end tokens are tokens like others.
@@ -69,6 +75,9 @@ class Sampling:
     frequency_penalty: float = 0.0
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6; 0 is greedy")
@@ -108,6 +117,30 @@ class Sampling:
         _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
+
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if not given:
+            return
+        name, value = given[0], getattr(self, given[0])
+        if name == "json_schema" and not isinstance(value, Mapping):
+            raise OptionError(name, value, "a JSON schema, which is an object")
+        if name != "json_schema" and not (isinstance(value, str) and value):
+            raise OptionError(name, value, "a text that is not empty")
+        if len(given) > 1:
+            raise OptionError(given[1], getattr(self, given[1]), f"give it or {name}, not both")
+        # Together with a constraint these may leave no token at all.
+        if self.ignore_eos or self.min_tokens:
+            other = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise OptionError(other, getattr(self, other), f"with {name} the text ends where it is complete")
+        if -math.inf in (self.logit_bias or {}).values():
+            raise OptionError("logit_bias", -math.inf, f"it may forbid what {name} asks for: take a large number")
+
+    @property
+    def is_constrained(self) -> bool:
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def with_ends(self, eos_ids: Collection[int]) -> Sampling:
         """The same, with the model's end tokens among ``stop_token_ids`` if it matters to the probabilities."""

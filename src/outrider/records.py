@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 from outrider.options import Sampling
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 Origin = Literal["accepted", "correction", "bonus"]
@@ -301,6 +303,30 @@ class Completion:
     num_cached_tokens: int = 0
 
 
+class Constraint(Protocol):
+    """Says which tokens may come next in a row. The loop leads it along the drafts of a round, back, and along the
+    committed tokens.
+
+    Attributes:
+        error: why it cannot say any more; None as long as it can.
+    """
+
+    @property
+    def error(self) -> str | None: ...
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """Which tokens may come next [V], at least one; None for all."""
+        ...
+
+    def push(self, token_id: int) -> bool:
+        """Go on by a token, if it may come next. Returns whether it may."""
+        ...
+
+    def pop(self, num_tokens: int) -> None:
+        """Go back by so many tokens."""
+        ...
+
+
 class Stop(Protocol):
     """Says when a row ends. The loop asks it after every committed token, in order."""
 
@@ -315,6 +341,7 @@ class Request:
         prompt_ids: at least one token. The last ``num_resumed`` of them are output of an earlier stream.
         sampling: with a seed; of the whole output.
         stop: asked after every token.
+        constraint: asked before every token.
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
         reports_drafts: ``RowRound.drafted`` is wanted.
     """
@@ -325,3 +352,4 @@ class Request:
     num_draft_tokens: int | None = None
     reports_drafts: bool = False
     num_resumed: int = 0
+    constraint: Constraint | None = None

@@ -55,6 +55,36 @@ def test_options_reach_the_decoder(outrider: Outrider) -> None:
     assert "K = 2, block" in ended.err
 
 
+def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
+    """The schema and the grammar come from files, and are in the document; errors name file or option."""
+    schema: dict[str, Any] = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "animal.lark").write_text('start: " a " ("fox" | "hen")')
+    ended = outrider(
+        "generate", PROMPT, "-n", 60, "--seed", 1, "--json-schema", tmp_path / "schema.json", "--json", "-"
+    )
+    document = only_document(ended.out, "generate")
+    assert document["options"]["json_schema"] == schema
+    assert json.loads(document["completions"][0]["text"])["age"] <= 9
+    ended = outrider("generate", PROMPT, *SHORT, "--grammar", tmp_path / "animal.lark")
+    assert ended.out in (" a fox\n", " a hen\n")
+    ended = outrider("generate", PROMPT, *SHORT, "--regex", " (yes|no)")
+    assert ended.out == said(regex=" (yes|no)") + "\n"
+    (tmp_path / "half.json").write_text("{")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once", "regex": "(a"}\n')
+    for arguments, message in (
+        ((PROMPT, "--regex", "(a"), "regex = '(a' is not possible: "),
+        ((PROMPT, "--regex", "a", "--grammar", tmp_path / "animal.lark"), "give it or regex, not both"),
+        ((PROMPT, "--regex", "a", "--ignore-eos"), "ignore_eos = True is not possible: with regex"),
+        ((PROMPT, "--json-schema", tmp_path / "half.json"), f"{tmp_path / 'half.json'} is not JSON"),
+        ((PROMPT, "--json-schema", tmp_path / "none.json"), "none.json"),
+        (("--prompts", prompts), f"{prompts}, line 1: regex = '(a' is not possible"),
+    ):
+        assert message in outrider("generate", *arguments).error
+
+
 def test_stop_strings_may_be_repeated(outrider: Outrider) -> None:
     full = said(ignore_eos=True)
     first, second = full[6:8], full[3:5]

@@ -25,6 +25,8 @@ OWN: list[tuple[dict[str, Any], dict[str, Any]]] = [  # in the file, and as the 
     ({"stop": ["e", "a"], "ignore_eos": True}, {"stop": ["e", "a"], "ignore_eos": True}),
     ({"logprobs": 2}, {"logprobs": 2}),
     ({"presence_penalty": 1.0, "frequency_penalty": -0.5, "min_tokens": 4, "stop_token_ids": [5, 7]},) * 2,
+    ({"regex": " [a-z]+", "max_new_tokens": 5},) * 2,
+    ({"json_schema": {"enum": ["a fox", "a hen"]}, "max_new_tokens": 20},) * 2,
     ({"temperature": None, "seed": None}, {}),
 ]
 

@@ -195,6 +195,49 @@ def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
     assert answer.choices[0].text == expected.text and answer.usage.completion_tokens >= 20
 
 
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fox", "hen"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "options"),
+    [
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": _SCHEMA}},
+            {"json_schema": _SCHEMA},
+        ),
+        ("response_format", {"type": "text"}, {}),
+        ("structured_outputs", {"json": _SCHEMA, "regex": None}, {"json_schema": _SCHEMA}),
+        ("structured_outputs", {"json": json.dumps(_SCHEMA)}, {"json_schema": _SCHEMA}),
+        ("structured_outputs", {"choice": [" a fox", ' a "hen"']}, {"grammar": 'start: " a fox" | " a \\"hen\\""'}),
+        ("guided_json", _SCHEMA, {"json_schema": _SCHEMA}),
+        ("guided_regex", " (fox|hen)s?", {"regex": " (fox|hen)s?"}),
+        ("guided_grammar", 'root ::= " a" "b"*', {"grammar": 'root ::= " a" "b"*'}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_structured_output(decoder: Decoder, client: OpenAI, field: str, value: dict, options: dict) -> None:
+    """By OpenAI's field, vLLM's and its older ones: the library's text with the same constraint, beside others."""
+    many = {"model": "fable", "prompt": [PROMPT, PROMPT], "seed": 3, "max_tokens": 40}
+    answer = client.completions.create(**many, extra_body={field: value})
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, **options)
+    assert [choice.text for choice in answer.choices] == [expected.text] * 2
+    if "json_schema" in options:
+        assert json.loads(answer.choices[0].text).keys() == {"name", "age"}
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_any_json(client: OpenAI) -> None:
+    body = {"response_format": {"type": "json_object"}, "logit_bias": {}}
+    stops = client.completions.create(model="fable", prompt=PROMPT, seed=3, max_tokens=60, extra_body=body).choices[0]
+    assert stops.text.startswith("{") and (stops.finish_reason == "length" or isinstance(json.loads(stops.text), dict))
+
+
 def test_logprobs_of_completions(decoder: Decoder, client: OpenAI) -> None:
     options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 2}
     logprobs = client.completions.create(**options).choices[0].logprobs

@@ -111,13 +111,26 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("prompt", [1] * 128),
         ("suffix", "end"),
         ("use_beam_search", True),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
+        ("response_format", "json"),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}),
+        ("structured_outputs", [1]),
+        ("structured_outputs.regex", "(a"),
+        ("structured_outputs.choice", []),
+        ("structured_outputs.structural_tag", "x"),
+        ("guided_json", "{"),
+        ("guided_regex", "(a"),
+        ("guided_choice", [1]),
+        ("guided_grammar", "start: x"),
         ("prompt_logprobs", 1),
         ("tools", [{}]),
     ],
 )
 def test_the_field_is_named(http: httpx.Client, field: str, value: object) -> None:
-    body = json.dumps({"prompt": "A", "max_tokens": 1, field: value}).replace("Infinity", "1e999")
+    outer, _, inner = field.partition(".")
+    given = {outer: {inner: value}} if inner else {field: value}
+    body = json.dumps({"prompt": "A", "max_tokens": 1} | given).replace("Infinity", "1e999")
     error = refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
     assert error["type"] == "invalid_request_error"
     assert error["param"] == field

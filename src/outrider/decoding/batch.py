@@ -20,6 +20,7 @@ from outrider.drafters.base import RowBounds, Rows
 from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY
+from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 
 
@@ -186,6 +187,11 @@ class Batch:
         """The rows that take part in rounds."""
         return [row for row in self.rows if row is not None]
 
+    @property
+    def has_constraints(self) -> bool:
+        """Whether the host must have read all tokens before it knows which may come next."""
+        return any(row is not None and row.request.constraint is not None for row in self.rows)
+
     def view(self, num_rows: int, chosen_k: int) -> Rows:
         """The first slots, for a round.
 
@@ -204,6 +210,10 @@ class Batch:
             num_wanted = num_wanted.minimum(torch.where(own < 0, chosen_k, own))
         else:
             num_wanted = num_wanted.clamp_max_(chosen_k)
+        masks = None
+        if self.has_constraints:
+            constraints = [None if row is None else row.request.constraint for row in running]
+            masks = Masks(constraints, self._vocab_size, lengths.device)
         return Rows(
             ids=self.ids[:num_rows],
             lengths=lengths,
@@ -212,6 +222,7 @@ class Batch:
             settings=self.settings.head(num_rows),
             history=self.history.map(lambda values: values[:num_rows]),
             bounds=bounds,
+            masks=masks,
         )
 
     def commit(self, rows: Rows, committed: Tensor, places: Tensor, lengths: Tensor) -> None:

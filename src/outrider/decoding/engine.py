@@ -185,7 +185,8 @@ class Engine:
         self._leave_cancelled()
         self._join()
         self._fill()
-        while self._may_start and len(self._under_way) <= self._lookahead:
+        lookahead = 0 if self._batch.has_constraints else self._lookahead
+        while self._may_start and len(self._under_way) <= lookahead:
             self._under_way.append(self._start_round())
         if not self._under_way:
             return None
@@ -377,7 +378,9 @@ class Engine:
             view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
             static = self._rule, view_len, self._drafter.features
             limits = batch.limits[:num_rows]
-            arguments = (cache, rows.last_ids, rows.lengths, limits, draft, rows.settings, rows.history, noise)
+            allowed = None if rows.masks is None else rows.masks.along(draft)
+            options = rows.settings, rows.history, allowed
+            arguments = (cache, rows.last_ids, rows.lengths, limits, draft, *options, noise)
             judged = Judged(*target.run(verify_step, static, *arguments))
             verified = self._clock.mark()
             taking_part = tuple(batch.rows[:num_rows])

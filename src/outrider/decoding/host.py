@@ -120,6 +120,11 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
         row.read_round(num_drafted, n)
         is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[: n + 1])
+        broken = _follow(row, token_ids)
+        if broken is not None:
+            row.is_done = True
+            row_rounds.append(_failed(row, broken, num_cached))
+            continue
         row.token_ids += token_ids
         if reason is None and row.length == row.limit:
             reason = "length"
@@ -154,6 +159,16 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
 
 def _ratio(p: float, q: float) -> float:
     return p / q if q > 0 else math.inf
+
+
+def _follow(row: Row, token_ids: Sequence[int]) -> str | None:
+    """Lead the row's constraint along committed tokens; or why that is not possible."""
+    constraint = row.request.constraint
+    if constraint is None:
+        return None
+    if constraint.error is None and not all(map(constraint.push, token_ids)):
+        return "no token that the text may go on with is possible: each has a logit of minus infinity"
+    return constraint.error
 
 
 def _failed(row: Row, error: str, num_cached: int) -> RowRound:

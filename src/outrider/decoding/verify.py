@@ -53,10 +53,14 @@ def verify_step(
     draft: Draft,
     settings: Settings,
     history: History,
+    allowed: Tensor | None,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Feed each row's last token [B] and its drafted tokens, and judge them. A row at its limit stays as it is, and a
     slot that takes no part has limit 0.
+
+    Args:
+        allowed: see ``Masks.along``; None without constraints. [B, K+1, V]
 
     Returns:
         The parts of a ``Judged``, the features only where some are asked for.
@@ -68,7 +72,7 @@ def verify_step(
     places = lengths[:, None] + offsets  # of the tokens after those that are fed
     positions = torch.where(is_fed, places - 1, -1)
     logits, found = lm.forward_with_features(ids, positions, cache, view_len, features)
-    probs = to_probs(logits, settings, history.along(draft.ids))  # [B, K+1, V]
+    probs = to_probs(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V]
     verdict = rule.verify(probs, draft, noise)
     num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
     committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)

@@ -22,6 +22,7 @@ from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
+from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -55,6 +56,7 @@ class Rows:
         settings: sampling options.
         history: of the texts, as far as the settings need it.
         bounds: of each row; None for slots that take no part.
+        masks: the tokens that constraints leave; None where no row has a constraint.
     """
 
     ids: Tensor
@@ -64,6 +66,7 @@ class Rows:
     settings: Settings
     history: History
     bounds: Sequence[RowBounds | None]
+    masks: Masks | None = None
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -120,6 +123,9 @@ class Session(ABC):
     @abstractmethod
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported.
+
+        Where there are ``rows.masks``, a token that they forbid will not stand. So a model draws each token from what
+        the masks leave of q, and tells them (``Masks.push``); then it must read its drafts on the host one by one.
 
         Args:
             k: at least every number wanted; the draft has at most so many columns.

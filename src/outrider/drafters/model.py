@@ -14,6 +14,7 @@ from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
+from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
@@ -79,11 +80,13 @@ def _draft_steps(
     num_drafted: Tensor,
     settings: Settings,
     history: History,
+    allowed: Tensor | None,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Draft K tokens, one after the other.
 
     Args:
+        allowed: the tokens that constraints leave, for K = 1; None for all. [B, V]
         fed: tokens that come first; the last one is the last committed token. They are not fed in rows whose cache has
             them already (it has ``cached``), nor in rows without drafts. [B, T]
         cached, lengths: [B]
@@ -93,6 +96,7 @@ def _draft_steps(
         ids [B, K], whether q is finite [B, K], the tokens drafted [B], those in the cache then [B], and q [B, K, V]
         unless it is one-hot
     """
+    assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
     # The last drafted token is never fed, so the draft may go one beyond its own context.
     num_drafted = torch.minimum(num_drafted, (lm.context_len + 1 - lengths).clamp_min(0))
@@ -110,7 +114,8 @@ def _draft_steps(
             history = history.then(ids[-1])
         logits = lm.forward(fed, positions, cache, view_len, num_logits=1)
         finite.append(is_finite(logits[:, -1]))
-        q = to_probs(logits, settings, history.map(lambda values: values[:, None]))[:, -1]  # [B, V]
+        here = history.map(lambda values: values[:, None])
+        q = to_probs(logits, settings, here, None if allowed is None else allowed[:, None])[:, -1]  # [B, V]
         if is_greedy:
             ids.append(q.argmax(dim=-1))
         else:
@@ -193,12 +198,45 @@ class ModelSession(Session):
         cache = self._head(num_rows)
         fed = self._fed(rows, cached, cache, most_lacking)
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
-        arguments = (cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history, noise)
-        shape = rule, self._is_greedy, view_len, k
-        ids, is_good, num_drafted, now_cached, *probs = lm.run(_draft_steps, shape, *arguments)
+        shape = rule, self._is_greedy, view_len
+        if rows.masks is None:
+            texts = cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
+            made = lm.run(_draft_steps, (*shape, k), cache, fed, *texts, None, noise)
+        else:
+            made = self._one_by_one(rows, rows.masks, shape, k, cache, fed, cached, noise)
+        ids, is_good, num_drafted, now_cached, *probs = made
         cached.copy_(now_cached)
         self._count_idle(wanted)
         return Draft(ids=ids, probs=probs[0] if probs else None, num_drafted=num_drafted, is_finite=is_good)
+
+    def _one_by_one(
+        self,
+        rows: Rows,
+        masks: Masks,
+        shape: tuple[Any, ...],
+        k: int,
+        cache: SlotCache,
+        fed: Tensor,
+        cached: Tensor,
+        noise: Any,
+    ) -> tuple[Tensor, ...]:
+        """The same drafts, each as a step of its own: which tokens may come next is known on the host when it has read
+        those before."""
+        lengths, history = rows.lengths, rows.history
+        columns: list[tuple[Tensor, ...]] = []
+        num_drafted = torch.zeros_like(lengths)
+        for i in range(k):
+            is_wanted = (rows.num_wanted - i).clamp(0, 1)
+            arguments = (cache, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
+            made = self._lm.run(_draft_steps, (*shape, 1), *arguments)
+            # Copied, since a prepared step writes over its results.
+            fed, is_good, is_drafted, cached, *probs = (part.clone() for part in made)
+            columns.append((fed, is_good, *probs))
+            num_drafted += is_drafted
+            lengths, history = lengths + 1, history.then(fed[:, 0])
+            masks.push(fed[:, 0], is_drafted)
+        ids, is_good, *probs = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
+        return ids, is_good, num_drafted, cached, *probs
 
     def _count_idle(self, wanted: Sequence[bool]) -> None:
         for slot, is_wanted in enumerate(wanted):

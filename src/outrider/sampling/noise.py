@@ -90,6 +90,11 @@ class RoundUniforms:
         """What the draft token at this offset is drawn with. [B]"""
         return self.draft[:, offset]
 
+    def token(self, offset: int) -> RoundUniforms:
+        """The same for a round that begins at this offset and drafts one token."""
+        one = slice(offset, offset + 1)
+        return RoundUniforms(self.draft[:, one], self.accept[:, one], self.next)
+
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         """Of these rows [B'], for rounds of at most ``k`` drafted tokens."""
         draft, accept = self.draft.index_select(0, rows), self.accept.index_select(0, rows)
@@ -186,6 +191,12 @@ class GumbelNoise:
             positions = self.round_starts + len(self._tokens)
             self._tokens.append(TokenGumbels(self.seeds, positions, self.vocab_size))
         return self._tokens[offset]
+
+    def token(self, offset: int) -> GumbelNoise:
+        """The same for a round that begins at this offset and drafts one token."""
+        noise = GumbelNoise(self.seeds, self.round_starts + offset, self.vocab_size)
+        noise._tokens.append(self.at(offset))
+        return noise
 
     def select(self, rows: Tensor, k: int) -> GumbelNoise:
         """Of these rows [B']. It is made when asked for, so ``k`` bounds nothing."""

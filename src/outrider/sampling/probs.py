@@ -46,7 +46,8 @@ class Settings:
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
         """The options of these rows, with all tokens that end a text among their ``stop_token_ids``
-        (``Sampling.with_ends``)."""
+        (``Sampling.with_ends``). Constraints are not among the options that tensors hold."""
+        assert not any(row.is_constrained for row in rows)
         settings = cls.neutral(len(rows), device)
         for index, row in enumerate(rows):
             settings = settings.with_row(index, row, vocab_size)
@@ -184,12 +185,15 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     return (ids[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
-def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY) -> Tensor:
+def to_probs(
+    logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Tensor | None = None
+) -> Tensor:
     """Probabilities from logits.
 
     Args:
         logits: [B, T, V]
         history: before each of T places, with the fields that the settings need.
+        allowed: the tokens that constraints leave (masks.py); None for all. [B, T, V]
 
     Returns:
         [B, T, V] in float32, or float64 where the logits are.
@@ -211,6 +215,8 @@ def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY) 
         assert history.num_generated is not None and settings.is_end is not None
         is_early = history.num_generated < settings.min_tokens[:, None]
         x = x.masked_fill(is_early[..., None] & settings.is_end[:, None], -torch.inf)
+    if allowed is not None:
+        x = x.masked_fill(~allowed, -torch.inf)
     if not settings.has_sampled:
         return one_hot(x.argmax(dim=-1), x)
     temperature = settings.temperature[:, None, None]

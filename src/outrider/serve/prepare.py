@@ -9,6 +9,7 @@ from typing import Any
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.jobs import Job
+from outrider.options import CONSTRAINTS
 from outrider.serve.answers import ChatForm, CompletionForm, Form, TokenTexts
 from outrider.serve.generation import Prepared
 from outrider.serve.refusal import Refusal, refusal_of
@@ -135,7 +136,10 @@ class Preparer:
         try:
             job = self.decoder.job(ids, {**ask.options, **own})
         except Exception as error:
-            raise refusal_of(error) from None
+            refusal = refusal_of(error)
+            if refusal.param in CONSTRAINTS:
+                refusal.param = ask.structured_by
+            raise refusal from None
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job

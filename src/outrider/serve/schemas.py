@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.serve.refusal import Refusal
+from outrider.serve.structured import STRUCTURED, structure_of
 from outrider.text.tokenizer import Prompt
 
 MOST_CHOICES = 16  # n
@@ -33,12 +34,8 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "structural_tag": (),
+    "guided_whitespace_pattern": (),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
@@ -94,6 +91,7 @@ _COMMON = {
     "logit_bias",
     "logprobs",
     "return_tokens_as_token_ids",
+    *STRUCTURED,
     "acceptance",
     "num_draft_tokens",
     "draft",
@@ -116,6 +114,7 @@ class Ask:
         num_draft_tokens: K; None for the server's own.
         acceptance: the rule asked for; None for the server's own.
         unknown: names of fields that are ignored.
+        structured_by: the field that says what the text must match; the options say it in the library's own way.
         as_token_ids: tokens are written ``token_id:7`` in log-probabilities, since some have the same text.
     """
 
@@ -132,6 +131,7 @@ class Ask:
     has_usage_in_chunks: bool = False
     as_token_ids: bool = False
     unknown: Sequence[str] = ()
+    structured_by: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -204,6 +204,7 @@ def _parse(
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = _integer(body, name, least_tokens, None)
     options: dict[str, Any] = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
+    structure, structured_by = structure_of(body)
     options["ignore_eos"] = _flag(body, "ignore_eos")
     options["min_tokens"] = _integer(body, "min_tokens", 0, None) or 0
     if max_tokens is not None and options["min_tokens"] > max_tokens:
@@ -221,6 +222,7 @@ def _parse(
         n=n,
         max_tokens=default_tokens if max_tokens is None else max_tokens,
         options=options
+        | structure
         | {
             "top_k": max(top_k or 0, 0),
             # Clients send negative ones too.
@@ -237,6 +239,7 @@ def _parse(
         has_usage_in_chunks=_flag(stream or {}, "continuous_usage_stats"),
         as_token_ids=_flag(body, "return_tokens_as_token_ids"),
         unknown=unknown,
+        structured_by=structured_by,
     )
 
 

@@ -33,7 +33,7 @@ class RowText:
     ) -> None:
         assert detokenizer is not None or not stop
         self._detokenizer = detokenizer
-        self._ends: dict[int, FinishReason] = {i: "stop" for i in stop_ids} | {i: "eos" for i in eos_ids}
+        self._eos_ids, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -43,8 +43,10 @@ class RowText:
     def push(self, token_id: int) -> FinishReason | None:
         """Take the next token; return whether the row ends with it."""
         index, self._num_tokens = self._num_tokens, self._num_tokens + 1
-        if token_id in self._ends:
-            return self._ends[token_id]
+        if token_id in self._eos_ids:
+            return "eos"
+        if token_id in self._stop_ids:
+            return "stop"
         if self._detokenizer is None:
             return None
         self._held.append((index, self._detokenizer.push(token_id)))

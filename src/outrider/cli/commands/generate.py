@@ -21,6 +21,7 @@ from outrider.cli.shared.options import (
     JsonOption,
     NumDraftTokensOption,
     SamplingOptions,
+    StructureOptions,
     check_batch_size,
     flat,
 )
@@ -56,6 +57,7 @@ def generate(
     pair: PairOptions,
     sampling: SamplingOptions,
     end: EndOptions,
+    structure: StructureOptions,
     cluster: RayOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. Without it: standard input.")] = None,
     prompts: Annotated[
@@ -99,10 +101,13 @@ def generate(
     check_json_target(json_target)
     with ExitStack() as files:
         lines = None if prompts is None else files.enter_context(open_prompts(prompts))
-        check_outputs({"--output": output, "--json": json_target}, [prompts, pair.models])
+        inputs = [prompts, pair.models, structure.json_schema, structure.grammar]
+        check_outputs({"--output": output, "--json": json_target}, inputs)
         text = _read_prompt(prompt) if lines is None else ""
         num_seeds = 1 if lines is None else len(lines)
-        options = sampling.to_options(seed=seed, num_seeds=num_seeds, logprobs=logprobs, **end.to_options())
+        more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
+        options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
+        _check_options(Sampling(**options))
         setup = Setup(pair, draft, k, options, chat)
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
@@ -111,7 +116,7 @@ def generate(
             console = console_for(json_target, has_colours=show_origin or None)
             _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
-            _check_options(options, lines)
+            _check_own_options(options, lines)
             finished = Finished(part.indices(len(lines)), bytearray(len(lines)))
             write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
             if output is not None:
@@ -152,7 +157,15 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _check_options(options: dict[str, Any], lines: PromptFile) -> None:
+def _check_options(sampling: Sampling) -> None:
+    """Detect before the work a constraint that is not well formed. Raises OptionError, MissingExtra."""
+    if sampling.is_constrained:
+        from outrider.text.structure import check_structure
+
+        check_structure(sampling)
+
+
+def _check_own_options(options: dict[str, Any], lines: PromptFile) -> None:
     """Find out before the work what no target can take.
 
     Raises:
@@ -160,7 +173,7 @@ def _check_options(options: dict[str, Any], lines: PromptFile) -> None:
     """
     for line in lines:
         try:
-            Sampling(**options | line.options)
+            _check_options(Sampling(**options | line.options))
         except OptionError as error:
             raise FileError(f"{lines.path}, line {line.number}: {error}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -16,12 +17,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.errors import OptionError
+from outrider.errors import FileError, OptionError
 from outrider.options import (
     MAX_NUM_DRAFT_TOKENS,
     NumDraftTokens,
     Sampling,
 )
+from outrider.system.files import read_text
 
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
 DEFAULT_SIGNIFICANCE = 1e-3
@@ -132,6 +134,36 @@ class EndOptions:
         """Keyword arguments for a decoder."""
         lists = {"stop": tuple(self.stop or ()), "stop_token_ids": tuple(self.stop_token_ids or ())}
         return {"max_new_tokens": self.max_new_tokens, **lists, "ignore_eos": self.ignore_eos}
+
+
+@dataclass(frozen=True)
+class StructureOptions:
+    """What the text must match (extra ``structured``)."""
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The text is JSON of this schema.", rich_help_panel=SAMPLING_PANEL),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="The text matches this regular expression.", rich_help_panel=SAMPLING_PANEL)
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The text matches this Lark or GBNF grammar.", rich_help_panel=SAMPLING_PANEL
+        ),
+    ] = None
+
+    def to_options(self) -> dict[str, Any]:
+        """Keyword arguments for a decoder. Raises FileError."""
+        schema = None
+        if self.json_schema is not None:
+            try:
+                schema = json.loads(read_text(self.json_schema))
+            except json.JSONDecodeError as error:
+                raise FileError(f"{self.json_schema} is not JSON ({error.msg} in line {error.lineno})") from None
+        grammar = None if self.grammar is None else read_text(self.grammar)
+        return {"json_schema": schema, "regex": self.regex, "grammar": grammar}
 
 
 NumDraftTokensOption = Annotated[

@@ -1,0 +1,77 @@
+"""Structured output in the bodies of requests: the fields that say what the text must match.
+
+Sources: OpenAI's API reference (``response_format``); vLLM's "structured outputs" (``structured_outputs``, and the
+older ``guided_*``, which many clients still send).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.serve.refusal import Refusal
+
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+STRUCTURED = ("response_format", "structured_outputs", *_GUIDED)
+
+
+def structure_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """What the text must match, as ``Sampling`` takes it, and the field that says so. Raises Refusal."""
+    found: dict[str, dict[str, Any]] = {}  # field -> options
+    if (form := body.get("response_format")) is not None:
+        found["response_format"] = _response_format(form)
+    if (parts := body.get("structured_outputs")) is not None:
+        if not isinstance(parts, Mapping):
+            raise Refusal("structured_outputs is an object", param="structured_outputs")
+        for name, value in parts.items():
+            if value not in (None, False):
+                found[f"structured_outputs.{name}"] = _part(name, value, f"structured_outputs.{name}")
+    for field_name, name in _GUIDED.items():
+        if body.get(field_name) is not None:
+            found[field_name] = _part(name, body[field_name], field_name)
+    given = {name: options for name, options in found.items() if options}
+    if len(given) > 1:
+        raise Refusal(f"{' and '.join(given)} say what the text must match: give one of them", param=list(given)[1])
+    for name, options in given.items():
+        return options, name
+    return {}, None
+
+
+def _response_format(form: Any) -> dict[str, Any]:
+    param = "response_format"
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "json_schema":
+        outer = form.get("json_schema")
+        schema = outer.get("schema") if isinstance(outer, Mapping) else None
+        if not isinstance(schema, Mapping):
+            raise Refusal("response_format.json_schema.schema is a JSON schema, an object", param=param)
+        return {"json_schema": schema}
+    raise Refusal("response_format.type is text, json_object or json_schema", param=param)
+
+
+def _part(name: str, value: Any, param: str) -> dict[str, Any]:
+    """One part of ``structured_outputs``."""
+    if name == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if name == "json":
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, Mapping):
+            raise Refusal(f"{param} is a JSON schema, an object", param=param)
+        return {"json_schema": schema}
+    if name == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+            raise Refusal(f"{param} is a list of texts that are not empty", param=param)
+        return {"grammar": "start: " + " | ".join(json.dumps(one) for one in value)}
+    if name in ("regex", "grammar"):
+        if not isinstance(value, str) or not value:
+            raise Refusal(f"{param} is a text that is not empty", param=param)
+        return {name: value}
+    raise Refusal(f"{param} is not served: leave it out", param=param)

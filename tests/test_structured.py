@@ -1,0 +1,164 @@
+"""Structured output through the public door: what a text must match, it matches, and a seed gives it again."""
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from outrider.api import load
+from outrider.errors import MissingExtra, NumericsError, OptionError
+from outrider.options import Sampling
+from pairs import embedded, random_llama, word_tokenizer
+
+RULES = ["rejection", "block", "gumbel"]
+PROMPT = "Once upon a time there was a"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["fox", "hen", "king"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: " " animal (" and a " animal)*\nanimal: "fox" | "hen" | "king"'
+REGEX = r" [a-z]{2,9}( [a-z]{1,9}){0,3}\."
+
+
+def is_right(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        value.keys() == {"name", "age", "tags"}
+        and value["name"] in ("fox", "hen", "king")
+        and 0 <= value["age"] <= 99
+        and len(value["tags"]) <= 2
+        and all(len(tag) <= 6 for tag in value["tags"])
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_text_matches(rule: str) -> None:
+    """And ends by itself, with an end token; the regular expression and the grammar as wholes."""
+    decoder = embedded("float64", rule)
+    options = {"max_new_tokens": 400, "seed": list(range(12)), "num_slots": 6}
+    texts = decoder.generate([PROMPT] * 12, json_schema=SCHEMA, **options)
+    assert all(is_right(one.text) for one in texts)
+    matched = decoder.generate([PROMPT] * 12, regex=REGEX, **options)
+    assert all(re.fullmatch(REGEX, one.text) for one in matched)
+    spoken = decoder.generate([PROMPT] * 12, grammar=GRAMMAR, temperature=0.7, **options)
+    animal = "(fox|hen|king)"
+    assert all(re.fullmatch(f" {animal}( and a {animal})*", one.text) for one in spoken)
+    for one in (*texts, *matched, *spoken):
+        assert one.finish_reason == "eos" and one.token_ids[-1] in decoder.eos_ids
+    assert sum(one.stats.num_accepted_draft_tokens for one in matched) > 0
+    assert len({one.text for one in matched}) > 6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_constrained_rows_among_others(rule: str) -> None:
+    """Each row is what it is alone; under ``gumbel`` and at temperature 0 what plain decoding says."""
+    decoder = embedded("float64", rule)
+    options: dict[str, list[Any]] = {
+        "regex": [REGEX, None, None, " (yes|no)", None],
+        "json_schema": [None, None, SCHEMA, None, None],
+        "grammar": [None, None, None, None, 'root ::= " a" [b-d]+ "!"'],
+        "temperature": [1.0, 0.8, 0.0, 1.0, 0.0],
+        "presence_penalty": [0.0, 1.0, 0.0, 0.0, 1.5],
+        "max_new_tokens": [30, 20, 60, 10, 12],
+        "seed": [1, 2, 3, 4, 5],
+    }
+    prompts = [PROMPT] * 5
+    together = decoder.generate(prompts, **options)
+    for row, one in enumerate(together):
+        mine = {name: values[row] for name, values in options.items()}
+        (alone,) = decoder.generate(PROMPT, **mine)
+        assert (alone.text, alone.token_ids) == (one.text, one.token_ids)
+        if rule == "gumbel" or mine["temperature"] == 0:
+            (plain,) = decoder.plain().generate(PROMPT, **mine)
+            assert plain.token_ids == one.token_ids
+    assert together[3].text in (" yes", " no")
+    assert re.fullmatch(" a[b-d]+!?", together[4].text)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_resumed_where_it_was_cut(rule: str) -> None:
+    decoder = embedded("float64", rule)
+    options: dict[str, Any] = {"regex": REGEX, "seed": 5, "max_new_tokens": 40}
+    (uncut,) = decoder.generate(PROMPT, **options)
+    chunks = list(decoder.stream(PROMPT, **options))
+    for cut in range(1, len(chunks)):
+        ids = [token_id for chunk in chunks[:cut] for token_id in chunk.token_ids]
+        rest = list(decoder.stream(PROMPT, resume_ids=ids, **options))
+        assert (*ids, *(token_id for chunk in rest for token_id in chunk.token_ids)) == uncut.token_ids
+    with pytest.raises(OptionError, match="resume_ids = .* the text must not go on with this token"):
+        decoder.stream(PROMPT, resume_ids=[11, 12, 13], **options)
+
+
+def test_stop_strings_and_limits_still_end_a_text() -> None:
+    decoder = embedded()
+    (one,) = decoder.generate(PROMPT, regex="( a)+", stop=" a a a", max_new_tokens=50, seed=1, logit_bias={0: -100.0})
+    assert (one.finish_reason, one.text) == ("stop", "")
+    (one,) = decoder.generate(PROMPT, regex=REGEX, max_new_tokens=1, seed=1)
+    assert one.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "(a"}, r"regex = '\(a' is not possible: .*unclosed group"),
+        ({"json_schema": {"type": "foo"}}, "json_schema = .* is not possible: Invalid type: foo"),
+        ({"json_schema": {"not": {}}}, "Unimplemented keys"),
+        ({"grammar": "start: x"}, 'grammar = .* unknown name: "x"'),
+        ({"regex": ""}, "regex = '' is not possible: a text that is not empty"),
+        ({"regex": "a", "grammar": "b"}, "grammar = 'b' is not possible: give it or regex, not both"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos = True is not possible: with regex the text ends where"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens = 2 is not possible: with regex"),
+        ({"regex": "a", "logit_bias": {5: -float("inf")}}, "logit_bias = -inf .* it may forbid what regex asks for"),
+        ({"json_schema": ["a"]}, "a list needs one value for each of the 1 prompts|a JSON schema, which is an object"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    """In one line of moderate length."""
+    with pytest.raises(OptionError, match=message) as caught:
+        embedded().generate(PROMPT, **options)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_models_that_cannot() -> None:
+    without_end = load(random_llama(97, eos_token_id=None), tokenizer=None)
+    with pytest.raises(OptionError, match="no end token"):
+        without_end.generate([[1, 2]], regex="a")
+    strange = load(random_llama(97), tokenizer=word_tokenizer())
+    with pytest.raises(OptionError, match="the tokenizer cannot be used"):
+        strange.generate("w1 w2", regex="w3")
+
+
+def test_a_grammar_beyond_its_limits_ends_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and with the reason."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    from outrider.text import structure
+
+    def tight(tokens: Any, grammar: str, log_level: int) -> Any:
+        return LLMatcher(tokens, grammar, log_level=log_level, limits=LLParserLimits(max_items_in_row=3))
+
+    monkeypatch.setattr(structure._llguidance(), "LLMatcher", tight)
+    wide = "start: " + " | ".join(f"r{i}" for i in range(40)) + "".join(f'\nr{i}: "a" r{i} | "b{i}"' for i in range(40))
+    rows = dict(embedded().complete([(PROMPT, {"grammar": wide}), PROMPT], max_new_tokens=8, seed=1))
+    assert isinstance(rows[0], NumericsError | OptionError) and "\n" not in str(rows[0])
+    assert rows[1].finish_reason in ("length", "eos")  # type: ignore[union-attr]
+
+
+def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtra, match=r"structured output needs llguidance: pip install 'outrider\[structured\]'"):
+        embedded().generate(PROMPT, regex="a")
+
+
+def test_options_are_compared_and_shown() -> None:
+    assert Sampling(regex="a").is_constrained and not Sampling().is_constrained
+    assert Sampling(json_schema=SCHEMA) == Sampling(json_schema=dict(SCHEMA))
