@@ -24,7 +24,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-GRAMMAR = 'start: " " animal (" and a " animal)*\nanimal: "fox" | "hen" | "king"'
+GRAMMAR = 'start: " " animal (" and a " animal)?\nanimal: "fox" | "hen" | "king"'
 REGEX = r" [a-z]{2,9}( [a-z]{1,9}){0,3}\."
 
 
@@ -43,18 +43,18 @@ def is_right(text: str) -> bool:
 def test_every_text_matches(rule: str) -> None:
     """And ends by itself, with an end token; the regular expression and the grammar as wholes."""
     decoder = embedded("float64", rule)
-    options = {"max_new_tokens": 400, "seed": list(range(12)), "num_slots": 6}
-    texts = decoder.generate([PROMPT] * 12, json_schema=SCHEMA, **options)
+    options = {"max_new_tokens": 250, "seed": list(range(6))}
+    texts = decoder.generate([PROMPT] * 6, json_schema=SCHEMA, **options)
     assert all(is_right(one.text) for one in texts)
-    matched = decoder.generate([PROMPT] * 12, regex=REGEX, **options)
+    matched = decoder.generate([PROMPT] * 6, regex=REGEX, **options)
     assert all(re.fullmatch(REGEX, one.text) for one in matched)
-    spoken = decoder.generate([PROMPT] * 12, grammar=GRAMMAR, temperature=0.7, **options)
+    spoken = decoder.generate([PROMPT] * 6, grammar=GRAMMAR, temperature=0.7, **options)
     animal = "(fox|hen|king)"
-    assert all(re.fullmatch(f" {animal}( and a {animal})*", one.text) for one in spoken)
+    assert all(re.fullmatch(f" {animal}( and a {animal})?", one.text) for one in spoken)
     for one in (*texts, *matched, *spoken):
         assert one.finish_reason == "eos" and one.token_ids[-1] in decoder.eos_ids
     assert sum(one.stats.num_accepted_draft_tokens for one in matched) > 0
-    assert len({one.text for one in matched}) > 6
+    assert len({one.text for one in matched}) > 3
 
 
 @pytest.mark.parametrize("rule", RULES)

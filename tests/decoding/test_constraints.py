@@ -200,4 +200,4 @@ def test_programs_are_few(rule: Rule) -> None:
         pytest.skip("nothing is prepared")
     tokens(target, drafter, [_constrained(request((1,), max_new_tokens=12), target.vocab_size)], rule, 2)
     steps = [key for lm in (target, drafter.lm) for key in lm.execution._programs]  # type: ignore[attr-defined]
-    assert len(steps) <= 6
+    assert 0 < len(steps) <= 6
