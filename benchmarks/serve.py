@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -65,10 +66,12 @@ class Load:
     """Requests of some seconds.
 
     Attributes:
+        num_failed: requests without an answer.
         first_s, token_s: of each request; the second for texts of more than one chunk.
     """
 
     num_tokens: int = 0
+    num_failed: int = 0
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -104,7 +107,13 @@ def main() -> None:
                     loads[arm.name, num_clients].append(load)
     _print(arms, arguments.clients, loads)
     rows = [
-        {"arm": name, "clients": num_clients, "tokens_per_s": [one.rate for one in them], **_latencies(them)}
+        {
+            "arm": name,
+            "clients": num_clients,
+            "tokens_per_s": [one.rate for one in them],
+            "num_failed": sum(one.num_failed for one in them),
+            **_latencies(them),
+        }
         for (name, num_clients), them in loads.items()
     ]
     print(json.dumps({"provenance": provenance("cpu"), "loads": rows, "arguments": vars(arguments)}))
@@ -196,7 +205,13 @@ async def _load(url: str, arm: Arm, num_clients: int, seconds: float) -> Load:
         async def client() -> None:
             while time.perf_counter() < begin + seconds:
                 body = arm.body | {"prompt": next(prompts)} | ({"seed": next(seeds)} if arm.is_seeded else {})
-                await _request(http, body, load)
+                try:
+                    await _request(http, body, load)
+                except httpx.ConnectError:  # it has ended
+                    load.num_failed += 1
+                    return
+                except httpx.HTTPError:  # llama.cpp closes connections without notice; the next one is new
+                    load.num_failed += 1
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
     load.seconds = time.perf_counter() - begin
@@ -228,8 +243,7 @@ def _latencies(loads: Sequence[Load]) -> dict[str, float]:
     found = {}
     for name in ("first", "token"):
         values = [1e3 * value for load in loads for value in getattr(load, f"{name}_s")]
-        assert len(values) > 1, "so few requests have no percentiles: more --seconds are needed"
-        cuts = quantiles(values, n=100, method="inclusive")
+        cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [math.nan] * 99
         found |= {f"{name}_p50_ms": cuts[49], f"{name}_p99_ms": cuts[98]}
     return found
 
@@ -246,6 +260,9 @@ def _print(arms: Sequence[Arm], clients: Sequence[int], loads: dict[tuple[str, i
             cells = (_latencies(loads[arm.name, n]) for n in clients)
             table.add_row(arm.name, *(f"{one[f'{name}_p50_ms']:.1f} / {one[f'{name}_p99_ms']:.1f}" for one in cells))
         console.print(table)
+    for (name, n), them in loads.items():
+        if num_failed := sum(one.num_failed for one in them):
+            console.print(f"{name}, {n} clients: {num_failed} requests without an answer")
     for name in (_AUTO, _SEEDED):
         ratios = []
         for n in clients:
