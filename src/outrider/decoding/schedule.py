@@ -22,6 +22,9 @@ from outrider.stats.speedup import expected_tokens
 
 _PRIOR = 0.6  # a_1 before anything is known
 _PRIOR_WEIGHT = 1.0  # in rounds; each a_i starts from the estimate of the one before it
+# Of all rows so far, in the estimate of one: texts of a pair differ less than the first rounds of one text do, and with
+# less weight two rejections end a row's drafts.
+_OTHERS_WEIGHT = 8.0
 _MEMORY = 0.95  # weight of a round after the next one, so that the estimate follows the text
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # rounds without drafts before another try; doubled with each that fails
 
@@ -85,9 +88,10 @@ class _RowEstimate:
     def acceptance(self, prior: Sequence[float] | None = None) -> list[float]:
         """a_1, a_2, ... Each starts from its prior; without priors from the estimate of the one before it."""
         acceptance, a = [], _PRIOR
+        weight = _PRIOR_WEIGHT if prior is None else _OTHERS_WEIGHT
         for i, (judged, stood) in enumerate(zip(self.judged, self.stood, strict=True)):
             start = a if prior is None else prior[i]
-            a = (stood + _PRIOR_WEIGHT * start) / (judged + _PRIOR_WEIGHT)
+            a = (stood + weight * start) / (judged + weight)
             acceptance.append(a)
         return acceptance
 
