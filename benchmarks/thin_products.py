@@ -1,9 +1,11 @@
-"""Products of a few rows with a weight matrix: the matrix library against sums that the compiler fuses (thin.py).
+"""All products of a forward of few rows: the matrix library against our kernel, for each type of weights.
 
-    python benchmarks/thin_products.py [--threads 1]
+    python benchmarks/thin_products.py [--threads 2] [--num-layers 14]
 
-Both are compiled by Inductor and include the same overhead of a call (about 25 us); they are run in turn. The last line
-of standard output is one JSON document.
+The shapes are those of the 110M target of benchmarks/grow.py. Every product of a forward is formed in turn, so that the
+weights come from memory as they do in a model; attention and all else is left out. Medians of runs in turn. For the
+limit, a buffer of the size of the float32 weights is read in two halves at once. The last line of standard output is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -20,53 +23,74 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outrider.bench.report import new_table
-from outrider.runtime.thin_products import MAX_THIN_ROWS, ThinProducts
+from outrider.runtime.thin_kernel import into
 from outrider.system.provenance import provenance
 
-_SHAPES = [(768, 256), (4096, 256), (2304, 768), (4096, 768)]  # [N, K], as in the embedded target and one of 110M
-_NUM_RUNS = 200
+_LAYER = [(768, 768)] * 4 + [(2304, 768)] * 2 + [(768, 2304)]  # [O, I]
+_HEAD = (4096, 768)
+_ROWS = (1, 5, 8, 12, 16, 32, 48)
+_NUM_RUNS = 9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    torch.set_num_threads(parser.parse_args().threads)
-    table = new_table("microseconds, medians", "weights", "rows", "library", "sums", "ratio")
-    rows = []
-    for shape in _SHAPES:
-        weight = torch.randn(*shape)
-        for num_rows in (1, 2, 5, MAX_THIN_ROWS):
-            x = torch.randn(num_rows, shape[1])
-            library_us, sums_us = _medians_us([_compiled(False), _compiled(True)], x, weight)
-            table.add_row(
-                f"{shape[0]} x {shape[1]}",
-                str(num_rows),
-                f"{library_us:.0f}",
-                f"{sums_us:.0f}",
-                f"{library_us / sums_us:.2f}",
-            )
-            rows.append({"shape": shape, "num_rows": num_rows, "library_us": library_us, "sums_us": sums_us})
-    Console(width=100).print(table)
-    print(json.dumps({"rows": rows, "provenance": provenance("cpu")}))
-
-
-def _compiled(is_thin: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    torch.compiler.reset()
-    options = {"post_grad_custom_pre_pass": ThinProducts()} if is_thin else {}
-    return torch.compile(lambda x, weight: linear(x, weight), fullgraph=True, dynamic=False, options=options)
-
-
-def _medians_us(functions: list[Callable[[Tensor, Tensor], Tensor]], x: Tensor, weight: Tensor) -> list[float]:
-    taken: list[list[float]] = [[] for _ in functions]
-    with torch.no_grad():
-        for function in functions:
-            torch.testing.assert_close(function(x, weight), linear(x, weight), rtol=1e-3, atol=1e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--num-layers", type=int, default=14)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    weights = [torch.randn(shape) for shape in [*_LAYER * arguments.num_layers, _HEAD]]
+    forms = {
+        "float32": weights,
+        "bfloat16": [weight.bfloat16() for weight in weights],
+        "int8": [(30 * weight).clamp(-127, 127).to(torch.int8) for weight in weights],
+    }
+    num_bytes = sum(weight.nbytes for weight in weights)
+    buffer = torch.ones(2, num_bytes // 8)
+    arms: dict[tuple[str, int], Callable[[], object]] = {("reading", 0): partial(torch.dot, *buffer)}
+    results = []  # of the kernel, which has their addresses alone
+    for num_rows in _ROWS:
+        inputs = {width: torch.randn(num_rows, width) for width in (768, 2304)}
+        outputs = {number: torch.empty(num_rows, number) for number in (768, 2304, 4096)}
+        results.append(outputs)
+        arms["library, float32", num_rows] = partial(_by_library, inputs, weights)
+        for name, matrices in forms.items():
+            calls = [_by_kernel(inputs, outputs, matrix, arguments.threads) for matrix in matrices]
+            arms[name, num_rows] = partial(_all, calls)
+    taken: dict[tuple[str, int], list[float]] = {arm: [] for arm in arms}
+    with torch.inference_mode():
         for _ in range(_NUM_RUNS):
-            for function, times in zip(functions, taken, strict=True):
+            for arm, function in arms.items():
                 begin = time.perf_counter()
-                function(x, weight)
-                times.append(time.perf_counter() - begin)
-    return [1e6 * statistics.median(times) for times in taken]
+                function()
+                taken[arm].append(1e3 * (time.perf_counter() - begin))
+    medians = {arm: statistics.median(times) for arm, times in taken.items()}
+    reading_ms = medians.pop(("reading", 0))
+    table = new_table(f"ms, medians, {arguments.threads} thread(s)", "weights", *(f"{n} rows" for n in _ROWS))
+    for name in dict.fromkeys(name for name, _ in medians):
+        table.add_row(name, *(f"{medians[name, num_rows]:.1f}" for num_rows in _ROWS))
+    Console(width=100).print(table, f"  reading {num_bytes / 1e6:.0f} MB: {reading_ms:.1f} ms")
+    rows = [{"weights": name, "num_rows": num_rows, "ms": ms} for (name, num_rows), ms in medians.items()]
+    print(json.dumps({"reading_ms": reading_ms, "rows": rows, "provenance": provenance("cpu")}))
+
+
+def _by_library(inputs: dict[int, Tensor], weights: list[Tensor]) -> None:
+    for weight in weights:
+        linear(inputs[weight.shape[1]], weight)
+
+
+def _by_kernel(
+    inputs: dict[int, Tensor], outputs: dict[int, Tensor], weight: Tensor, num_threads: int
+) -> Callable[[], None]:
+    x, y = inputs[weight.shape[1]], outputs[weight.shape[0]]
+    call = into(y, x, [weight], num_threads)
+    call()
+    torch.testing.assert_close(y, linear(x, weight.float()), rtol=1e-3, atol=0.1)
+    return call
+
+
+def _all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import platform
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outrider.runtime.cache import LayerShape, SlotCache
 from outrider.runtime.execution import Call, Prepared, Program
 from outrider.runtime.stored import stored_tensors
+from outrider.runtime.toolchain import compiler, processor
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -71,11 +71,12 @@ class _Program:
 
     def __init__(self, call: Call) -> None:
         traced, lm = _Traced(call), call.lm
+        num_threads = _num_threads(lm.model)
         options = {
             "aot_inductor.package_constants_in_so": False,
-            "cpp.threads": _num_threads(lm.model),
+            "cpp.threads": num_threads,
             "cpp.enable_floating_point_contract_flag": "fast",
-            **_thin_options(),
+            **_thin_options(num_threads),
         }
         weights = _plain(traced)
         with lm.lock, _plain_attention(lm.model):
@@ -115,10 +116,17 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _thin_options() -> dict[str, Any]:
-    from outrider.runtime.thin_products import MAX_SUMS, ThinProducts  # brings Inductor, which takes seconds to import
+def _thin_options(num_threads: int) -> dict[str, Any]:
+    # Brings Inductor, which takes seconds to import.
+    from outrider.runtime.thin_kernel import SHIM, library
+    from outrider.runtime.thin_products import KERNEL, MAX_SUMS, ThinProducts
 
-    return {"post_grad_custom_pre_pass": ThinProducts(), "cpp.max_horizontal_fusion_size": MAX_SUMS}
+    has_kernel = library() is not None
+    return {
+        "post_grad_custom_pre_pass": ThinProducts(num_threads if has_kernel else None),
+        "cpp.max_horizontal_fusion_size": MAX_SUMS,
+        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM]},
+    }
 
 
 def _num_threads(model: nn.Module) -> int:
@@ -141,7 +149,7 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
     """A hash of all that the compiled code follows from."""
     digest = hashlib.sha256()
     settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
-    digest.update(repr((torch.__version__, _processor(), _compiler(), settings)).encode())
+    digest.update(repr((torch.__version__, processor(), compiler(), settings)).encode())
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -157,24 +165,6 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
             numbers = value.tolist() if value.numel() <= _MAX_INLINED else None
             digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    """What code may be compiled for here: the compiler is told to use all that this processor can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
-
-
-def _compiler() -> tuple[str, str]:
-    """The C++ compiler that Inductor calls: its command and what it says of itself, which another release changes."""
-    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-
-    command = get_cpp_compiler()
-    return command, get_compiler_version_info(command)
 
 
 def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:

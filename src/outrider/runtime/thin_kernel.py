@@ -1,0 +1,102 @@
+"""The kernel of thin_products.cpp as an operator: compiled for this processor when it is first needed.
+
+Programs compiled ahead of time call it by its name in the library, which is loaded for all of the process. It is kept
+on disk like them, under a hash of its source, of the compiler and of the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.exc import CppCompileError
+
+from outrider.runtime.toolchain import compiler, processor
+from outrider.system.files import cache_folder
+from outrider.system.private import PrivateFolder
+
+_LOG = logging.getLogger(__name__)
+_SOURCE = Path(__file__).with_name("thin_products.cpp")
+_MOST_BYTES = 2**24  # of kernels on disk
+# As programs see it.
+SHIM = (
+    "AOTITorchError aoti_torch_cpu_thin_products(AtenTensorHandle x, const AtenTensorHandle* weights, "
+    "int64_t num_weights, int64_t num_threads, AtenTensorHandle* result)"
+)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+@torch.library.custom_op("outrider::thin_products", mutates_args=())
+def thin_products(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+    """Products of the same few rows with several matrices, side by side, each read once.
+
+    Args:
+        x: float32. [T, I]
+        weights: of one type among WEIGHT_DTYPES. [O, I] each
+
+    Returns:
+        float32, summed in float32. [T, sum of O]
+    """
+    y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    into(y, x.contiguous(), [weight.contiguous() for weight in weights], num_threads)()
+    return y
+
+
+def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Callable[[], None]:
+    """The call of the kernel that writes these products to ``y``. All are contiguous, and must outlive it."""
+    kernel = library()
+    assert kernel is not None and x.dtype == torch.float32 and weights[0].dtype in WEIGHT_DTYPES
+    return partial(
+        kernel.outrider_thin_products,
+        ctypes.c_void_p(x.data_ptr()),
+        *map(ctypes.c_int64, x.shape),
+        (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights)),
+        (ctypes.c_int64 * len(weights))(*(weight.shape[0] for weight in weights)),
+        ctypes.c_int64(len(weights)),
+        ctypes.c_int64(8 * weights[0].itemsize),
+        ctypes.c_void_p(y.data_ptr()),
+        ctypes.c_int64(num_threads),
+    )
+
+
+@thin_products.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, loaded so that programs find its functions; None where it cannot be compiled."""
+    source = _SOURCE.read_bytes()
+    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), source)).encode()).hexdigest() + ".so"
+    kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        kept = kernels.open(name)
+        if kept is not None:
+            with kept:
+                path.write_bytes(kept.read())
+        else:
+            try:
+                _compile(path)
+            except CppCompileError as error:
+                _LOG.warning("the kernel of products of few rows cannot be compiled: %s", str(error).splitlines()[-1])
+                return None
+            kernels.keep(name, path.read_bytes())
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _compile(path: Path) -> None:
+    _LOG.info("compiling the kernel of products of few rows")
+    options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=("-ffp-contract=fast",))
+    CppBuilder(path.stem, str(_SOURCE), options, str(path.parent)).build()

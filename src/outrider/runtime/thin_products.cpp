@@ -1,0 +1,262 @@
+// Products of a few rows with weight matrices, read once, in the layout in which checkpoints have them.
+//
+// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums in
+// float32. A few rows are bound by reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS
+// rows of x at once: each weight is loaded (and widened) once for all rows, each number of x once for all channels, and
+// the sums stay in registers. The rows of the weights come from CHANNELS distant parts of the matrix, since memory gives
+// more to several streams than to one, and are prefetched.
+//
+// Each sum is formed in an order that depends on the width alone: by lanes, then across the lanes in a fixed tree. So a
+// row's result depends neither on other rows nor on their number, nor on the number of threads.
+
+#include <omp.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#define VECTOR_BYTES 64
+#define NUM_REGISTERS 32
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define VECTOR_BYTES 32
+#define NUM_REGISTERS 16
+#else
+#define VECTOR_BYTES 16
+#ifdef __aarch64__
+#define NUM_REGISTERS 32
+#else
+#define NUM_REGISTERS 16
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+
+namespace {
+
+constexpr int LANES = VECTOR_BYTES / sizeof(float);
+#if NUM_REGISTERS == 32
+// Channels in one loop over so many rows of x.
+constexpr int channels_for(int64_t num_rows) { return num_rows <= 6 ? 4 : 3; }
+constexpr int64_t MOST_ROWS = 8;  // in one loop
+#else
+constexpr int channels_for(int64_t num_rows) { return num_rows <= 2 ? 4 : 2; }
+constexpr int64_t MOST_ROWS = 6;
+#endif
+constexpr int64_t TILE_ROWS = 6;  // where there are more than MOST_ROWS
+constexpr int AHEAD_BYTES = 2048;
+constexpr int LINE_BYTES = 64;
+
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef float Four __attribute__((vector_size(16)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+INLINE Floats load(const float* from) {
+  Floats values;
+  memcpy(&values, from, sizeof values);
+  return values;
+}
+
+INLINE Floats load(const BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+  typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+INLINE Floats load(const int8_t* from) {
+#if VECTOR_BYTES == 64
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif VECTOR_BYTES == 32
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(VECTOR_BYTES / 4)));
+  typedef int16_t Shorts __attribute__((vector_size(VECTOR_BYTES / 2)));
+  typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+  Bytes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Floats);
+#endif
+}
+
+// The first of the numbers, zeros after them.
+template <typename Number>
+INLINE Floats load_first(const Number* from, int64_t number) {
+  Number padded[LANES] = {};
+  memcpy(padded, from, number * sizeof(Number));
+  return load(padded);
+}
+
+// Sums of the lanes that are four apart.
+INLINE Four folded(Floats values) {
+#if VECTOR_BYTES == 64
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)values), _mm512_extractf32x8_ps((__m512)values, 1));
+  return (Four)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif VECTOR_BYTES == 32
+  return (Four)_mm_add_ps(_mm256_castps256_ps128((__m256)values), _mm256_extractf128_ps((__m256)values, 1));
+#else
+  return values;
+#endif
+}
+
+// Sums of neighbours: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
+INLINE Four neighbours(Four a, Four b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#else
+  typedef int32_t Places __attribute__((vector_size(16)));
+  return __builtin_shuffle(a, b, Places{0, 2, 4, 6}) + __builtin_shuffle(a, b, Places{1, 3, 5, 7});
+#endif
+}
+
+// The sums over the lanes of CHANNELS vectors, in the first places; the order is the same for each number of them.
+template <int CHANNELS>
+INLINE Four across(const Floats* sums) {
+  Four first = folded(sums[0]);
+  Four second = CHANNELS > 1 ? folded(sums[1]) : first;
+  Four ends = neighbours(first, second);
+  if constexpr (CHANNELS <= 2) return neighbours(ends, ends);
+  Four third = folded(sums[2]);
+  return neighbours(ends, neighbours(third, CHANNELS > 3 ? folded(sums[3]) : third));
+}
+
+// The products of ROWS rows of x with CHANNELS rows of the weights, which are `apart` rows from one another.
+template <int ROWS, int CHANNELS, typename Weight>
+INLINE void tile(const float* x, const Weight* weights, int64_t width, int64_t apart, float* y, int64_t num_channels) {
+  Floats sums[ROWS][CHANNELS] = {};
+  auto add = [&](auto load_x, auto load_weights) __attribute__((always_inline)) {
+    Floats column[CHANNELS];
+    UNROLLED for (int c = 0; c < CHANNELS; c++) column[c] = load_weights(weights + c * apart * width);
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      Floats row = load_x(x + r * width);
+      UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c] += row * column[c];
+    }
+  };
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    if (i * sizeof(Weight) % LINE_BYTES == 0) {
+      UNROLLED for (int c = 0; c < CHANNELS; c++) {
+        __builtin_prefetch(reinterpret_cast<const char*>(weights + c * apart * width + i) + AHEAD_BYTES);
+      }
+    }
+    auto load_whole = [i](auto from) __attribute__((always_inline)) { return load(from + i); };
+    add(load_whole, load_whole);
+  }
+  if (i < width) {
+    auto load_rest = [i, width](auto from) __attribute__((always_inline)) { return load_first(from + i, width - i); };
+    add(load_rest, load_rest);
+  }
+  UNROLLED for (int r = 0; r < ROWS; r++) {
+    Four totals = across<CHANNELS>(sums[r]);
+    UNROLLED for (int c = 0; c < CHANNELS; c++) y[r * num_channels + c * apart] = totals[c];
+  }
+}
+
+// All rows of x, in tiles of equal size but for the last.
+template <int CHANNELS, typename Weight>
+INLINE void tiles(int64_t num_rows, int64_t most, const float* x, const Weight* weights, int64_t width, int64_t apart,
+                  float* y, int64_t num_channels) {
+  for (int64_t done = 0; done < num_rows; done += most) {
+    const float* rows = x + done * width;
+    float* results = y + done * num_channels;
+    int64_t left = num_rows - done;
+    switch (left < most ? left : most) {
+      case 1: tile<1, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 2: tile<2, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 3: tile<3, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 4: tile<4, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 5: tile<5, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 6: tile<6, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 7: tile<7, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+      case 8: tile<8, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
+    }
+  }
+}
+
+// This thread's channels, in CHANNELS parts that are read at the same time, and those left over.
+template <int CHANNELS, typename Weight>
+void share(int64_t num_rows, int64_t most, const float* x, const Weight* weights, int64_t width, int64_t begin,
+           int64_t end, float* y, int64_t num_channels) {
+  int64_t apart = (end - begin) / CHANNELS, rest = begin + CHANNELS * apart;
+  for (int64_t o = begin; o < begin + apart; o++) {
+    tiles<CHANNELS>(num_rows, most, x, weights + o * width, width, apart, y + o, num_channels);
+  }
+  for (int64_t o = rest; o < end; o++) {
+    tiles<1>(num_rows, most, x, weights + o * width, width, 1, y + o, num_channels);
+  }
+}
+
+template <typename Weight>
+void product(int64_t num_rows, const float* x, const Weight* weights, int64_t width, int64_t begin, int64_t end, float* y,
+             int64_t num_channels) {
+  int64_t num_tiles = num_rows <= MOST_ROWS ? 1 : (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+  int64_t most = (num_rows + num_tiles - 1) / num_tiles, channels = channels_for(most);
+  auto run = channels == 4 ? share<4, Weight> : channels == 3 ? share<3, Weight> : share<2, Weight>;
+  run(num_rows, most, x, weights, width, begin, end, y, num_channels);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Products of the same rows x [T, I] with several matrices [O, I] of so many bits a weight, side by side in y
+// [T, sum of O]. All are contiguous.
+void outrider_thin_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                            const int64_t* nums_channels, int64_t num_matrices, int64_t bits, float* y,
+                            int64_t num_threads) {
+  int64_t all_channels = 0;
+  for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
+#pragma omp parallel num_threads(num_threads)
+  {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), before = 0;
+    for (int64_t m = 0; m < num_matrices; m++) {
+      int64_t number = nums_channels[m], begin = number * thread / threads, end = number * (thread + 1) / threads;
+      auto run = [&](auto weights) { product(num_rows, x, weights, width, begin, end, y + before, all_channels); };
+      if (bits == 32) run(static_cast<const float*>(matrices[m]));
+      if (bits == 16) run(static_cast<const BFloat16*>(matrices[m]));
+      if (bits == 8) run(static_cast<const int8_t*>(matrices[m]));
+      before += number;
+    }
+  }
+}
+
+// The operator outrider::thin_products, as programs compiled ahead of time call it.
+AOTITorchError aoti_torch_cpu_thin_products(AtenTensorHandle x, const AtenTensorHandle* weights, int64_t num_weights,
+                                            int64_t num_threads, AtenTensorHandle* result) {
+  std::vector<const void*> matrices(num_weights);
+  std::vector<int64_t> nums_channels(num_weights);
+  int64_t shape[2], width, all_channels = 0;
+  int32_t dtype;
+  void *rows, *results;
+  aoti_torch_get_size(x, 0, &shape[0]);
+  aoti_torch_get_size(x, 1, &width);
+  aoti_torch_get_data_ptr(x, &rows);
+  aoti_torch_get_dtype(weights[0], &dtype);
+  for (int64_t m = 0; m < num_weights; m++) {
+    void* matrix;
+    aoti_torch_get_data_ptr(weights[m], &matrix);
+    aoti_torch_get_size(weights[m], 0, &nums_channels[m]);
+    matrices[m] = matrix;
+    all_channels += nums_channels[m];
+  }
+  shape[1] = all_channels;
+  const int64_t strides[2] = {all_channels, 1};
+  AOTITorchError error = aoti_torch_empty_strided(2, shape, strides, aoti_torch_dtype_float32(),
+                                                  aoti_torch_device_type_cpu(), 0, result);
+  if (error != AOTI_TORCH_SUCCESS) return error;
+  aoti_torch_get_data_ptr(*result, &results);
+  int64_t bits = dtype == aoti_torch_dtype_float32() ? 32 : dtype == aoti_torch_dtype_bfloat16() ? 16 : 8;
+  outrider_thin_products(static_cast<float*>(rows), shape[0], width, matrices.data(), nums_channels.data(),
+                         num_weights, bits,
+                         static_cast<float*>(results), num_threads);
+  return AOTI_TORCH_SUCCESS;
+}
+}

@@ -1,0 +1,26 @@
+"""What compiled code depends on besides its source: the processor, and the C++ compiler that Inductor calls."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def processor() -> str:
+    """What code may be compiled for here: the compiler is told to use all that this processor can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+
+
+def compiler() -> tuple[str, str]:
+    """The C++ compiler: its command and what it says of itself, which another release changes."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    command = get_cpp_compiler()
+    return command, get_compiler_version_info(command)

@@ -1,0 +1,130 @@
+"""Products of few rows: the kernel against float64, and the graphs that call it. (Compiled, in test_compiled.py.)"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from outrider.runtime import thin_kernel
+from outrider.runtime.thin_kernel import WEIGHT_DTYPES, thin_products
+from outrider.runtime.thin_products import MAX_KERNEL_ROWS, ThinProducts
+
+_EPSILON = 2.0**-24  # of float32, rounding to nearest
+
+
+def _weights(number: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+    numbers = torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
+    return (40.0 * numbers).clamp(-127, 127).to(dtype)
+
+
+@given(
+    num_rows=st.integers(1, MAX_KERNEL_ROWS + 3),
+    width=st.integers(1, 150),
+    channels=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    dtype=st.sampled_from(WEIGHT_DTYPES),
+    num_threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_the_kernel_against_float64(
+    num_rows: int, width: int, channels: list[int], dtype: torch.dtype, num_threads: int, seed: int
+) -> None:
+    """Within the bound of a sum in any order; and each row as if it were alone, to the bit."""
+    x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
+    weights = [_weights(number, width, dtype, seed + i) for i, number in enumerate(channels)]
+    got = thin_products(x, weights, num_threads)
+    matrix = torch.cat(weights).double()
+    bound = 1.01 * width * _EPSILON * (x.double().abs() @ matrix.abs().T)
+    assert ((got.double() - x.double() @ matrix.T).abs() <= bound).all()
+    for t in range(num_rows):
+        assert torch.equal(thin_products(x[t : t + 1], weights, 1)[0], got[t])
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_rows_that_are_not_finite_stay_alone(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 37, generator=torch.Generator().manual_seed(0))
+    weights = [_weights(9, 37, dtype, 1)]
+    want = thin_products(x, weights, 1)
+    x[1], x[3, 36] = torch.nan, torch.inf
+    got = thin_products(x, weights, 1)
+    assert torch.equal(got[[0, 2, 4]], want[[0, 2, 4]])
+    assert not got[1].isfinite().any() and not got[3].isfinite().any()
+
+
+def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Kept on disk; and where it cannot be compiled, there is none."""
+    assert thin_kernel.library() is not None
+
+    def fail(path: object) -> None:
+        raise thin_kernel.CppCompileError(["g++"], "no vectors")
+
+    monkeypatch.setattr(thin_kernel, "_compile", fail)
+    assert thin_kernel.library.__wrapped__() is not None
+    monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler"))
+    assert thin_kernel.library.__wrapped__() is None
+    assert "cannot be compiled" in caplog.text
+
+
+def _two_products(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    rows = x.relu()
+    return functional.linear(rows, first), functional.linear(rows, second, bias)
+
+
+def _rewritten(
+    num_threads: int | None, arguments: list[Tensor], function: Callable[..., Any] = _two_products
+) -> tuple[Any, list[str]]:
+    """A function after the pass, and the names of the operators in it."""
+    decompositions = torch.export.default_decompositions()
+    traced = make_fx(function, tracing_mode="fake", decomposition_table=decompositions)(*arguments)
+    ThinProducts(num_threads)(traced.graph)
+    traced.recompile()
+    return traced, [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+
+
+def _arguments(num_rows: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+    shapes = (num_rows, 24), (7, 24), (9, 24), (9,)
+    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_KERNEL_ROWS])
+def test_products_of_the_same_rows_are_one_call(num_rows: int, dtype: torch.dtype, tolerance: float) -> None:
+    arguments = _arguments(num_rows, dtype)
+    traced, names = _rewritten(1, arguments)
+    assert names.count("outrider.thin_products.default") == 1
+    assert not {"aten.mm.default", "aten.addmm.default"} & set(names)
+    for got, want in zip(traced(*arguments), _two_products(*(one.double() for one in arguments)), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_weights_that_are_widened_are_read_as_they_are(dtype: torch.dtype) -> None:
+    """Not so those that are narrowed, or transposed twice."""
+    x, weight = _arguments(5, torch.float32)[0], _weights(7, 24, dtype, 0)
+    traced, names = _rewritten(1, [x, weight], lambda x, weight: functional.linear(x, weight.float()))
+    assert names.count("outrider.thin_products.default") == 1
+    torch.testing.assert_close(traced(x, weight).double(), x.double() @ weight.double().T, rtol=0.0, atol=1e-3)
+    for other in (
+        lambda x, weight: functional.linear(x.bfloat16(), weight.bfloat16()),
+        lambda x, weight: torch.mm(x, weight.T.contiguous()),
+    ):
+        _, names = _rewritten(1, [x, weight.float()], other)
+        assert "outrider.thin_products.default" not in names
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "num_threads"),
+    [(5, torch.float32, None), (5, torch.float64, 1), (MAX_KERNEL_ROWS + 1, torch.float32, 1)],
+    ids=["no kernel", "no kernel for the type", "many rows"],
+)
+def test_other_products_do_without_the_kernel(num_rows: int, dtype: torch.dtype, num_threads: int | None) -> None:
+    _, names = _rewritten(num_threads, _arguments(num_rows, dtype))
+    assert "outrider.thin_products.default" not in names
+    assert ("aten.mm.default" in names) == (num_rows > MAX_KERNEL_ROWS)
