@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -79,8 +80,7 @@ def _rewritten(
     num_threads: int | None, arguments: list[Tensor], function: Callable[..., Any] = _two_products
 ) -> tuple[Any, list[str]]:
     """A function after the pass, and the names of the operators in it."""
-    decompositions = torch.export.default_decompositions()
-    traced = make_fx(function, tracing_mode="fake", decomposition_table=decompositions)(*arguments)
+    traced = make_fx(function, tracing_mode="fake", decomposition_table=select_decomp_table())(*arguments)
     ThinProducts(num_threads)(traced.graph)
     traced.recompile()
     return traced, [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
