@@ -1,7 +1,8 @@
-"""Requests that are not served, and how they are told; in the openai client's own exceptions where it has some."""
+"""Requests that are not served, and their errors; in the openai client's own exceptions where it has some."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from servers import Running, running, words
 
 from outrider.serve.refusal import Refusal
 from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completions
-from pairs import embedded
+from pairs import embedded, word_tokenizer
 
 _NUM_MALFORMED = 300
 INFINITY = float("inf")
@@ -160,6 +161,17 @@ def test_the_field_of_a_chat_is_named(http: httpx.Client, field: str, value: obj
 def test_a_model_without_a_chat_template(http: httpx.Client) -> None:
     error = refused(http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}))
     assert "no chat template" in error["message"]
+
+
+@pytest.mark.parametrize("message", [{"content": "w1", "name": 5}, {"content": "\ud800"}])
+def test_messages_that_a_template_does_not_take(message: dict[str, Any]) -> None:
+    """Whatever its error is, and half characters in what it writes."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ (one.name or '') + one.content }}{% endfor %}"
+    with running(replace(words(), tokenizer=tokenizer)) as server, server.http() as http:
+        body = json.dumps({"messages": [{"role": "user", **message}]})
+        response = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert refused(response)["param"] == "messages"
 
 
 @pytest.mark.parametrize("value", [None, {"type": "text"}])

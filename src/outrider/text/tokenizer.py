@@ -59,12 +59,10 @@ def _encode_chat(tokenizer: Any | None, messages: Any) -> list[int]:
     from jinja2 import TemplateError
 
     try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except TemplateError as error:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:  # a template computes with what it finds in a message
         raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
-    return [int(i) for i in ids]
+    return encode(tokenizer, text, has_special=False)
 
 
 class Detokenizer:
