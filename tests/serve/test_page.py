@@ -11,10 +11,11 @@ import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
 from browsers import browser, complaints
+from outrider.api import load
 from outrider.bench.race_events import race_events
 from outrider.bench.run import Arm, Case
 from outrider.serve.page import recorded_page
-from pairs import embedded
+from pairs import broken_model, embedded, word_tokenizer
 
 # All that a lane shows, in text and colour, and what the server sent for it.
 SHOWN = """
@@ -188,7 +189,8 @@ def test_tokens_tell_of_themselves(driver: Any, server: Running) -> None:
         else:
             assert origin in tip.text or "drawn from p" in tip.text
         ActionChains(driver).send_keys(Keys.ARROW_RIGHT).perform()
-    assert len(lane.find_elements("css selector", "[tabindex='0']")) == 1
+    (stop,) = lane.find_elements("css selector", "[tabindex='0']")
+    assert stop.get_attribute("class") == "token"  # also while a rejected draft is in focus
     ActionChains(driver).send_keys(Keys.ESCAPE).perform()
     assert not tip.is_displayed()
     ActionChains(driver).move_to_element(lane.find_element("css selector", ".token")).perform()
@@ -198,16 +200,32 @@ def test_tokens_tell_of_themselves(driver: Any, server: Running) -> None:
 
 def test_it_can_be_paused_and_played_again(driver: Any, server: Running) -> None:
     events = raced(driver, server, seed=5, max_tokens=40)
-    fill(driver, speed="0.01")
-    driver.find_element("id", "again").click()
-    assert not is_over(driver)
-    driver.find_element("id", "pause").click()
-    num_shown = len(driver.execute_script(SHOWN)[0]["tokens"])
-    assert num_shown < 40
-    fill(driver, speed="Infinity")
-    driver.find_element("id", "pause").click()
+    pause = driver.find_element("id", "pause")
+    # In one script, so that no time passes between the two.
+    driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert not is_over(driver) and pause.text == "Go on"
+    assert [lane["tokens"] for lane in driver.execute_script(SHOWN)] == [[], []]
+    pause.click()
     wait_until(lambda: is_over(driver))
     check_lanes(driver, events)
+    # All rounds were shown at once, and each lane has its place in the order of Tab.
+    stops = "return [...document.querySelectorAll('.lane')].map((lane) => lane.querySelector('.token').tabIndex)"
+    assert driver.execute_script(stops) == [0, 0]
+
+
+def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
+    """A model that gives NaN, after a race that was paused."""
+    word_tokenizer().save_pretrained(broken_model(tmp_path))
+    with running(load(tmp_path, device="cpu")) as server:
+        raced(driver, server, prompt="w1 w2", max_tokens=2, drafter="ngram")
+        driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
+        fill(driver, prompt="w3 w7", max_tokens=9)
+        driver.find_element("id", "start").click()
+        wait_until(lambda: "NaN" in driver.find_element("id", "error").text)
+        assert verdict(driver) == "The race has broken off."
+        assert driver.find_element("id", "pause").text == "Pause"
+        assert not driver.find_element("id", "pause").is_enabled()
 
 
 def test_a_key_is_asked_for(driver: Any) -> None:

@@ -18,22 +18,21 @@ class Show {
     this.start = start;
     this.player = new Player(start);
     this.measured = [];
-    this.isPaused = false;
-    this.#raise();
     at("target").textContent = start.target;
-    at("pause").disabled = false;
-    at("again").disabled = true;
-    this.last = performance.now();
-    requestAnimationFrame((now) => this.#tick(now));
+    this.#raise();
   }
 
   #raise() {
     this.views = this.player.lanes.map((lane, i) => new LaneView(lane, this.start, i));
     at("lanes").replaceChildren(...this.views.map((view) => view.node));
-    this.hasEnded = false;
+    this.setPaused(false);
+    at("pause").disabled = false;
+    at("again").disabled = true;
     at("verdict").className = "";
     at("verdict").replaceChildren(element("p", {}, "The race is on."));
     for (const view of this.views) view.summarise();
+    this.last = performance.now();
+    requestAnimationFrame((now) => this.#tick(now));
   }
 
   /** @param {any} event */
@@ -48,9 +47,13 @@ class Show {
   again() {
     this.player.rewind();
     this.#raise();
-    this.setPaused(false);
-    at("pause").disabled = false;
-    at("again").disabled = true;
+  }
+
+  /** The rest of it will not come. */
+  breakOff() {
+    show = null;
+    at("pause").disabled = true;
+    at("verdict").replaceChildren(element("p", {}, "The race has broken off."));
   }
 
   /** @param {boolean} isPaused */
@@ -68,21 +71,25 @@ class Show {
 
   /** @param {number} now in ms */
   #tick(now) {
-    if (show !== this) return;
+    if (show !== this) return; // another is shown, or this one has broken off
     const seconds = this.isPaused ? 0 : (now - this.last) / 1000;
     this.last = now;
     const { scale, player } = this;
     const rounds = this.isPaused ? [] : player.pass(seconds, scale);
-    for (const round of rounds) this.views[round.arm].add(round);
-    for (const view of this.views) view.refresh(player.time);
-    for (const arm of new Set(rounds.map((round) => round.arm))) this.views[arm].summarise();
+    this.views.forEach((view, arm) => {
+      const own = rounds.filter((round) => round.arm === arm);
+      if (own.length) {
+        view.add(own);
+        view.summarise();
+      }
+      view.refresh(player.time);
+    });
     at("scale").textContent = scale === null || scale === 1 || scale === Infinity ? "" : `1 s is shown in ${1 / scale} s`;
-    if (player.isOver && !this.hasEnded) this.#end();
-    requestAnimationFrame((later) => this.#tick(later));
+    if (player.isOver) this.#end();
+    else requestAnimationFrame((later) => this.#tick(later));
   }
 
   #end() {
-    this.hasEnded = true;
     at("pause").disabled = true;
     at("again").disabled = false;
     const sentences = verdict(this.player, this.start, this.measured);
@@ -100,8 +107,8 @@ function report(error) {
   const isKey = error instanceof Refused && error.status === 401;
   at("key-field").hidden &&= !isKey;
   const message = error instanceof Error ? error.message : String(error);
-  const told = isKey ? "This server asks for its API key." : message;
-  if (at("error").textContent !== told) at("error").textContent = told; // told once, though it may be asked again
+  const text = isKey ? "This server asks for its API key." : message;
+  if (at("error").textContent !== text) at("error").textContent = text; // read out once, though it may come again
   if (isKey) at("key").focus();
 }
 
@@ -121,17 +128,21 @@ async function race() {
     ...(seed === "" ? {} : { seed: Number(seed) }),
   };
   at("error").textContent = "";
+  /** @type {Show | null} */
+  let mine = null;
   try {
     for await (const event of post("v1/race", body, at("key").value, signal)) {
-      if (event.type === "start") show = new Show(event);
-      else show?.receive(event);
+      if (event.type === "start") show = mine = new Show(event);
+      else mine?.receive(event);
     }
   } catch (error) {
-    if (!signal.aborted) report(error);
+    if (signal.aborted) return;
+    report(error);
+    mine?.breakOff();
   }
 }
 
-/** Fill in what this server offers, as soon as it tells. */
+/** Fill in the drafts and rules of this server, as soon as it is ready. */
 async function offer() {
   try {
     const found = await getJson("v1/race/choices", at("key").value);

@@ -1,5 +1,5 @@
 /**
- * A race as it is told in events (docs/serve.md), and the clock by which it is played. Knows no document and no server.
+ * A race in events (docs/serve.md), and the clock that plays it. Knows no document and no server.
  *
  * @typedef {{id: number, text: string, origin: "accepted" | "correction" | "bonus"}} Token
  * @typedef {{id: number, text: string, p: number, q: number}} Drafted

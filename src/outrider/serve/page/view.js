@@ -72,6 +72,9 @@ export class LaneView {
     this.output = element("p", { class: "text" }, element("span", { class: "prompt" }, start.prompt));
     this.sparkline = new Sparkline(1 + Math.max(...start.arms.map((arm) => (arm.k === "auto" ? MOST_K : Number(arm.k)))));
     this.facts = element("dl", { class: "pairs" });
+    this.numRounds = 0;
+    /** @type {HTMLElement[]} of the last round */
+    this.ghosts = [];
     const title = element("h2", { id: `lane-${index}` }, lane.arm.name);
     this.node = element(
       "article",
@@ -91,15 +94,22 @@ export class LaneView {
     );
   }
 
-  /** @param {import("./race.js").Round} round which the lane has just taken */
-  add(round) {
-    for (const ghost of this.output.querySelectorAll(".ghost:not(.gone, .fading)")) fade(ghost);
+  /** @param {import("./race.js").Round[]} rounds which the lane has just taken */
+  add(rounds) {
     const isAtEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
+    for (const round of rounds) this.#append(round);
+    if (isAtEnd) this.output.scrollTop = this.output.scrollHeight;
+  }
+
+  /** @param {import("./race.js").Round} round */
+  #append(round) {
+    this.ghosts.forEach(fade);
+    this.ghosts = [];
     const numAccepted = round.tokens.filter((token) => token.origin === "accepted").length;
-    const number = this.lane.rounds.length;
+    const number = ++this.numRounds;
     const group = element("span", { class: "round" });
     round.tokens.forEach((token, i) => {
-      if (i === numAccepted) group.append(...this.#ghosts(round, numAccepted, number));
+      if (i === numAccepted) group.append(...(this.ghosts = ghostsOf(round, numAccepted, number)));
       const span = element("span", { class: "token", tabindex: "-1", "data-origin": token.origin }, shown(token));
       const drafted = token.origin === "accepted" ? round.drafted[i] : null;
       tips.set(span, { token, drafted, number, rejected: round.drafted[numAccepted], hasDraft: this.lane.arm.draft !== null });
@@ -107,17 +117,6 @@ export class LaneView {
     });
     this.output.append(group);
     if (number === 1) group.querySelector(".token")?.setAttribute("tabindex", "0");
-    if (isAtEnd) this.output.scrollTop = this.output.scrollHeight;
-  }
-
-  /** Those that did not stand. Where the text has ended before, nobody knows. */
-  #ghosts(round, numAccepted, number) {
-    return round.drafted.slice(numAccepted).map((drafted, i) => {
-      // A line that was never written breaks none.
-      const ghost = element("del", { class: "ghost", tabindex: "-1" }, shown(drafted).replaceAll("\n", "↵"));
-      tips.set(ghost, { token: { ...drafted, origin: i ? "discarded" : "rejected" }, drafted, number });
-      return ghost;
-    });
   }
 
   /** @param {number} time by which the race is played */
@@ -158,14 +157,28 @@ function shown(token) {
   return token.text || "▫";
 }
 
+/**
+ * Drafts that did not stand. Where the text has ended before them, nobody knows.
+ * @param {import("./race.js").Round} round @param {number} numAccepted @param {number} number of the round
+ */
+function ghostsOf(round, numAccepted, number) {
+  return round.drafted.slice(numAccepted).map((drafted, i) => {
+    // A line that was never written breaks none.
+    const ghost = element("del", { class: "ghost", tabindex: "-1" }, shown(drafted).replaceAll("\n", "↵"));
+    tips.set(ghost, { token: { ...drafted, origin: i ? "discarded" : "rejected" }, drafted, number });
+    return ghost;
+  });
+}
+
 /** @param {Element} ghost */
 function fade(ghost) {
-  ghost.classList.add("fading");
-  setTimeout(() => {
-    // What the reader has focused stays, until the focus goes.
-    if (ghost === document.activeElement) ghost.addEventListener("blur", () => ghost.classList.add("gone"), { once: true });
-    else ghost.classList.add("gone");
-  }, FADE_MS);
+  // The one in focus stays until the focus goes.
+  if (ghost === document.activeElement) ghost.addEventListener("blur", () => fade(ghost), { once: true });
+  else if (ghost.classList.contains("fading")) ghost.classList.add("gone");
+  else {
+    ghost.classList.add("fading");
+    setTimeout(fade, FADE_MS, ghost);
+  }
 }
 
 /**
@@ -203,7 +216,7 @@ const ABOUT = {
   discarded: "drafted after a token that was rejected, and dropped with it",
 };
 
-/** Tell of a token in a tooltip: at the pointer and with the focus. @param {HTMLElement} tip @param {HTMLElement} lanes */
+/** Show a token's numbers in a tooltip, at the pointer and with the focus. @param {HTMLElement} tip @param {HTMLElement} lanes */
 export function watchTokens(tip, lanes) {
   /** @type {Element | null} */
   let owner = null;
@@ -267,6 +280,8 @@ function move(event) {
   if (!(target instanceof HTMLElement)) return;
   event.preventDefault();
   for (const one of text.querySelectorAll("[tabindex='0']")) one.setAttribute("tabindex", "-1");
-  target.setAttribute("tabindex", "0");
+  // Rejected drafts fade, so that the stop of Tab is the token after them.
+  const stop = target.classList.contains("token") ? target : target.parentElement?.lastElementChild;
+  stop?.setAttribute("tabindex", "0");
   target.focus();
 }
