@@ -1,4 +1,4 @@
-"""``/v1/race``: plain and speculative decoding side by side, told in events."""
+"""``/v1/race``: plain and speculative decoding side by side, in events."""
 
 import json
 import threading
@@ -12,6 +12,7 @@ from servers import Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
+from outrider.serve import app
 from pairs import broken_model, embedded, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -164,6 +165,19 @@ def test_a_race_that_is_left_ends() -> None:
             waiting.start()
             next(lines)
         wait_until(lambda: server.worker.num_open == 0 and not waiting.is_alive())
+
+
+def test_too_many_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_MOST_RACES", 1)
+    with running(words(1_000_000), context_len=1_000_000) as server, server.http() as http:
+        body = {"prompt": "w1", "max_tokens": 900_000}
+        with http.stream("POST", "/v1/race", json=body) as response:
+            next(lines := response.iter_lines())
+            other = http.post("/v1/race", json=body)
+            assert other.status_code == 503 and int(other.headers["retry-after"]) >= 1
+            next(lines)
+        wait_until(lambda: server.worker.num_open == 0)
+        assert race(server, prompt="w1", max_tokens=2)[-1]["type"] == "end"
 
 
 def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:

@@ -33,13 +33,14 @@ from outrider.serve.generation import Prepared, begin, ended, streamed, until_di
 from outrider.serve.page import HEADERS, PAGE, read_file
 from outrider.serve.prepare import Preparer
 from outrider.serve.race import Race, choices, prepare_race, streamed_race
-from outrider.serve.refusal import Refusal, refusal_of
+from outrider.serve.refusal import Refusal, refusal_of, unavailable
 from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING = 2  # threads
 _MOST_WARNED = 100  # names
+_MOST_RACES, _RACE_RETRY_S = 16, 10  # that run or wait for their turn; more are refused
 _BODY_S, _SEND_S = 60.0, 120.0  # until a client that neither sends nor reads is given up
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,13 +51,14 @@ _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
 class App:
-    """What answers requests. ``preparer`` is set when the worker is ready."""
+    """The application. ``preparer`` is set when the worker is ready."""
 
     preparer: Preparer
 
     def __init__(self, worker: Worker, names: tuple[str, ...], api_key: str | None) -> None:
         self._worker, self._names = worker, names
         self._race_turn = asyncio.Lock()  # each race has caches of its own: one at a time
+        self._num_races = 0
         self._created = int(time.time())
         self._pool = ThreadPoolExecutor(_NUM_TOKENIZING, thread_name_prefix="outrider-tokenizer")
         self._warned: set[str] = set()
@@ -119,8 +121,14 @@ class App:
             self._worker.close(begun.ticket)
 
     async def answer_race(self, race: Race, send: Send) -> None:
-        async with self._race_turn, aclosing(self._worker.between_rounds(race.events())) as events:
-            await _send_stream(streamed_race(events), send)
+        if self._num_races >= _MOST_RACES:
+            raise unavailable(f"{self._num_races} races run or wait: try again later", _RACE_RETRY_S)
+        self._num_races += 1
+        try:
+            async with self._race_turn, aclosing(self._worker.between_rounds(race.events())) as events:
+                await _send_stream(streamed_race(events), send)
+        finally:
+            self._num_races -= 1
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._worker.state == "ready" else 503)
@@ -173,7 +181,7 @@ class Generation:
     ) -> None:
         """
         Args:
-            make: of a body what ``answer`` takes. It tells the names of ``unknown`` fields.
+            make: from a body to the argument of ``answer``, which has the names of ``unknown`` fields.
         """
         self._app, self._make, self._answer = app, make, answer
 
@@ -184,8 +192,8 @@ class Generation:
 
 
 class HostGuard:
-    """Lets in who calls this machine by a name of its own, where there is no key. A page of another site could have its
-    own name lead here (DNS rebinding), and would then be allowed to read answers."""
+    """Without a key, only requests that call this machine by a name of the loopback pass. A page of another site could
+    have its own name lead here (DNS rebinding), and would then be allowed to read answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -201,7 +209,7 @@ class HostGuard:
 
 
 class KeyGuard:
-    """Lets in who has the key."""
+    """Only requests with the key pass."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app, self._digest = app, hashlib.sha256(api_key.encode()).digest()
