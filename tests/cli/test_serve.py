@@ -17,6 +17,7 @@ from commands import Outrider
         (["--max-queue", -1], "--max-queue = -1"),
         (["--shutdown-timeout", -1], "--shutdown-timeout = -1.0"),
         (["--port", 70_000], "nothing can listen there"),
+        (["--host", "a..b", "--api-key", "x"], "nothing can listen there"),
         (["-k", "1,2"], "this command takes one number, or auto"),
         (["--draft", "ngram", "--draft", "none"], "this command takes one draft"),
     ],

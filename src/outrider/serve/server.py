@@ -158,5 +158,5 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
         return listener
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one, like a..b
         raise OptionError("--host, --port", f"{host}:{port}", f"nothing can listen there ({error})") from None
