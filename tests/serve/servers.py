@@ -46,7 +46,7 @@ class Running:
 
 @contextmanager
 def running(decoder: Decoder, **options: object) -> Iterator[Running]:
-    """A server for a decoder; it is told to end, and must."""
+    """A server for a decoder. It must end when it is stopped."""
     is_ready = threading.Event()
     chosen = ServerOptions(**{"names": ("toy",), "num_slots": 4, "shutdown_timeout_s": 0.0, **options})
     with listen("127.0.0.1", 0) as listener:

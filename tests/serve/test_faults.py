@@ -1,4 +1,4 @@
-"""Clients that go away, read slowly or are too many; models that fail; servers that are told to end."""
+"""Clients that go away, read slowly or are too many; models that fail; servers that are stopped."""
 
 import json
 import signal
@@ -139,7 +139,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
 def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> None:
-    """It is told so by a status, streamed or not; texts that have begun go on, and so do the others of their request,
+    """A status reports it, streamed or not; texts that have begun go on, and so do the others of their request,
     which wait for them."""
     two = LONG | {"n": 2, "stream": True}
     with running(words(1_000_000), num_slots=1, context_len=1_000_000) as server, server.http() as http:

@@ -1,4 +1,4 @@
-"""A race told in events: what the page of ``outrider serve`` and the file of ``outrider compare --html`` show.
+"""A race in events, for the page of ``outrider serve`` and the file of ``outrider compare --html``.
 
 An event is an object for JSON (docs/serve.md): one at the start, one for each round of an arm, one at the end. This
 module knows neither HTTP nor the page.
@@ -18,7 +18,7 @@ from outrider.text.tokenizer import Detokenizer
 
 
 def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[dict[str, Any]]:
-    """Run a race, and tell it. Options are those of ``Decoder.stream``."""
+    """Run a race, and yield its events. Options are those of ``Decoder.stream``."""
     teller = RaceTeller(arms, case, options)
     yield teller.start()
     with closing(racing(arms, case, {**options, "reports_drafts": True})) as chunks:
@@ -93,7 +93,7 @@ class RaceTeller:
 
 @dataclass(slots=True)
 class _Tale:
-    """What was told of an arm.
+    """An arm so far.
 
     Attributes:
         token_ids: prompt and output.
@@ -108,8 +108,8 @@ class _Tale:
 
 
 def expected_tokens(drafted: Sequence[DraftedToken], acceptance: str) -> float:
-    """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens stand, given these. On average
-    over rounds it is the number of tokens that a round commits (under ``gumbel``: at least that).
+    """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens stand, given these. Its
+    mean over rounds is the expected number of tokens of a round (under ``gumbel``: an upper bound of it).
 
     From w_0 = 1, ``rejection`` has w_i = w_{i-1} min(1, p/q) (Leviathan et al. 2211.17192, algorithm 1), ``block``
     w_i = min(1, w_{i-1} p/q) (Sun et al. 2403.10444). Under ``gumbel`` the probability that draft and target both draw

@@ -1,4 +1,4 @@
-"""What decides a seed's text, as one string (``system_fingerprint``)."""
+"""All that decides a seed's text, as one string (``system_fingerprint``)."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ class Begun:
 
 
 async def begin(worker: Worker, prepared: Prepared) -> Begun:
-    """Score the prompts if they are to be, then queue the rows. The ticket is to be closed. Raises Refusal."""
+    """Score the prompts where log-probabilities are echoed, then queue the rows. The caller closes the ticket. Raises
+    Refusal."""
     scored = []
     num_top = prepared.ask.num_logprobs
     if prepared.ask.echo and num_top is not None:
@@ -129,7 +130,7 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
     """The answer in server-sent events, an error among them.
 
     Raises:
-        Exception: an error before anything was given, so that it can be told by a status.
+        Exception: an error before the first event, when the status can still report it.
     """
     prepared = begun.prepared
     ask, form, head = prepared.ask, prepared.form, prepared.head(is_chunk=True)

@@ -1,7 +1,7 @@
 """The page on which a race can be watched: its files, and the same page as one file with a recording in it.
 
-Scripts and styles come from the package and nowhere else, and the browser is told so (``content-security-policy``).
-The page writes texts as texts only; that, too, the browser enforces (``require-trusted-types-for``).
+Scripts and styles come from the package; the browser enforces it (``content-security-policy``).
+The page writes texts as texts only; the browser enforces that, too (``require-trusted-types-for``).
 """
 
 from __future__ import annotations

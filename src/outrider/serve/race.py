@@ -44,7 +44,7 @@ class Race:
 
 
 def choices(preparer: Preparer) -> dict[str, Any]:
-    """What can be asked for."""
+    """The choices that a race offers."""
     decoder = preparer.decoder
     return {
         "target": decoder.target.name,

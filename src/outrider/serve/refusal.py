@@ -20,7 +20,7 @@ class Refusal(Exception):
 
     Attributes:
         status: of HTTP.
-        param: the field that is to be changed, if it is one.
+        param: the field to change, if it is one.
         retry_after_s: when to try again, if that may help.
     """
 

@@ -212,7 +212,7 @@ class Worker:
             ticket.events.put_nowait(event)
 
     def _set_ready(self) -> None:
-        if self.state == "loading":  # else it was told to end meanwhile
+        if self.state == "loading":  # else a signal to end has come meanwhile
             self.state = "ready"
             self._on_ready()
 
