@@ -14,7 +14,9 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
 from outrider.records import Request, RowRound, Stats
+from outrider.runtime.execution import Eager
 from outrider.runtime.lm import LM
+from outrider.runtime.shape_buckets import power_of_two
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
 from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair, tokens
 
@@ -47,6 +49,27 @@ def test_never_one_token_too_many(rule: Rule, k: int, num_tokens: int) -> None:
             for row in output.rounds:
                 assert row.num_drafted <= min(k, left - 1)
                 left -= len(row.token_ids)
+
+
+class _Rounding(Eager):
+    """Rounds the number of rows up, as compiled steps do."""
+
+    def round_rows(self, num_rows: int) -> int:
+        return power_of_two(num_rows)
+
+
+@ALL_RULES
+def test_a_row_that_ended_stays_in_a_batch_of_fixed_width(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise made ahead covers 64 tokens of a row. The last row goes ahead of the others by drafts that are always
+    right, and ends with the 64th: none was made for where it stays."""
+    monkeypatch.setattr("toys.execution", _Rounding)
+    target, _ = table_pair(8)
+    requests = [
+        dataclasses.replace(request((1,), seed=i, max_new_tokens=64), num_draft_tokens=3 if i == 3 else 0)
+        for i in range(4)
+    ]
+    outputs = run(target, ModelDrafter(target), requests, rule, 3)
+    assert [len(output.rounds) for output in outputs] == [64, 64, 64, 16]
 
 
 @ALL_RULES

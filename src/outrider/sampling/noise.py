@@ -239,4 +239,6 @@ class NoiseAhead:
             self._noise = self._make(seeds.repeat_interleave(num_starts), round_starts, self._k, self._vocab_size)
             self._ends = [length + num_starts for length in shortest]
             self._shift = num_starts * torch.arange(num_rows, device=seeds.device) - lengths
-        return self._noise.select(self._shift + lengths, k)
+            self._last = num_rows * num_starts - 1
+        # A row that has ended may be longer than noise was made for. Its results are discarded, but the place must be.
+        return self._noise.select((self._shift + lengths).clamp(max=self._last), k)
