@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import outrider
+from hybrids import hybrid, hybrid_lm
 from outrider.bench.predicted_memory import Memory, Predictor, Work
 from outrider.errors import OptionError
 from outrider.models.quantize import num_bytes
@@ -26,6 +27,15 @@ def test_weights_and_cache_are_those_of_the_loaded_model(dtype: torch.dtype) -> 
     cache = lm.new_cache(WORK.num_rows, WORK.context)
     assert predicted.weights == num_bytes(lm.model)
     assert predicted.cache == sum(store.nbytes for store in cache.storage)
+
+
+def test_states_are_predicted_too() -> None:
+    model = hybrid("qwen3_5_text")
+    predicted = Predictor(model.config, Work(128, 2, 4), torch.float64).memory()
+    cache = hybrid_lm(model).new_cache(2, 128)
+    assert predicted.cache == sum(store.nbytes for store in cache.storage)
+    assert predicted.prefill is not None and predicted.verify is not None
+    assert predicted.verify < predicted.prefill
 
 
 def test_steps_take_what_is_predicted() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+from hybrids import hybrid, hybrid_lm
 from outrider.certify import run as module
 from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, Control
@@ -28,7 +29,7 @@ from outrider.runtime.captured import Captured
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.stats.evidence import detectable
-from toys import as_lm, llama_pair, table_pair, tiny_llama
+from toys import as_lm, llama_pair, perturbed, table_pair, tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,16 @@ def test_a_real_model_is_certified(
     assert statistical.num_texts > 4000 / 24 + 10, "texts end early"
     assert len(certificate.greedy) == (2 if acceptance == "gumbel" else 1)
     assert not any(report.differences for report in certificate.greedy)
+
+
+def test_a_pair_with_states_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a cache that keeps a rejected token is caught. False alarm: 1e-6."""
+    monkeypatch.setattr(module, "CONTROLS", [control for control in CONTROLS if control.name == "rollback"])
+    model = hybrid("lfm2")
+    pair = hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.1), "draft"))
+    _, certificate = _certificate(_job(pair, "block", 1e-6), 2500)
+    assert certificate.is_certified, certificate
+    assert [control.is_caught for control in certificate.controls] == [True]
 
 
 def _design(job: Job, pilot: Observed, num_tokens: int) -> Design:

@@ -60,7 +60,7 @@ def test_folders_that_are_no_causal_language_model(refused: Refused, tmp_path: P
     bert = save(tmp_path / "bert", random_model(BertForMaskedLM, config, 0))
     assert "is not a causal language model" in refused("generate", "Once", "--target", bert)
     mamba = random_model(MambaForCausalLM, MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1), 0)
-    assert "cannot be rolled back" in refused("generate", "Once", "--target", save(tmp_path / "mamba", mamba))
+    assert "cannot be verified" in refused("generate", "Once", "--target", save(tmp_path / "mamba", mamba))
 
 
 @pytest.mark.parametrize("option", ["--target", "--draft"])

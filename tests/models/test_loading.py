@@ -211,11 +211,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: random_model(
             MambaForCausalLM, MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4), 0
         ),
-        "recurrent state",
+        "scan that restarts",
     ),
     "rwkv": (
         lambda: random_model(RwkvForCausalLM, RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), 0),
-        "recurrent state",
+        "state outside of the common cache",
     ),
     "recurrent_gemma": (
         lambda: random_model(
@@ -225,7 +225,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
             ),
             0,
         ),
-        "recurrent state",
+        "state outside of the common cache",
     ),
     "bloom": (
         lambda: random_model(BloomForCausalLM, BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), 0),
@@ -287,7 +287,7 @@ def test_models_that_cannot_work_are_refused_by_name(kind: str) -> None:
 def test_folders_of_models_that_cannot_work(tmp_path: Path, kind: str) -> None:
     """Said by their configuration already."""
     message = refusal(save(tmp_path, UNSUPPORTED[kind][0]()), UnsupportedModel)
-    reason = {"mamba": "keeps a recurrent state", "bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
+    reason = {"mamba": "scan that restarts", "bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
     assert f"({kind})" in message and reason in message
 
 

@@ -8,10 +8,14 @@ import transformers as tf
 from torch import Tensor
 
 import outrider
+from hybrids import FAMILIES, hybrid, hybrid_lm
 from outrider.errors import UnsupportedModel
+from outrider.models import loading
 from outrider.models import probe as module
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.probe import num_tokens_across
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.layers import StateLayer
 from pairs import random_llama
 from toys import random_model
 
@@ -94,3 +98,62 @@ def test_a_window_that_is_right_is_right_beyond_it(
 @pytest.mark.parametrize("context_len", [3, 5, WINDOW, num_tokens_across(WINDOW) - 1])
 def test_a_context_that_is_short(context_len: int) -> None:
     load(tf.MistralForCausalLM, tf.MistralConfig, torch.float32, max_position_embeddings=context_len)
+
+
+# Models with states.
+
+
+def test_a_cache_that_keeps_rejected_tokens_in_its_states_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mistake of ours would: every state stays."""
+    model = hybrid("qwen3_5_text")
+    hybrid_lm(model)
+    settle = SlotCache.settle
+    monkeypatch.setattr(SlotCache, "settle", lambda cache, num_committed: settle(cache, num_committed + 99))
+    with pytest.raises(UnsupportedModel, match="its states do not go on where they were left"):
+        hybrid_lm(model)
+
+
+def test_code_that_writes_into_the_states_that_it_finds_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid("qwen3_5_text")
+    update = StateLayer.update_recurrent_state
+
+    def in_place(layer: StateLayer, new: Tensor, state_idx: int = 0, **rest: Any) -> Tensor:
+        found = layer.recurrent_states[state_idx]
+        assert found is not None
+        return update(layer, found.copy_(new), state_idx, **rest)
+
+    monkeypatch.setattr(StateLayer, "update_recurrent_state", in_place)
+    with pytest.raises(UnsupportedModel, match="its states do not go on where they were left"):
+        hybrid_lm(model)
+
+
+def test_single_tokens_are_fed_among_several_where_that_makes_a_difference() -> None:
+    """Nemotron-H limits its time steps only where several tokens are fed."""
+    assert hybrid_lm(hybrid("nemotron_h")).least_columns == 2
+    for name in ("qwen3_5_text", "lfm2", "falcon_h1"):
+        assert hybrid_lm(hybrid(name)).least_columns == 1
+
+
+SCANS = {
+    "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_that_restarts_is_refused_also_under_another_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, name, SCANS[name])
+    model = hybrid(name)
+    with pytest.raises(UnsupportedModel, match="restarts from an empty state"):
+        hybrid_lm(model)
+    monkeypatch.setattr(loading, "_RESTARTING", ())
+    with pytest.raises(UnsupportedModel, match="its states do not go on where they were left"):
+        hybrid_lm(model)

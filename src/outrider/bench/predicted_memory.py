@@ -54,7 +54,7 @@ class Memory:
 
     Attributes:
         weights: with buffers and, if quantized, scales.
-        cache: keys and values of all rows.
+        cache: keys and values of all rows, and states.
         prefill: the most that a chunk of prompts needs at a time, if all rows start together. (Rows that join others
             take turns.)
         verify: the most that a verify needs: activations, logits, and probabilities of K + 1 tokens in each row. (A
@@ -95,8 +95,9 @@ class Predictor:
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
             cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
             self._cache = sum(store.nbytes for store in cache.storage)
-            self._prefill = _most_at_a_time(_prefill(lm, cache, work))
-            self._verify = _most_at_a_time(_verify(lm, cache, work))
+            # As in programs: shapes follow from bounds, since there are no numbers.
+            self._prefill = _most_at_a_time(_prefill(lm, cache.on(cache.storage), work))
+            self._verify = _most_at_a_time(_verify(lm, cache.on(cache.storage), work))
 
     def memory(self, quantization: str = "none", parallel: int = 1) -> Memory:
         """In one form.

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.decoding.verify import verify_step
 from outrider.drafters.base import Altered, Drafter, Rows
 from outrider.records import Draft, Verdict
-from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import Execution, Step
+from outrider.runtime.layers import LayerShape
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import draw
@@ -132,12 +134,15 @@ class OffByOneRollback:
         return self.inner.new_cache(shapes, num_rows, capacity)
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        cache, _, lengths, *_ = arguments  # of the verify step
+        if step is not verify_step:  # the states are advanced
+            return self.inner.run(step, lm, static, arguments)
+        cache, _, lengths, *_ = arguments
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
-        places = [(rows.to(store.device), last.to(store.device)) for store in cache.storage]
-        stale = [store[place] for store, place in zip(cache.storage, places, strict=True)]  # rejected
+        stores = cache.storage[: cache.num_token_stores]
+        places = [(rows.to(store.device), last.to(store.device)) for store in stores]
+        stale = [store[place] for store, place in zip(stores, places, strict=True)]  # rejected
         results = self.inner.run(step, lm, static, arguments)
-        for store, place, old in zip(cache.storage, places, stale, strict=True):
+        for store, place, old in zip(stores, places, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1)[:, None, None]
             store[place] = torch.where(was_written, old, store[place])
         return results

@@ -86,10 +86,14 @@ def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int,
     arms = [CostArm(target, drafter, k) for k in _choices(target, drafter)]
     length = min(_SHORT, target.context_len // 2)
     rounds = time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=num_tokens)
-    return {
-        arm.k: statistics.median(timing.decode_s for timing in timings)
-        for arm, timings in zip(arms, rounds, strict=True)
-    }
+    average = average_of([target, *drafter.models])
+    return {arm.k: average([timing.decode_s for timing in timings]) for arm, timings in zip(arms, rounds, strict=True)}
+
+
+def average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
+    """How times of rounds are averaged: by the median, which is not moved by what disturbs a few of them. But with
+    states some rounds advance them, which is part of the costs: by the mean."""
+    return statistics.fmean if any(lm.has_states for lm in lms) else statistics.median
 
 
 @dataclass(frozen=True, slots=True)

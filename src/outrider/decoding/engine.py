@@ -34,7 +34,6 @@ from outrider.decoding.verify import Judged, verify_step
 from outrider.drafters.base import Committed, Drafter, Prefill, padded
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, Timing
-from outrider.runtime.cache import SlotCache
 from outrider.runtime.clock import Clock
 from outrider.runtime.lm import LM, PREFILL_COLUMNS
 from outrider.sampling.noise import NoiseAhead
@@ -125,11 +124,12 @@ class Engine:
         self._prefill_chunk = prefill_chunk
         self._batch = Batch(num_slots, self._capacity, schedule.max_k, target.vocab_size, target.device)
         self._cache = target.new_cache(num_slots, self._capacity)
-        self._heads = {num_slots: self._cache}
         self._session = drafter.open(num_slots, self._capacity, target.device)
         self._noise = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
-        self._lookahead = 0 if drafter.reads_on_host else target.execution.lookahead
-        self._slots = Slots(num_slots)
+        # States are advanced by lengths that the host knows.
+        must_read = drafter.reads_on_host or any(lm.has_states for lm in (target, *drafter.models))
+        self._lookahead = 0 if must_read else target.execution.lookahead
+        self._slots = Slots(num_slots, self._cache.take_over)
         self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be
         self._agreement = Agreement()
         self._clock = Clock(target.device)
@@ -266,8 +266,8 @@ class Engine:
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:
         """The text of a slot now begins as that of another, in all caches."""
+        self._cache.copy(source, slot, num_tokens)
         if slot != source:
-            self._cache.copy(source, slot, num_tokens)
             self._batch.lengths[slot] = num_tokens + 1  # a session may trust that a slot's text is as long as its cache
         self._session.assign(slot, source, num_tokens)
 
@@ -374,10 +374,12 @@ class Engine:
             draft = self._session.propose(rows, k, self._rule, noise)
             draft = padded(draft, execution.round_drafts(draft.ids.shape[1], k))
             verifying = self._clock.mark()
-            cache = self._head(num_rows)
+            cache = self._cache.head(num_rows)
             view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
             static = self._rule, view_len, self._drafter.features
             limits = batch.limits[:num_rows]
+            if target.has_states:
+                target.advance(cache, torch.where(rows.lengths < limits, rows.lengths - 1, 0))
             allowed = None if rows.masks is None else rows.masks.along(draft)
             options = rows.settings, rows.history, allowed
             arguments = (cache, rows.last_ids, rows.lengths, limits, draft, *options, noise)
@@ -393,9 +395,3 @@ class Engine:
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self._clock.mark()
         return Started(taking_part, report, marks, prefills)
-
-    def _head(self, num_rows: int) -> SlotCache:
-        """The cache of the first slots, a view."""
-        if num_rows not in self._heads:
-            self._heads[num_rows] = self._cache.rows(0, num_rows)
-        return self._heads[num_rows]

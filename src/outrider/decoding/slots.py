@@ -7,7 +7,7 @@ engine moves the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
@@ -59,7 +59,12 @@ class _Slot:
 class Slots:
     """S slots. Rows are put in, taken out and moved down."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, take_over: Callable[[int, int], int]) -> None:
+        """
+        Args:
+            take_over: how many of the first tokens that a slot holds another text may begin with.
+        """
+        self._take_over = take_over
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap
         self._count = 0
@@ -102,7 +107,7 @@ class Slots:
         """The slot that shares most tokens with a prompt, and their number; ``slot`` and 0 if there are too few."""
         if len(prompt) < LEAST_SHARED:
             return slot, 0
-        shared = [_num_shared(prompt, one.held) for one in self._slots]
+        shared = [self._take_over(i, _num_shared(prompt, one.held)) for i, one in enumerate(self._slots)]
         source = max(range(len(self._slots)), key=lambda i: (shared[i], i == slot))
         return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
 

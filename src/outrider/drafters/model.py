@@ -109,10 +109,15 @@ def _draft_steps(
     positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
     is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
     positions = torch.where(is_owed, positions, -1)
+    states = cache  # what is fed first is committed; what follows moves a copy
     for i in range(k):
         if ids:
             history = history.then(ids[-1])
-        logits = lm.forward(fed, positions, cache, view_len, num_logits=1)
+        logits = lm.forward(fed, positions, states, view_len, num_logits=1)
+        if cache.has_states:
+            states.settle(lengths + i)
+            if i == 0 and k > 1:
+                states = cache.scratch()
         finite.append(is_finite(logits[:, -1]))
         here = history.map(lambda values: values[:, None])
         q = to_probs(logits, settings, here, None if allowed is None else allowed[:, None])[:, -1]  # [B, V]
@@ -143,7 +148,6 @@ class ModelSession(Session):
     def __init__(self, lm: LM, is_greedy: bool, num_slots: int, capacity: int, device: torch.device) -> None:
         self._lm, self._is_greedy = lm, is_greedy
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
-        self._heads = {num_slots: self._cache}
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
         self._num_idle = [0] * num_slots  # rounds since the last in which the row was drafted for
@@ -156,10 +160,9 @@ class ModelSession(Session):
             return
         if num_tokens > 0:
             # The one place where the host waits for the device: a prompt joins, or a row moves.
-            num_tokens = min(num_tokens, int(self._cached[source]))
-            if source != slot:
-                self._cache.copy(source, slot, num_tokens)
+            num_tokens = self._cache.take_over(source, min(num_tokens, int(self._cached[source])))
             num_idle = self._num_idle[source]
+        self._cache.copy(source, slot, num_tokens)
         self._cached[slot] = self._filled[slot] = num_tokens
         self._num_idle[slot] = num_idle
 
@@ -195,8 +198,12 @@ class ModelSession(Session):
             for slot, (row, is_wanted) in enumerate(zip(rows.bounds, wanted, strict=True))
             if row is not None and is_wanted
         )
-        cache = self._head(num_rows)
-        fed = self._fed(rows, cached, cache, most_lacking)
+        cache = self._cache.head(num_rows)
+        is_drafting = (rows.num_wanted > 0) & (rows.lengths <= lm.context_len)
+        fed = self._fed(rows, cached, cache, most_lacking, is_drafting)
+        if lm.has_states:
+            known = rows.lengths - 1 if most_lacking > 1 else torch.minimum(cached, rows.lengths - 1)
+            lm.advance(cache, torch.where(is_drafting, known, 0))
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
         shape = rule, self._is_greedy, view_len
         if rows.masks is None:
@@ -225,9 +232,10 @@ class ModelSession(Session):
         lengths, history = rows.lengths, rows.history
         columns: list[tuple[Tensor, ...]] = []
         num_drafted = torch.zeros_like(lengths)
+        states, num_known = cache, cache.bound + fed.shape[1]
         for i in range(k):
             is_wanted = (rows.num_wanted - i).clamp(0, 1)
-            arguments = (cache, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
+            arguments = (states, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
             made = self._lm.run(_draft_steps, (*shape, 1), *arguments)
             # Copied, since a prepared step writes over its results.
             fed, is_good, is_drafted, cached, *probs = (part.clone() for part in made)
@@ -235,6 +243,9 @@ class ModelSession(Session):
             num_drafted += is_drafted
             lengths, history = lengths + 1, history.then(fed[:, 0])
             masks.push(fed[:, 0], is_drafted)
+            if cache.has_states:
+                states = cache.scratch() if i == 0 else states  # drafts move a copy
+                states.bound = num_known + i
         ids, is_good, *probs = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
         return ids, is_good, num_drafted, cached, *probs
 
@@ -242,13 +253,7 @@ class ModelSession(Session):
         for slot, is_wanted in enumerate(wanted):
             self._num_idle[slot] = 0 if is_wanted else self._num_idle[slot] + 1
 
-    def _head(self, num_rows: int) -> SlotCache:
-        """The cache of the first slots, a view."""
-        if num_rows not in self._heads:
-            self._heads[num_rows] = self._cache.rows(0, num_rows)
-        return self._heads[num_rows]
-
-    def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int) -> Tensor:
+    def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int, is_drafting: Tensor) -> Tensor:
         """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
         lack that. Tokens that a cache may lack beyond these are fed here.
 
@@ -260,8 +265,7 @@ class ModelSession(Session):
             return rows.ids.gather(1, columns.clamp_min(0))
         if most_lacking > 1:
             starts = torch.minimum(cached, rows.lengths - 1)
-            is_wanted = (rows.num_wanted > 0) & (rows.lengths <= self._lm.context_len)
-            ends = torch.where(is_wanted, rows.lengths - 1, starts)
+            ends = torch.where(is_drafting, rows.lengths - 1, starts)
             latest = min(rows.longest, self._lm.context_len)
             self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=most_lacking)
         return rows.last_ids[:, None]

@@ -47,7 +47,10 @@ from outrider.text.tokenizer import vocab_size
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Attention that a mask made of positions describes, states, and layers that keep nothing.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+# The probe would refuse these, too, but only with their weights loaded.
+_RESTARTING, _APART = ("mamba", "falcon_mamba", "jamba", "zamba"), ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 _UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
 
 
@@ -159,7 +162,7 @@ def read_config(spec: ModelSpec) -> Any:
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with _loading(spec, "configuration"):
         config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
-        _check_kind(spec.name, config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+        _check_kind(spec.name, config)
     return config
 
 
@@ -224,14 +227,9 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_kind(name: str, config: Any, model_class: Any) -> None:
+def _check_kind(name: str, config: Any) -> None:
     """Refuse by name what is known not to work, before its weights are read."""
     kind = config.model_type
-    if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModel(
-            f"{name} ({kind}) keeps a recurrent state, which cannot be rolled back to an earlier token: "
-            "speculative sampling needs attention with a key-value cache"
-        )
     architectures = config.architectures or []
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
@@ -241,8 +239,18 @@ def _check_kind(name: str, config: Any, model_class: Any) -> None:
     strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if strange:
         raise UnsupportedModel(
-            f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose state cannot be rolled back to an "
-            "earlier token: speculative sampling needs attention with a key-value cache"
+            f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
+            "earlier token here: attention must be to all tokens or in a sliding window"
+        )
+    if kind in _RESTARTING:
+        raise UnsupportedModel(
+            f"{name} ({kind}) has a scan that restarts from an empty state in every forward of several tokens "
+            "(Transformers' own code does), so that drafted tokens cannot be verified"
+        )
+    if kind in _APART:
+        raise UnsupportedModel(
+            f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be taken "
+            "back to an earlier token"
         )
     if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
         raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which cannot place tokens by position ids")
@@ -258,7 +266,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     model: nn.Module = checkpoint.model
     config: Any = model.config
     kind = config.model_type
-    _check_kind(checkpoint.name, config, model)
+    _check_kind(checkpoint.name, config)
     if config._attn_implementation not in _ATTENTION:
         raise UnsupportedModel(
             f"{checkpoint.name} was loaded with attn_implementation={config._attn_implementation!r}: "

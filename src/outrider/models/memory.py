@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # beginnings of parameters
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What memory follows from. ``num_params`` counts shared weights once."""
@@ -61,6 +64,8 @@ def _from_files(folder: Path) -> Sizes:
     if not files:
         raise KeyError("no safetensors to count the parameters in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if any(name.startswith(_OF_STATES) for name in config):
+        raise KeyError("the memory of states does not follow from these numbers")
 
     def first(*names: str) -> int:
         return next(int(config[name]) for name in names if config.get(name) is not None)

@@ -1,5 +1,5 @@
 """A model is probed before it is used: through a SlotCache it must give the logits of one forward without a cache, and
-the logits of a token must not depend on later tokens or on other rows.
+the logits of a token must not depend on later tokens or on other rows. States must go on from their anchors.
 
 An architecture that cannot do that is refused here, by name, before it can generate wrong text. A list of
 architectures would be out of date with the next release of Transformers.
@@ -7,20 +7,27 @@ architectures would be out of date with the next release of Transformers.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.errors import UnsupportedModel
+from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
 
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
+_LENGTH = 8
+_LENGTH_WITH_STATES = 3 * STRIDE + 7  # so that the anchor is some tokens behind those compared
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 _NUM_CHANGES = 3  # of the other tokens
 # The same products of the same shape: equal to the last bit with all kernels that are known.
 _TOLERANCE_OF_ROWS = 1e-6
+_MOST_ALONE = 10.0  # times the error among several
+# What modelling code raises that expects another cache.
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 _WINDOWS = ("sliding_window", "window_size")  # as configurations call them
 _LONGEST_WINDOW = 4096
 # Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32, or two if a
@@ -40,8 +47,17 @@ def probe(lm: LM, kind: str) -> None:
         UnsupportedModel
     """
     _compare_rows(lm, kind)
-    # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
-    _compare(lm, kind, 8, _VIEW, "its cache cannot be rolled back, or it looks at later tokens")
+    try:
+        lm.layer_shapes  # noqa: B018 - the first look at its cache
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES as error:
+        raise _cannot_run(lm, kind, error) from error
+    if lm.has_states:
+        _compare_with_states(lm, kind)
+    else:
+        # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
+        _compare(lm, kind, _LENGTH, _VIEW, "its cache cannot be rolled back, or it looks at later tokens")
     window = window_of(lm)
     length = min(lm.context_len, num_tokens_across(window))
     if window < length and window <= _LONGEST_WINDOW and _is_affordable(lm, length):
@@ -67,38 +83,62 @@ def _is_affordable(lm: LM, num_tokens: int) -> bool:
     return num_tokens * sum(parameter.numel() for parameter in lm.model.parameters()) <= most_work
 
 
+def _compare_with_states(lm: LM, kind: str) -> None:
+    """The same for states. If a single token that goes on from a state is given other logits than among several, beyond
+    rounding, it is fed among several from now on."""
+    alone = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
+    lm.least_columns = 2
+    what = "its states do not go on where they were left, as those of a scan that restarts with each forward"
+    among = _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what)
+    if alone <= max(_MOST_ALONE * among, _TOLERANCE_OF_ROWS):
+        lm.least_columns = 1
+
+
+def _compare(lm: LM, kind: str, length: int, view_len: int, what: str) -> float:
+    """Refuse the model if the error is more than rounding may explain; otherwise return it."""
+    error = _error(lm, kind, length, view_len)
+    if not error <= _tolerance(lm.dtype):  # NaN is not right either
+        raise UnsupportedModel(f"{lm.name} ({kind}) gives other logits block by block than in one forward: {what}")
+    return error
+
+
 @torch.inference_mode()
-def _compare(lm: LM, kind: str, length: int, view_len: int, what: str) -> None:
+def _error(lm: LM, kind: str, length: int, view_len: int) -> float:
     """Compare the last tokens of a text, block by block and with a rollback before them, to one forward without a
-    cache."""
+    cache: the difference relative to the spread of the logits."""
     length, view_len = min(length, lm.context_len), min(view_len, lm.context_len)
     begin = max(length // 2, length - _NUM_COMPARED)
     generator = torch.Generator().manual_seed(0)
     ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
     positions = torch.arange(length, device=lm.device)[None]
 
-    def feed(tokens: Tensor, begin: int, end: int) -> Tensor:
+    def feed(tokens: Tensor, begin: int, end: int, num_committed: int) -> Tensor:
         places = slice(begin, end)
-        num_logits = min(end - begin, _NUM_COMPARED)
-        return lm.forward(tokens[:, places], positions[:, places], cache, view_len, num_logits=num_logits)
+        logits = lm.forward(tokens[:, places], positions[:, places], cache, view_len)
+        cache.settle(torch.tensor([num_committed], device=lm.device))
+        return logits
 
     try:
         cache = lm.new_cache(1, view_len)
         output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=length - begin)
         want = output.logits[:, begin - length :, : lm.vocab_size].float()
-        feed(ids, 0, begin)
-        feed(wrong, begin, length)  # rejected: the next block is written over it
-        got = torch.cat((feed(ids, begin, begin + 1), feed(ids, begin + 1, length)), dim=1).float()
+        ends = torch.tensor([begin], device=lm.device)
+        lm.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=begin)
+        feed(wrong, begin, length, begin)  # rejected: the next block is written over it
+        bounds = sorted({begin, min(begin + 1, length), min(begin + 2, length), length})
+        got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1).float()
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}") from error
+    except _FAILURES as error:
+        raise _cannot_run(lm, kind, error) from error
     if not bool(want.isfinite().all()):
-        return  # broken weights are reported by the loop, with the position
-    spread = (want - want.mean(dim=-1, keepdim=True)).norm()
-    if not float((got - want).norm()) <= _tolerance(lm.dtype) * float(spread):  # NaN is not right either
-        raise UnsupportedModel(f"{lm.name} ({kind}) gives other logits block by block than in one forward: {what}")
+        return 0.0  # broken weights are reported by the loop, with the position
+    return float((got - want).norm() / (want - want.mean(dim=-1, keepdim=True)).norm().clamp_min(1e-30))
+
+
+def _cannot_run(lm: LM, kind: str, error: Exception) -> UnsupportedModel:
+    reason = " ".join(str(error).split())[:200]
+    return UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}")
 
 
 @torch.inference_mode()
@@ -117,9 +157,9 @@ def _compare_rows(lm: LM, kind: str) -> None:
 
     try:
         first, again, *others = (logits(tokens) for tokens in (ids[0], *ids))
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES as error:
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedModel(f"{lm.name} ({kind}) cannot run: {reason}") from error
     if length < 2 or not bool(first.isfinite().all()):

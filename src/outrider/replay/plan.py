@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.decoding.costs import CostArm, time_rounds
+from outrider.decoding.costs import CostArm, average_of, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.options import Sampling
 from outrider.records import Timing
@@ -38,19 +38,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Medians over the timed rounds of a draft and K, in seconds. ``round_s`` is the median of the sum, not the sum of
-    the medians."""
+    """Averages over the timed rounds of a draft and K, in seconds. ``round_s`` is the median of the sum, not the sum of
+    the medians. (For models with states they are means, see ``average_of``.)"""
 
     round_s: float
     draft_s: float
     verify_s: float
 
     @classmethod
-    def of(cls, timings: Sequence[Timing]) -> RoundCost:
+    def of(cls, timings: Sequence[Timing], average: Callable[[Sequence[float]], float]) -> RoundCost:
         return cls(
-            statistics.median(one.decode_s for one in timings),
-            statistics.median(one.draft_s for one in timings),
-            statistics.median(one.verify_s for one in timings),
+            average([one.decode_s for one in timings]),
+            average([one.draft_s for one in timings]),
+            average([one.verify_s for one in timings]),
         )
 
 
@@ -118,12 +118,13 @@ def measure_costs(
         sampling=sampling,
         on_pass=on_pass,
     )
-    by_key = {key: RoundCost.of(timings) for key, timings in zip(keys, rounds, strict=True)}
+    average = average_of([target, *(lm for drafter in drafters.values() for lm in drafter.models)])
+    by_key = {key: RoundCost.of(timings, average) for key, timings in zip(keys, rounds, strict=True)}
     lookups = [name for name, drafter in drafters.items() if not drafter.models]
     return Costs(
         setting=setting,
         prefill_s=statistics.median(one.prefill_s for one in plain if one.prefill_s > 0),
-        plain=RoundCost.of(plain),
+        plain=RoundCost.of(plain, average),
         rounds=by_key,
         lookup_s={name: by_key[name, min(ks)].draft_s for name in lookups},
     )

@@ -1,60 +1,42 @@
-"""SlotCache: keys and values at fixed places, so that rolling back costs nothing.
+"""SlotCache: keys and values at fixed places, so that rolling back costs nothing; and states that wait at an anchor.
 
 Each sequence has a row (slot) of a preallocated block, and the token at position j has place j in it, for good. A
 forward writes its tokens at their own positions and sees, through the mask, only the places up to them. Rejected tokens
 stay where they are: they lie beyond every later query until something else is written over them. So there is no length
 to keep and nothing to crop, rows may be of different lengths, and shapes stay the same.
 
-This is the only file that knows the cache classes of Hugging Face. It does not know masks (lm.py) or rounds.
+A recurrent state mixes all tokens up to one place, so it can be neither cropped nor written over. Here it waits at an
+*anchor*, a position at or before the end of the committed text. A forward starts from the anchor: it feeds the tokens
+since then once more, and its new tokens behind them. (So the cache remembers the ids of tokens, too, at their places.)
+The state that it ends with stays only in rows where it consumed committed tokens and nothing else; padding would spoil
+it as well. Then the anchor moves there. Models without states have none of this.
+
+This module does not know masks (lm.py) or rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from outrider.errors import DeviceError
+from outrider.runtime.layers import LayerShape, Plan, StateLayer, make_layers
 from outrider.system.available import available_bytes, size_text
 
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer keeps of a token: H keys of ``key_dim`` and H values of ``value_dim`` numbers."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
-    """Learned from what the model puts into a cache of its own; configurations do not state all of it."""
-    with torch.inference_mode():
-        output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=True)
-    if output.past_key_values is None:
-        raise ValueError("it gives back no keys and values")
-    shapes = []
-    for layer in output.past_key_values.layers:
-        _, num_heads, _, key_dim = layer.keys.shape
-        shapes.append(LayerShape(num_heads, key_dim, layer.values.shape[-1], layer.keys.dtype, layer.keys.device))
-    return tuple(shapes)
+STRIDE = 8
+"""A: rounds begin less than so many tokens behind the anchor. Rows further behind are advanced in whole multiples. (A
+large A makes the forwards of rounds wide, a small one makes many advances: docs/log.md has measurements.)"""
 
 
 def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
     """Raises DeviceError: there is no memory for a cache, on one of the devices of the layers."""
     needed: dict[torch.device, int] = {}
     for shape in shapes:
-        needed[shape.device] = needed.get(shape.device, 0) + shape.bytes_per_token * (capacity + 1) * num_rows
+        row_bytes = shape.bytes_per_token * (capacity + 1) + shape.bytes_per_row
+        needed[shape.device] = needed.get(shape.device, 0) + row_bytes * num_rows
     for device, size in needed.items():
         free = available_bytes(device)
         if free is not None and size > free:
@@ -64,81 +46,60 @@ def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> N
             )
 
 
-@dataclass(slots=True)
-class Plan:
-    """What all layers need to know of the next forward. (Theirs to share: a layer that pointed back to its cache would
-    keep both alive until the garbage collector comes by.)
-
-    Attributes:
-        capacity: L.
-        places: where its tokens go, in the flattened [B * (L+1)] block.
-        view_len: it sees the places 0 .. view_len-1.
-    """
-
-    capacity: int
-    places: Tensor
-    view_len: int = 0
-
-
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, L+1, H, D]; the last place of a row takes what padding tokens write."""
-
-    is_sliding = False
-
-    def __init__(self, plan: Plan, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self._plan = plan
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("a slot layer is made with its storage")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, H, T, D] at the positions announced by ``SlotCache.at``; give back all places in view."""
-        return self._put(self.keys, key_states), self._put(self.values, value_states)
-
-    def _put(self, store: Tensor, states: Tensor) -> Tensor:
-        places = self._plan.places.to(store.device)
-        store.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
-        return store[:, : self._plan.view_len].transpose(1, 2)  # [B, H, view_len, D]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._plan.view_len, 0
-
-    def get_seq_length(self) -> int:
-        return self._plan.view_len
-
-    def get_max_length(self) -> int:
-        return self._plan.capacity
-
-
 class SlotCache(Cache):
     """The cache of B sequences of at most ``capacity`` tokens.
 
     Attributes:
-        storage: keys and values of each layer in turn, [B, L+1, H, D] each. A cache may be taken apart into these and
-            put together again (see execution.py).
+        shapes: of the layers.
+        storage: what may be taken apart into tensors, and put together again (``on``). First what is kept of each
+            token, [B, L+1, H, D]: keys and values of each layer in turn, and the ids if there are states. Then what is
+            kept of each row: the states, and the anchors, [B, ...].
         capacity: L.
+        num_token_stores: the first of ``storage``.
+        bound: for programs: no row that is fed is further behind its text than so many tokens.
     """
 
-    def __init__(self, storage: Sequence[Tensor], capacity: int) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], storage: Sequence[Tensor], capacity: int, *, most_behind: int | None = None
+    ) -> None:
+        """
+        Args:
+            most_behind: no row is further behind its text than so many tokens. None: this is looked up in each forward,
+                for which the host waits for the device.
+        """
+        self.shapes = tuple(shapes)
         self.storage = tuple(storage)
         self.capacity = capacity
+        self._most_behind = most_behind
+        self.bound = STRIDE - 1
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long))
-        pairs = zip(self.storage[0::2], self.storage[1::2], strict=True)
-        super().__init__(layers=[SlotLayer(self._plan, *pair) for pair in pairs])
+        num_states = sum(len(shape.states) for shape in self.shapes)
+        self.num_token_stores = len(self.storage) - (num_states + 1 if num_states else 0)
+        self._reached = self._is_full = torch.empty(0)  # see ``from_anchors``
+        self._heads: dict[int, SlotCache] = {}
+        tokens, rows = self.storage[: self.num_token_stores], self.storage[self.num_token_stores :]
+        super().__init__(layers=make_layers(self.shapes, self._plan, iter(tokens), iter(rows)))
+        self._states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         """A cache with nothing in it, all of its memory taken now."""
-        storage = []
-        for shape in shapes:
-            for dim in (shape.key_dim, shape.value_dim):
-                # Zeros, not empty: a masked place still takes part in 0 * value, which must not be NaN.
-                size = (num_rows, capacity + 1, shape.num_heads, dim)
-                storage.append(torch.zeros(size, dtype=shape.dtype, device=shape.device))
-        return cls(storage, capacity)
+        # Zeros, not empty: a masked place still takes part in 0 * value, which must not be NaN.
+        storage = [
+            torch.zeros((num_rows, capacity + 1, shape.num_heads, dim), dtype=shape.dtype, device=shape.device)
+            for shape in shapes
+            if shape.num_heads
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        states = [(shape, state) for shape in shapes for state in shape.states]
+        if states:
+            device = shapes[0].device
+            storage.append(torch.zeros((num_rows, capacity + 1, 1, 1), dtype=torch.long, device=device))
+            storage += [
+                torch.zeros((num_rows, *state.size), dtype=state.dtype, device=shape.device) for shape, state in states
+            ]
+            storage.append(torch.zeros(num_rows, dtype=torch.long, device=device))
+        return cls(shapes, storage, capacity)
 
     @classmethod
     def allocate(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
@@ -150,20 +111,48 @@ class SlotCache(Cache):
         _check_room(shapes, num_rows, capacity)
         return cls.empty(shapes, num_rows, capacity)
 
+    def on(self, storage: Sequence[Tensor]) -> SlotCache:
+        """The same on other storage, for programs: shapes follow from the bound, not from the values of the anchors."""
+        return SlotCache(self.shapes, storage, self.capacity, most_behind=self.bound)
+
     def rows(self, begin: int, end: int) -> SlotCache:
         """The slots begin <= slot < end: a view of the same memory."""
-        return SlotCache([store[begin:end] for store in self.storage], self.capacity)
+        views = [store[begin:end] for store in self.storage]
+        return SlotCache(self.shapes, views, self.capacity, most_behind=self._most_behind)
+
+    def head(self, num_rows: int) -> SlotCache:
+        """The first slots, a view that is kept."""
+        if num_rows not in self._heads:
+            self._heads[num_rows] = self.rows(0, num_rows)
+        return self._heads[num_rows]
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
-        """Copy the first tokens of one slot to another."""
-        for store in self.storage:
-            store[slot, :num_tokens] = store[source, :num_tokens]
+        """A slot now begins with the first tokens of another one, or of its own, of which it may ``take_over`` so
+        many."""
+        if source != slot:
+            for store in self.storage[: self.num_token_stores]:
+                store[slot, :num_tokens] = store[source, :num_tokens]
+            for store in self.storage[self.num_token_stores :]:
+                store[slot] = store[source]
+        self._restart(slot, num_tokens)
 
     def erase(self, slot: int, begin: int = 0) -> None:
         """Write zeros over a slot from a place on. (Numbers that are not finite would spoil the next text even where it
         is masked.)"""
-        for store in self.storage:
+        for store in self.storage[: self.num_token_stores]:
             store[slot, begin:] = 0
+        self._restart(slot, begin)
+
+    def _restart(self, slot: int, num_tokens: int) -> None:
+        """Where no state belongs to the tokens of a slot, it is at the beginning again."""
+        if self._states and int(self.anchors[slot]) > num_tokens:
+            for store in self.storage[self.num_token_stores :]:
+                store[slot] = 0
+
+    def take_over(self, slot: int, num_tokens: int) -> int:
+        """How many of the first tokens of a slot another text may begin with: all of them, or none if its states are
+        beyond them."""
+        return 0 if self._states and int(self.anchors[slot]) > num_tokens else num_tokens
 
     def at(self, positions: Tensor, view_len: int) -> None:
         """Announce the next forward.
@@ -173,6 +162,82 @@ class SlotCache(Cache):
             view_len: above every position.
         """
         assert view_len <= self.capacity
-        row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
-        self._plan.places = (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
+        self._plan.places = self._places(positions)
         self._plan.view_len = view_len
+        for layer in self._states:
+            layer.begin(is_single=positions.shape[1] == 1)
+
+    # The same for all layers: some models ask for it by a layer that has no attention.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._plan.view_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._plan.view_len, 0
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Indices into the flattened [B * (L+1)] block. [B * T]"""
+        row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
+        return (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
+
+    # States
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def anchors(self) -> Tensor:
+        """Tokens that the states of each row have consumed. [B]"""
+        return self.storage[-1]
+
+    @property
+    def _ids(self) -> Tensor:
+        """[B, L+1]"""
+        return self.storage[self.num_token_stores - 1][:, :, 0, 0]
+
+    def remember(self, ids: Tensor, positions: Tensor) -> None:
+        """Note tokens that will be fed from the anchors on. [B, T] each"""
+        self.storage[self.num_token_stores - 1].view(-1).index_copy_(0, self._places(positions), ids.flatten())
+
+    def num_columns(self, positions: Tensor, least: int) -> int:
+        """How wide a forward from the anchors must be to feed tokens up to these positions. [B, T]"""
+        if self._most_behind is None:
+            return max(least, int((positions.amax(dim=1) + 1 - self.anchors).amax()))
+        self._most_behind += positions.shape[1]
+        return max(least, self._most_behind)
+
+    def from_anchors(self, lasts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Announce that a forward feeds the remembered tokens from the anchors up to a position, -1 for none. [B]
+
+        Returns:
+            ids and positions, -1 for padding [B, W]
+        """
+        self._reached = self.anchors + width
+        self._is_full = lasts + 1 == self._reached
+        positions = self.anchors[:, None] + torch.arange(width, device=lasts.device)
+        ids = self._ids.gather(1, positions.clamp_max(self.capacity))
+        return ids, torch.where(positions <= lasts[:, None], positions, -1)
+
+    def settle(self, num_committed: Tensor) -> None:
+        """After a forward: its states stay in rows where all that they consumed is committed.
+
+        Args:
+            num_committed: tokens of each row that were fed, and are committed. [B]
+        """
+        if not self._states:
+            return
+        is_kept = self._is_full & (self._reached <= num_committed.to(self._reached.device))
+        if self._most_behind is None and not bool(is_kept.any()):
+            return
+        for layer in self._states:
+            layer.settle(is_kept)
+        self.anchors.copy_(torch.where(is_kept, self._reached, self.anchors))
+
+    def scratch(self) -> SlotCache:
+        """A cache over the same keys, values and ids, with states of its own."""
+        if not self._states:
+            return self
+        own = [store.clone() for store in self.storage[self.num_token_stores :]]
+        storage = (*self.storage[: self.num_token_stores], *own)
+        return SlotCache(self.shapes, storage, self.capacity, most_behind=self._most_behind)

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import Call, Prepared, Program, put_together
+from outrider.runtime.layers import LayerShape
 
 _TURN = threading.RLock()  # one for all models: drafts and verdicts of a round take the same turn
 _NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
@@ -53,7 +54,7 @@ class Captured(Prepared):
             storage = SlotCache.allocate(shapes, num_rows, capacity).storage
         for store in storage:
             store.zero_()  # a masked place still takes part in 0 * value, which must not be NaN
-        cache = SlotCache(storage, capacity)
+        cache = SlotCache(shapes, storage, capacity)
         weakref.finalize(cache, free.append, storage).atexit = False
         return cache
 
@@ -70,11 +71,15 @@ class Captured(Prepared):
         fixed = Call(call.step, call.lm, call.static, put_together(call.arguments, iter(inputs), iter(stores)))
         run = partial(fixed.on, inputs, stores)
         lm = call.lm
+        states = [state.clone() for state in call.states]
         if lm.device.type != "cuda":
-            return _Called(inputs, run)
-        with torch.cuda.device(lm.device):
-            self._side = self._side or torch.cuda.Stream()
-            return _Graph(inputs, stores, lm.model, run, self._side)
+            program: Program = _Called(inputs, run)
+        else:
+            with torch.cuda.device(lm.device):
+                self._side = self._side or torch.cuda.Stream()
+                program = _Graph(inputs, stores, lm.model, run, self._side)
+        _copy(states, call.states)  # as they were before it was tried
+        return program
 
 
 class _Graph:

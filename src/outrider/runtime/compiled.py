@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import Call, Prepared, Program
+from outrider.runtime.layers import LayerShape
 from outrider.runtime.stored import stored_tensors
 from outrider.runtime.toolchain import compiler, processor
 from outrider.system.files import cache_folder

@@ -23,7 +23,8 @@ from typing import Any, Protocol
 from torch import OutOfMemoryError, Tensor
 
 from outrider.errors import CompileError
-from outrider.runtime.cache import LayerShape, SlotCache
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.layers import LayerShape
 from outrider.runtime.shape_buckets import eager_length, power_of_two, prepared_length
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -109,6 +110,8 @@ class Call:
     Attributes:
         tensors: those in the arguments, in order, contiguous.
         stores: the storage of the caches among them.
+        states: those of ``stores`` that the step does not just write over, but reads before: to run it twice on them is
+            not to run it once.
         form: all else that a program depends on.
     """
 
@@ -118,6 +121,7 @@ class Call:
     arguments: tuple[Any, ...]
     tensors: list[Tensor] = field(default_factory=list)
     stores: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
     form: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -212,7 +216,8 @@ def _take_apart(value: Any, call: Call) -> None:
         call.form.append((value.shape, value.dtype))
     elif isinstance(value, SlotCache):
         call.stores.extend(value.storage)
-        call.form.append((value.capacity, *(store.shape for store in value.storage[:1])))
+        call.states.extend(value.storage[value.num_token_stores :])
+        call.form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
     elif isinstance(value, tuple):
         call.form.append(len(value))
         for item in value:
@@ -229,7 +234,7 @@ def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, SlotCache):
-        return SlotCache([next(stores) for _ in value.storage], value.capacity)
+        return value.on([next(stores) for _ in value.storage])
     if isinstance(value, tuple):
         return tuple(put_together(item, tensors, stores) for item in value)
     if is_dataclass(value) and not isinstance(value, type):

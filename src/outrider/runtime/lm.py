@@ -3,18 +3,19 @@
     logits = lm.forward(ids, positions, cache, view_len)
 
 The model itself is Hugging Face's own modelling code. What is added here is the mask (made from positions alone, since
-place and position are one in a SlotCache) and the width of the vocabulary. How steps are run (eager, compiled,
-captured) is decided by its execution. This module does not know sampling, drafts or text, nor where a model
-comes from.
+place and position are one in a SlotCache), the width of the vocabulary, and for models with states the way from the
+anchors of the cache to the tokens that are fed. How steps are run (eager, compiled, captured) is decided by its
+execution. This module does not know sampling, drafts or text, nor where a model comes from.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import CompileError
-from outrider.runtime.cache import LayerShape, SlotCache, layer_shapes
+from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
+from outrider.runtime.layers import LayerShape, layer_shapes
 
 PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
@@ -42,6 +44,8 @@ class LM:
         num_shares: processes that share the model (tensor parallel); each runs the same forwards.
         execution: runs its steps.
         lock: held while the model runs in Python, or is traced; compiled programs need it not.
+        least_columns: of a forward, where the model has states: 2 if it gives a single token other logits than it would
+            give the same token among several.
     """
 
     def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
@@ -63,7 +67,11 @@ class LM:
         if not layer_types:
             is_windowed = self._window is not None and _makes_windows(model)
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
-        self._layer_types = tuple(sorted(layer_types))
+        # Layers without attention need no mask: what is fed is padded at its end alone.
+        self._layer_types = tuple(sorted(layer_types & {"full_attention", "sliding_attention"} or {"full_attention"}))
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.least_columns = 1
 
     def compiled(self) -> LM:
         """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
@@ -91,6 +99,16 @@ class LM:
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """What each layer keeps of a token."""
         return layer_shapes(self.model, self.device)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether layers keep a state in which all earlier tokens are mixed."""
+        return any(shape.states for shape in self.layer_shapes)
+
+    @cached_property
+    def _has_attention(self) -> bool:
+        """A model that has none may take a mask for something else."""
+        return not self.has_states or any(shape.num_heads for shape in self.layer_shapes)
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
         """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up).
@@ -120,6 +138,9 @@ class LM:
             view_len: above every position.
             num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
 
+        A model with states starts from the anchors of its cache, and feeds the tokens since then once more. Unless
+        ``SlotCache.settle`` follows, the anchors stay where they are.
+
         Returns:
             [B, T, V]
         """
@@ -146,20 +167,59 @@ class LM:
         """
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
-        cache.at(positions, view_len)
-        # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
-        with self.lock, _hidden_states(self.model, features) as states:
-            output = self.model(
-                input_ids=ids,
-                attention_mask=self._mask(positions, view_len),
-                position_ids=positions.clamp_min(0),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=num_logits,
-            )
-        logits: Tensor = output.logits[..., : self.vocab_size]
+        columns = None
+        if cache.has_states:
+            cache.remember(ids, positions)
+            width = cache.num_columns(positions, self.least_columns)
+            columns = (positions - cache.anchors[:, None]).clamp_min(0)
+            ids, positions = cache.from_anchors(positions.amax(dim=1), width)
+        logits, states = self._feed(ids, positions, cache, view_len, features, columns, num_logits)
+        if columns is not None:
+            states = {i: _take(state, columns) for i, state in states.items()}
         found = torch.cat([states[i].to(device) for i in features], dim=-1) if features else None
         return logits.to(device), found
+
+    def _feed(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        view_len: int,
+        features: Sequence[int] = (),
+        columns: Tensor | None = None,
+        num_logits: int = 1,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the model on these tokens.
+
+        Args:
+            columns: where logits are wanted; None for all columns. [B, T]
+            num_logits: of those the last ones, 0 for all.
+
+        Returns:
+            logits [B, T, V]; and by the index of the feature, hidden states of all columns
+        """
+        cache.at(positions, view_len)
+        # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
+        with self.lock, _hidden_states(self.model, features) as states, ExitStack() as stack:
+            if columns is not None:
+                # The last product is often the largest: only for what is wanted.
+                wanted, num_logits = columns[:, -num_logits:], 0
+                model: Any = self.model
+                hook = model.get_output_embeddings().register_forward_pre_hook(
+                    lambda _, arguments: (_take(arguments[0], wanted), *arguments[1:])
+                )
+                stack.callback(hook.remove)
+            arguments: dict[str, Any] = {self._cache_name: cache}
+            output = self.model(
+                input_ids=ids,
+                attention_mask=self._mask(positions, view_len) if self._has_attention else None,
+                position_ids=positions.clamp_min(0),
+                use_cache=True,
+                logits_to_keep=num_logits,
+                **arguments,
+            )
+        logits: Tensor = output.logits[..., : self.vocab_size]
+        return logits, states
 
     @torch.inference_mode()
     def prefill(
@@ -186,6 +246,14 @@ class LM:
             The hidden states of ``features``, from the column ``starts`` on. [B, T, F]
         """
         assert not features or num_columns <= PREFILL_COLUMNS
+        if cache.has_states:
+            assert not features, "no drafter that wants them drafts for such a model yet"
+            positions = starts[:, None] + torch.arange(num_columns, device=ids.device)
+            tokens = ids.gather(1, positions.clamp_max(ids.shape[1] - 1))
+            positions = torch.where(positions < ends[:, None], positions, -1)
+            cache.remember(tokens.to(self.device), positions.to(self.device))
+            self._catch_up(cache, ends, PREFILL_COLUMNS, lambda step, static, *rest: step(self, *static, *rest))
+            return None
         found = None
         for offset in range(0, num_columns, PREFILL_COLUMNS):
             width = min(PREFILL_COLUMNS, num_columns - offset)
@@ -197,6 +265,41 @@ class LM:
             tokens = ids.gather(1, columns)
             _, found = self.forward_with_features(tokens, positions, cache, view_len, features, num_logits=1)
         return found
+
+    @torch.inference_mode()
+    def advance(self, cache: SlotCache, lengths: Tensor) -> None:
+        """Before a round of a model with states: move those of rows that are STRIDE tokens behind, or more. The host
+        waits for the device.
+
+        Args:
+            lengths: tokens of each row that the cache remembers, and that are committed; 0 where a row is to be left as
+                it is. [B]
+        """
+        most_behind = self._catch_up(
+            cache, lengths, STRIDE if self.execution.is_prepared else PREFILL_COLUMNS, self.run
+        )
+        cache.bound = STRIDE - 1 if most_behind else 0  # few different numbers
+
+    def _catch_up(self, cache: SlotCache, lengths: Tensor, most: int, run: Callable[..., Any]) -> int:
+        """Forwards from the anchors over whole multiples of STRIDE, whose states stay.
+
+        Args:
+            most: columns of a forward.
+
+        Returns:
+            How far the row that is furthest behind is behind now.
+        """
+        lengths = lengths.to(self.device)
+        while True:
+            behind = [(at, n - at) for at, n in zip(cache.anchors.tolist(), lengths.tolist(), strict=True)]
+            late = [(at, num) for at, num in behind if num >= STRIDE]
+            if not late:
+                furthest: int = max(0, *(num for _, num in behind))
+                return furthest
+            # As many as the row that is least late can keep: then none of them is padded.
+            width = min(most, min(num for _, num in late) // STRIDE * STRIDE)
+            view_len = self.view_len(max(at for at, _ in late) + width, cache)
+            run(_advance_step, (width, view_len), cache, lengths)
 
     def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:
         """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
@@ -214,6 +317,24 @@ class LM:
             mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
             masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self._layer_types[0]]
+
+
+def _advance_step(lm: LM, width: int, view_len: int, cache: SlotCache, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Move the states of rows that are so many tokens behind, or more.
+
+    Returns:
+        the anchors [B]
+    """
+    lasts = torch.where(lengths - cache.anchors >= width, cache.anchors + width - 1, -1)
+    ids, positions = cache.from_anchors(lasts, width)
+    lm._feed(ids, positions, cache, view_len)
+    cache.settle(lengths)
+    return (cache.anchors.clone(),)
+
+
+def _take(values: Tensor, columns: Tensor) -> Tensor:
+    """Columns of each row: [B, W, D], [B, T] -> [B, T, D]"""
+    return values.gather(1, columns[..., None].expand(-1, -1, values.shape[-1]).to(values.device))
 
 
 @contextmanager

@@ -105,6 +105,7 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
         view_len = lm.view_len(min(begin + width, length), cache)
         positions = torch.where(columns < ends, columns, -1)
         logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1)
+        cache.settle(ends[:, 0])
         steps = history.along(fed, is_output=columns >= num_prompt).map(lambda values: values[:, 1:])
         history = steps.map(lambda values: values[:, -1])
         if has_any:

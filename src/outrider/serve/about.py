@@ -16,8 +16,8 @@ def about(decoder: Decoder, schedule: Schedule, num_slots: int, capacity: int) -
     lms = [decoder.target, *decoder.drafter.models]
     bytes_ = 0
     for lm in lms:
-        per_token = sum(shape.bytes_per_token for shape in lm.layer_shapes)
-        bytes_ += per_token * (lm.execution.round_length(capacity) + 1)
+        length = lm.execution.round_length(capacity)
+        bytes_ += sum(shape.bytes_per_token * (length + 1) + shape.bytes_per_row for shape in lm.layer_shapes)
     dtype = str(decoder.target.dtype).removeprefix("torch.")
     lines = [
         f"{num_slots} slots of {capacity} tokens: {size_text(bytes_)} each, {size_text(num_slots * bytes_)} in all, "

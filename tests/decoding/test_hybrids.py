@@ -1,0 +1,267 @@
+"""Models with states: what the loop generates with them is what Hugging Face's `generate` does, and what they generate
+alone."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrids import FAMILIES, V, hybrid, hybrid_lm
+from outrider.decoding.batch import Row
+from outrider.decoding.engine import Engine, decode
+from outrider.decoding.schedule import ConstantSchedule
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.records import Request, RowRound
+from outrider.runtime.cache import STRIDE, SlotCache
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
+from outrider.scoring.teacher_forcing import Text, force
+from toys import as_lm, perturbed, request, run, tiny_llama, tokens
+
+NUM_TOKENS = 24
+PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 12, tuple(range(20, 41))]
+QUICK = ["qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK]
+
+
+def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[int, ...]:
+    """Hugging Face's greedy text, with the cache that it takes by default."""
+    ids = torch.tensor([prompt])
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
+    return tuple(text[0, len(prompt) :].tolist())
+
+
+def _pair(name: str) -> tuple[LM, ModelDrafter]:
+    """A model with states, and itself with perturbed weights as the draft."""
+    model = hybrid(name)
+    return hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
+
+
+def _greedy(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Request]:
+    return [request(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_greedy_text_is_that_of_generate(name: str) -> None:
+    """Plain, with a draft that has states as well, and with one that has none; alone, and in a ragged batch."""
+    model = hybrid(name)
+    target = hybrid_lm(model)
+    expected = [_generated(model, prompt) for prompt in PROMPTS]
+    assert len(set(sum(expected, ()))) > 20, "a text this dull would show no error"
+    close = ModelDrafter(hybrid_lm(perturbed(model, 0.03), "close draft"))
+    for drafter in (NoDrafter(), close, ModelDrafter(as_lm(tiny_llama(3, vocab_size=V), "far draft"))):
+        outputs = run(target, drafter, _greedy(), BLOCK, 3)
+        assert [output.token_ids for output in outputs] == expected
+        assert tokens(target, drafter, _greedy()[:1], REJECTION, 3) == expected[:1]
+        if drafter.name == "close draft":
+            stats = [output.stats for output in outputs]
+            num_accepted = sum(one.num_accepted_draft_tokens for one in stats)
+            assert 0 < num_accepted < sum(one.num_draft_tokens for one in stats)
+
+
+@pytest.mark.parametrize("k", [1, 5, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4, 6, 7, 8))])
+def test_every_k_and_rule_gives_the_same_greedy_text(k: int) -> None:
+    target, drafter = _pair("qwen3_5_text")
+    expected = tokens(target, NoDrafter(), _greedy(), BLOCK, 0)
+    for rule in RULES.values():
+        assert tokens(target, drafter, _greedy(), rule, k) == expected
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_sampled_text_is_the_same_with_and_without_a_draft(name: str) -> None:
+    """With the Gumbel rule."""
+    target, drafter = _pair(name)
+    requests = [request(prompt, seed=i, max_new_tokens=NUM_TOKENS) for i, prompt in enumerate(PROMPTS)]
+    assert tokens(target, drafter, requests, GUMBEL, 4) == tokens(target, NoDrafter(), requests, GUMBEL, 0)
+
+
+def _arrivals(rng: random.Random, num_requests: int) -> list[tuple[int, Request]]:
+    """Requests with the step before which they come. Some prompts go on where an earlier one began."""
+    beginning = [rng.randrange(V) for _ in range(40)]
+    arrivals = []
+    for index in range(num_requests):
+        prompt = beginning[: rng.choice((0, 20, 40))] + [rng.randrange(V) for _ in range(rng.randint(1, 30))]
+        greedily = {"temperature": 0.0} if index % 2 else {}
+        arrivals.append((rng.randrange(25), request(prompt, seed=index, max_new_tokens=rng.randint(1, 20), **greedily)))
+    return sorted(arrivals, key=lambda one: one[0])
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("drafter_name", ["model", "ngram"])
+def test_rows_that_join_and_leave_are_written_as_if_alone(name: str, drafter_name: str) -> None:
+    """In three slots, with prompts in chunks; some rows are moved down, some prompts begin as a cached text does."""
+    target, model_drafter = _pair(name)
+    drafter: Drafter = model_drafter if drafter_name == "model" else NgramDrafter()
+    arrivals = _arrivals(random.Random(0), 10)
+    engine = Engine(target, drafter, GUMBEL, num_slots=3, capacity=100, schedule=ConstantSchedule(3), prefill_chunk=11)
+    texts: dict[int, list[int]] = {index: [] for index in range(len(arrivals))}
+    waiting, step = list(arrivals), 0
+    while True:
+        while waiting and waiting[0][0] <= step:
+            engine.submit(waiting.pop(0)[1])
+        round_ = engine.step()
+        step += 1
+        if round_ is None and not waiting:
+            break
+        for row in () if round_ is None else round_.rows:
+            texts[row.row] += row.token_ids
+    for index, (_, one) in enumerate(arrivals):
+        assert (tuple(texts[index]),) == tuple(tokens(target, NoDrafter(), [one], GUMBEL, 0))
+
+
+@dataclass
+class NowAndThen:
+    """Drafts in the rounds of a list, which repeats."""
+
+    ks: Sequence[int]
+    max_k: int = 3
+    num_rounds: int = 0
+
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        self.num_rounds += 1
+        return self.ks[self.num_rounds % len(self.ks)]
+
+    def learn(self, rounds: Sequence[RowRound]) -> None:
+        pass
+
+    def forget(self, index: int) -> None:
+        pass
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize("ks", [(0, 3), (0, 0, 3, 2, 0, 1), (0,) * 9 + (3, 3)], ids=str)
+def test_a_draft_that_lags_catches_up(ks: Sequence[int]) -> None:
+    """After some rounds without drafts its states are behind, too."""
+    target, drafter = _pair("lfm2")
+    expected = tokens(target, NoDrafter(), _greedy(), BLOCK, 0)
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    for round_ in decode(target, drafter, _greedy(), BLOCK, num_draft_tokens=NowAndThen(ks)):
+        for row in round_.rows:
+            texts[row.row] += row.token_ids
+    assert [tuple(text) for text in texts] == expected
+
+
+def _conversation(engine: Engine, prompt: Sequence[int]) -> tuple[list[int], int]:
+    """The text of one request, and how many tokens of its prompt were found in a cache."""
+    engine.submit(request(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS))
+    text: list[int] = []
+    num_cached = 0
+    while (round_ := engine.step()) is not None:
+        for row in round_.rows:
+            text += row.token_ids
+            num_cached += row.num_cached_tokens
+    return text, num_cached
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_text_that_goes_on_reuses_the_states(num_slots: int) -> None:
+    """As a conversation does. A prompt that leaves the cached text before its anchor cannot; it is fed from the
+    start."""
+    target, drafter = _pair("qwen3_5_text")
+    engine = Engine(target, drafter, BLOCK, num_slots=num_slots, capacity=150, schedule=ConstantSchedule(3))
+    first = [*PROMPTS[2]]
+    text, num_cached = _conversation(engine, first)
+    assert num_cached == 0
+    second = [*first, *text, 3, 4, 5]
+    text, num_cached = _conversation(engine, second)
+    assert num_cached >= len(first) and [tuple(text)] == tokens(target, NoDrafter(), _greedy([second]), BLOCK, 0)
+    branch, third = [*first, 9], [*second, *text, 6]
+    for prompt, is_found in ((branch, False), (third, num_slots > 1)):
+        text, num_cached = _conversation(engine, prompt)
+        assert [tuple(text)] == tokens(target, NoDrafter(), _greedy([prompt]), BLOCK, 0)
+        assert num_cached == 0 if not is_found else num_cached >= len(second)
+
+
+def _full(lm: LM, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = lm.model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+@torch.inference_mode()
+def _distance(lm: LM) -> float:
+    """How far the logits of ragged blocks are from one full forward, relative to the largest. Each block is fed with
+    other tokens first, which are rejected."""
+    ids = torch.randint(V, (3, 70), generator=torch.Generator().manual_seed(0))
+    full = _full(lm, ids)
+    cache, distance = lm.new_cache(3, 70), 0.0
+    done = torch.tensor([20, 0, 9])
+    lm.prefill(ids, torch.zeros_like(done), done, cache, latest=0, num_columns=20)
+    for widths in torch.tensor(
+        [[5, 1, 8], [1, 0, 2], [0, 4, 1], [3, 3, 3], [7, 1, 0], [9, 9, 9], [2, 20, 2], [1, 1, 1]]
+    ):
+        lm.advance(cache, done)
+        assert bool((done - cache.anchors < STRIDE).all()) and bool((cache.anchors <= done).all())
+        offsets = torch.arange(int(widths.max()))
+        positions = torch.where(offsets < widths[:, None], done[:, None] + offsets, -1)
+        tokens_fed = ids.gather(1, positions.clamp_min(0))
+        view_len = lm.view_len(int(positions.max()) + 1, cache)
+        lm.forward((tokens_fed + 1) % V, positions, cache, view_len)
+        cache.settle(done)
+        logits = lm.forward(tokens_fed, positions, cache, view_len)
+        done = done + widths
+        cache.settle(done)
+        rows = full[torch.arange(3)[:, None], positions.clamp_min(0)]
+        distance = max(distance, (logits - rows)[positions >= 0].abs().max().item())
+    return distance / full.abs().max().item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
+    assert _distance(hybrid_lm(hybrid(name))) < 1e-4
+
+
+def test_a_model_of_convolutions_alone() -> None:
+    """Transformers' own cache cannot serve it, as it keeps no length."""
+    lm = hybrid_lm(hybrid("lfm2", layer_types=["conv"] * 4))
+    assert _distance(lm) < 1e-4
+
+
+def test_a_state_that_keeps_rejected_tokens_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: every state stays."""
+    lm = hybrid_lm(hybrid("qwen3_5_text"))
+    settle = SlotCache.settle
+    monkeypatch.setattr(SlotCache, "settle", lambda cache, num: settle(cache, num + 1))
+    assert _distance(lm) > 1e-2
+
+
+def test_teacher_forcing_feeds_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, of texts of different lengths."""
+    lm = hybrid_lm(hybrid("lfm2"))
+    widths: list[int] = []
+    feed = LM._feed
+    monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))
+    ids = torch.randint(V, (2, 250), generator=torch.Generator().manual_seed(0))
+    full = _full(lm, ids)
+    forced = list(force(lm, [Text(ids[0, :240].tolist()), Text(ids[1].tolist())]))
+    assert len(forced) > 1 and sum(widths) == 249
+    for row, length in ((0, 240), (1, 250)):
+        logits = torch.cat([one.logits[one.rows == row] for one in forced])
+        torch.testing.assert_close(logits, full[row, : length - 1], rtol=1e-5, atol=1e-5)
+
+
+def test_slots_move_their_states() -> None:
+    lm = hybrid_lm(hybrid("qwen3_5_text"))
+    cache = lm.new_cache(3, 40)
+    ids = torch.randint(V, (3, 40), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([19, 0, 8])
+    lm.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=19)
+    assert cache.anchors.tolist() == [16, 0, 8]
+    assert [cache.take_over(0, n) for n in (15, 16, 19)] == [0, 16, 19]
+    cache.copy(0, 1, 19)
+    for store in cache.storage[cache.num_token_stores :]:
+        assert torch.equal(store[0], store[1]) and bool(store[0].any())
+    cache.copy(0, 0, 3)  # another text begins like this one
+    cache.erase(1, 17)
+    cache.erase(2, 7)
+    assert cache.anchors.tolist() == [0, 16, 0]
+    for store in cache.storage[cache.num_token_stores :]:
+        assert not store[0].any() and not store[2].any() and bool(store[1].any())
