@@ -59,7 +59,9 @@ def test_a_round_follows_the_targets_law() -> None:
     target, drafter = llama_pair()
     for rule in RULES.values():
         sampling = Sampling(temperature=0.8, top_p=0.9)
-        report = check_exactly(target, replace(drafter, is_greedy=True), sampling, rule, [[1, 2, 3], [7] * 5])
+        report = check_exactly(
+            target, replace(drafter, is_greedy=True), sampling, rule, [Text([1, 2, 3]), Text([7] * 5)]
+        )
         assert report.is_ok, report
 
 

@@ -161,15 +161,15 @@ def test_small_tensors_are_part_of_the_key(plain: Plain, from_disk: Path) -> Non
     [
         ("rejection", (2, 2), {"num_rows": 1}),
         ("gumbel", (1, 2), {"num_rows": 1, "longest": 28, "temperature": 0.7}),
-        ("block", (3, 3), {"num_rows": 2} | PROCESSORS),
+        ("block", (3, 4), {"num_rows": 2} | PROCESSORS),
     ],
     ids=["rejection", "gumbel", "block with processors and two rows"],
 )
 def test_the_same_tokens_as_eager(rule_name: str, num_programs: tuple[int, int], options: dict[str, Any]) -> None:
     """Ragged rows that end one after the other, and drafts that are cut at their ends: whatever is left to draft, the
     shapes stay, so that a second run makes no further program. The target has one for each batch size, and one for a
-    last token without drafts; the draft has two for each, with one token owed and with two. (The lengths are such that
-    a row that is left alone owes one only, and under ``gumbel`` ends with drafts: each program takes so long.)"""
+    last token without drafts; the draft has two for each, with one token owed and with two. (Under ``gumbel`` the
+    lengths are such that a row ends with drafts: each program takes so long.)"""
     target, drafter = pair()
     rule = RULES[rule_name]
     eager = run(target, drafter, requests(**options), rule, 2)
