@@ -163,13 +163,18 @@ def test_a_model_without_a_chat_template(http: httpx.Client) -> None:
     assert "no chat template" in error["message"]
 
 
-@pytest.mark.parametrize("message", [{"content": "w1", "name": 5}, {"content": "\ud800"}])
-def test_messages_that_a_template_does_not_take(message: dict[str, Any]) -> None:
-    """Whatever its error is, and half characters in what it writes."""
+@pytest.mark.parametrize(
+    "fields", [{"content": "w1", "name": 5}, {"content": "\ud800"}, {"content": "\ud800", "name": "x"}]
+)
+def test_messages_that_a_template_does_not_take(fields: dict[str, Any]) -> None:
+    """Whatever its error is, and half characters in its text and in its error."""
     tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% for one in messages %}{{ (one.name or '') + one.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for one in messages %}{% if one.name %}{{ raise_exception(one.name + one.content) }}{% endif %}"
+        "{{ one.content }}{% endfor %}"
+    )
     with running(replace(words(), tokenizer=tokenizer)) as server, server.http() as http:
-        body = json.dumps({"messages": [{"role": "user", **message}]})
+        body = json.dumps({"messages": [{"role": "user", **fields}]})
         response = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert refused(response)["param"] == "messages"
 

@@ -38,7 +38,7 @@ class Refusal(Exception):
         self.status, self.type, self.param, self.code, self.retry_after_s = status, type_, param, code, retry_after_s
 
     def to_json(self) -> dict[str, Any]:
-        message = str(self)
+        message = str(self).encode(errors="backslashreplace").decode()  # it may quote half a character
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[: _MOST_CHARACTERS - 4]} ..."
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
