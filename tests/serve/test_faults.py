@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -169,7 +170,28 @@ def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.
         assert late.result().status_code == 503
 
 
-def test_what_runs_when_the_server_ends_is_told(server: Running) -> None:
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_score_that_runs_when_the_server_ends(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on to its end, and so does the text after it."""
+    may_score, score = threading.Event(), worker.prompt_logprobs
+
+    def score_late(*arguments: Any) -> Any:
+        assert may_score.wait(LIMIT_S)
+        yield from score(*arguments)
+
+    monkeypatch.setattr(worker, "prompt_logprobs", score_late)
+    body = {"prompt": ["w1 w2", "w3 w4"], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
+    with running(words(), shutdown_timeout_s=LIMIT_S) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/completions", json=body)
+        wait_until(lambda: server.worker.num_open > 0)
+        server.server.stop()
+        wait_until(lambda: server.worker.state == "draining")
+        may_score.set()
+        choices = answer.result().json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [2 + max_tokens] * 2
+
+
+def test_what_runs_when_the_server_ends_hears_of_it(server: Running) -> None:
     """Too long for --shutdown-timeout, which is 0 here."""
     with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
         lines = response.iter_lines()

@@ -90,14 +90,18 @@ class Begun:
 
 
 async def begin(worker: Worker, prepared: Prepared) -> Begun:
-    """Score the prompts where log-probabilities are echoed, then queue the rows. The caller closes the ticket. Raises
+    """Queue the rows, and score the prompts where log-probabilities are echoed. The caller closes the ticket. Raises
     Refusal."""
-    scored = []
+    ticket, scored = worker.submit(prepared.jobs), []
     num_top = prepared.ask.num_logprobs
     if prepared.ask.echo and num_top is not None:
-        for ids in prepared.prompt_ids:
-            scored.append(Judged(ids, [None, *await worker.score(ids, num_top)]))
-    return Begun(prepared, worker.submit(prepared.jobs), scored, worker.schedule.max_k)
+        try:
+            found = await worker.score(prepared.prompt_ids, num_top)
+        except BaseException:
+            worker.close(ticket)
+            raise
+        scored = [Judged(ids, [None, *own]) for ids, own in zip(prepared.prompt_ids, found, strict=True)]
+    return Begun(prepared, ticket, scored, worker.schedule.max_k)
 
 
 async def ended(begun: Begun) -> None:

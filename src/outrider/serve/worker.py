@@ -142,27 +142,38 @@ class Worker:
             ticket.num_open = 0
             self._inbox.put(lambda: self._cancel_on_thread(ticket))
 
-    async def score(self, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-        """Log-probabilities of all tokens but the first, from the target's raw logits, beside ``num_top`` others.
+    async def score(self, prompts: Sequence[Sequence[int]], num_top: int) -> list[list[TokenLogprob]]:
+        """Log-probabilities of all tokens of each prompt but the first, from the target's raw logits, beside
+        ``num_top`` others. For a request that has been taken (``submit``): it is not refused halfway.
 
         Raises:
-            Refusal: not ready, or the queue is full.
+            Refusal: it has waited too long.
             NumericsError: the target gave NaN.
         """
-        if len(token_ids) < 2:
-            return []
-        steps = prompt_logprobs(self.decoder.target, token_ids, num_top)
-        async with aclosing(self.between_rounds(steps)) as parts:
-            return [one async for part in parts for one in part]
+        steps = (
+            (which, part)
+            for which, token_ids in enumerate(prompts)
+            if len(token_ids) > 1
+            for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
+        )
+        found: list[list[TokenLogprob]] = [[] for _ in prompts]
+        async with aclosing(self.between_rounds(steps, is_taken=True)) as parts:
+            async for which, part in parts:
+                found[which] += part
+        return found
 
-    async def between_rounds(self, steps: Generator[_Step]) -> AsyncGenerator[_Step]:
+    async def between_rounds(self, steps: Generator[_Step], *, is_taken: bool = False) -> AsyncGenerator[_Step]:
         """Let the thread run something else: a step after each round, in turn with others like it. To be closed
         (``aclosing``), so that it ends where the client has gone.
 
+        Args:
+            is_taken: it is part of a request that has been taken.
+
         Raises:
-            Refusal: not ready, or the queue is full.
+            Refusal: not ready, or the queue is full; or it has waited too long.
         """
-        self._check_room(1)
+        if not is_taken:
+            self._check_room(1)
         work = Work(steps, time.perf_counter())
         self._works.add(work)
         self._inbox.put(lambda: self._works_on_thread.append(work))
