@@ -142,7 +142,7 @@ export class LaneView {
         ["Drafted", `${lane.numDrafted}, ${lane.numAccepted} accepted${share}`],
         ["Tokens", `${lane.counts.accepted} accepted, ${lane.counts.correction} corrections, ${lane.counts.bonus} bonus`],
       );
-    } else rows.push(["τ", "1, as ever without a draft"]);
+    } else rows.push(["τ", "1, always, without a draft"]);
     this.facts.replaceChildren(...pairs(rows));
   }
 }
@@ -211,9 +211,9 @@ export function verdict(player, start, measured) {
 const tips = new WeakMap();
 
 const ABOUT = {
-  accepted: "drafted, and it stands",
-  rejected: "drafted, and rejected",
-  discarded: "drafted after a token that was rejected, and dropped with it",
+  accepted: "drafted and accepted",
+  rejected: "drafted and rejected",
+  discarded: "drafted after a rejected token, and dropped with it",
 };
 
 /** Show a token's numbers in a tooltip, at the pointer and with the focus. @param {HTMLElement} tip @param {HTMLElement} lanes */
