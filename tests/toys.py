@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.decoding.engine import decode
+from outrider.decoding.schedule import Schedule
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
@@ -170,7 +171,7 @@ class Output:
         return sum((Stats.of(row) for row in self.rounds), Stats())
 
 
-def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int) -> list[Output]:
+def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int | Schedule) -> list[Output]:
     """The loop to its end; one output for each request."""
     outputs = [Output([]) for _ in requests]
     for round_ in decode(target, drafter, requests, rule, num_draft_tokens=k):
@@ -179,7 +180,9 @@ def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k
     return outputs
 
 
-def tokens(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int) -> list[tuple[int, ...]]:
+def tokens(
+    target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int | Schedule
+) -> list[tuple[int, ...]]:
     return [output.token_ids for output in run(target, drafter, requests, rule, k)]
 
 

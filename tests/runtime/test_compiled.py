@@ -159,7 +159,7 @@ def test_small_tensors_are_part_of_the_key(plain: Plain, from_disk: Path) -> Non
 @pytest.mark.parametrize(
     ("rule_name", "num_programs", "options"),
     [
-        ("rejection", (2, 2), {"num_rows": 1}),
+        pytest.param("rejection", (2, 2), {"num_rows": 1}, marks=pytest.mark.slow),
         ("gumbel", (1, 2), {"num_rows": 1, "longest": 28, "temperature": 0.7}),
         ("block", (3, 4), {"num_rows": 2} | PROCESSORS),
     ],
