@@ -294,7 +294,7 @@ def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
     ("name", "width", "is_dark"), [("light", 1200, False), ("dark", 1200, True), ("narrow", 390, False)]
 )
 def test_pictures(request: pytest.FixtureRequest, server: Running, name: str, width: int, is_dark: bool) -> None:
-    """For the documentation: ``pytest tests/serve/test_page.py -k pictures --pictures docs/pictures``."""
+    """For the documentation: ``pytest tests/serve/test_race_page.py -k pictures --pictures docs/pictures``."""
     folder = request.config.getoption("--pictures")
     if folder is None:
         pytest.skip("pictures are taken with --pictures FOLDER")
