@@ -30,6 +30,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_export_is_one_process(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.cli.commands.export.is_one_of_several", lambda: True)
+    ended = outrider("export", "--to", "vllm", "--output", tmp_path / "out")
+    assert ended.code == 2 and "export without torchrun" in ended.err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("to", [name for name in ENGINES if name != "openvino"])
 def test_a_recorded_pair(outrider: Outrider, log: Path, tmp_path: Path, to: str) -> None:
     """Each engine gets the tau of its own law, and the options of the log."""

@@ -16,6 +16,7 @@ from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
+from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +72,8 @@ def export(
     from outrider.models.placement import DTYPES
     from outrider.models.registry import resolve
 
+    if is_one_of_several():
+        raise OptionError("torchrun", "outrider export", "it is one process: export without torchrun")
     if to not in ENGINES:
         raise OptionError("--to", to, f"choose one of {', '.join(ENGINES)}")
     engine = ENGINES[to]
