@@ -1,6 +1,7 @@
 """Products of few rows: the kernel against float64, and the graphs that call it. (Compiled, in test_compiled.py.)"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional
 from outrider.runtime import thin_kernel
 from outrider.runtime.thin_kernel import WEIGHT_DTYPES, thin_products
 from outrider.runtime.thin_products import MAX_KERNEL_ROWS, ThinProducts
+from outrider.system.files import cache_folder
 
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
 
@@ -47,6 +49,15 @@ def test_the_kernel_against_float64(
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_numbers_that_are_not_next_to_one_another(dtype: torch.dtype) -> None:
+    """Are copied; the copies live until the products are formed."""
+    x, weights = torch.randn(3000, 5), [_weights(2000, 301, dtype, seed) for seed in (1, 2)]
+    got = thin_products(x.T[:, ::2][:, :301], [weight[::3] for weight in weights], 1)
+    want = thin_products(x.T[:, ::2][:, :301].clone(), [weight[::3].clone() for weight in weights], 1)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_rows_that_are_not_finite_stay_alone(dtype: torch.dtype) -> None:
     x = torch.randn(5, 37, generator=torch.Generator().manual_seed(0))
     weights = [_weights(9, 37, dtype, 1)]
@@ -69,6 +80,20 @@ def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler"))
     assert thin_kernel.library.__wrapped__() is None
     assert "cannot be compiled" in caplog.text
+
+
+def test_a_kernel_that_is_damaged_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert thin_kernel.library.__wrapped__() is not None
+    kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns).read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(thin_kernel, "_compile", lambda path: path.write_bytes(kept))  # without its seconds
+    assert thin_kernel.library.__wrapped__() is not None and not caplog.text
+    (file,) = cache_folder("kernels").iterdir()
+    file.write_bytes(b"no library")
+    assert thin_kernel.library.__wrapped__() is not None and "is damaged" in caplog.text
+    assert file.read_bytes() == kept
 
 
 def _two_products(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +142,21 @@ def test_weights_that_are_widened_are_read_as_they_are(dtype: torch.dtype) -> No
     ):
         _, names = _rewritten(1, [x, weight.float()], other)
         assert "outrider.thin_products.default" not in names
+
+
+def test_a_bias_may_come_after_the_first_product() -> None:
+    """The weights are read before it is there."""
+    arguments = [one.bfloat16() for one in _arguments(5, torch.float32)]
+
+    def widened(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.float()
+        return functional.linear(rows, first.float()), functional.linear(rows, second.float(), bias.float())
+
+    traced, names = _rewritten(1, arguments, widened)
+    traced.graph.lint()
+    assert names.count("outrider.thin_products.default") == 1
+    for got, want in zip(traced(*arguments), widened(*arguments), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(

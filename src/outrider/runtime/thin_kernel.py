@@ -48,7 +48,8 @@ def thin_products(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Ten
         float32, summed in float32. [T, sum of O]
     """
     y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
-    into(y, x.contiguous(), [weight.contiguous() for weight in weights], num_threads)()
+    x, weights = x.contiguous(), [weight.contiguous() for weight in weights]  # named, so that copies outlive the call
+    into(y, x, weights, num_threads)()
     return y
 
 
@@ -81,19 +82,27 @@ def library() -> ctypes.CDLL | None:
     name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), source)).encode()).hexdigest() + ".so"
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
         kept = kernels.open(name)
         if kept is not None:
+            path = Path(folder) / f"kept-{name}"
             with kept:
                 path.write_bytes(kept.read())
-        else:
             try:
-                _compile(path)
-            except CppCompileError as error:
-                _LOG.warning("the kernel of products of few rows cannot be compiled: %s", str(error).splitlines()[-1])
-                return None
-            kernels.keep(name, path.read_bytes())
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+                return _loaded(path)
+            except OSError as error:
+                _LOG.warning("%s is damaged (%s): compiling it again", kernels.path / name, error)
+        path = Path(folder) / name
+        try:
+            _compile(path)
+        except CppCompileError as error:
+            _LOG.warning("the kernel of products of few rows cannot be compiled: %s", str(error).splitlines()[-1])
+            return None
+        kernels.keep(name, path.read_bytes())
+        return _loaded(path)
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def _compile(path: Path) -> None:

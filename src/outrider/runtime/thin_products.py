@@ -123,13 +123,13 @@ def _call_the_kernel(graph: fx.Graph, num_threads: int) -> None:
             x = _contiguous(graph, _converted(graph, rows, torch.float32))
             weights = [product.weight for product in products]
             result = _converted(graph, _call(graph, KERNEL, x, weights, num_threads), dtype)
-            ends = list(accumulate(weight.meta["val"].shape[0] for weight in weights))
-            for product, (start, end) in zip(products, pairwise([0, *ends]), strict=True):
+        ends = list(accumulate(weight.meta["val"].shape[0] for weight in weights))
+        for product, (start, end) in zip(products, pairwise([0, *ends]), strict=True):
+            with graph.inserting_before(product.node):  # where its bias is there
                 part = _call(graph, _aten.slice.Tensor, result, -1, start, end)
                 if product.bias is not None:
                     part = _call(graph, _aten.add.Tensor, part, product.bias)
-                product.node.replace_all_uses_with(part)
-        for product in products:
+            product.node.replace_all_uses_with(part)
             graph.erase_node(product.node)
 
 
