@@ -150,7 +150,7 @@ class Sampling:
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (is_low_open and value == low):  # type: ignore[operator]
         raise OptionError(name, value, remedy)
 

@@ -42,6 +42,7 @@ SINGLE = [
     {"frequency_penalty": -0.75},
     {"min_tokens": 4, "stop_token_ids": (7, 9)},
     {"min_tokens": 5, "stop_token_ids": (7, 9)},
+    {"min_tokens": 2**70, "stop_token_ids": (7, 9)},
     {"logit_bias": {0: 2.5, 17: -math.inf, 5: -0.5}},
 ]
 OPTIONS = {

@@ -78,7 +78,7 @@ class History:
         num = self.num_generated
         if num is not None:
             steps = torch.ones_like(ids) if is_output is None else is_output
-            num = torch.cat((num[:, None], steps), dim=1).cumsum(dim=1)
+            num = torch.cat((num[:, None], steps), dim=1).cumsum(dim=1, dtype=num.dtype)
         return History(
             None if self.seen is None else _summed(self.seen, ids, None) > 0,
             None if self.counts is None else _summed(self.counts, ids, is_output),
@@ -99,4 +99,4 @@ def _summed(start: Tensor, ids: Tensor, is_counted: Tensor | None) -> Tensor:
     is_next = ids[..., None] == torch.arange(start.shape[1], device=start.device)
     if is_counted is not None:
         is_next &= is_counted[..., None]
-    return torch.cat((start[:, None], is_next.to(start.dtype)), dim=1).cumsum(dim=1)
+    return torch.cat((start[:, None], is_next.to(start.dtype)), dim=1).cumsum(dim=1, dtype=torch.int32)

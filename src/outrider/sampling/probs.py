@@ -23,6 +23,7 @@ from outrider.runtime.shape_buckets import power_of_two
 from outrider.sampling.history import NO_HISTORY, History
 
 _TINY = torch.finfo(torch.float32).tiny
+_MOST_TOKENS = torch.iinfo(torch.int32).max  # in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Settings:
         # A temperature that float32 would round to 0 must not become greedy by accident.
         like[index] = max(row.temperature, _TINY) if row.temperature > 0 else 0.0
         ends = dict.fromkeys(row.stop_token_ids, 1.0) if row.min_tokens else {}
+        min_tokens = min(row.min_tokens, _MOST_TOKENS) if ends else 0
         return replace(
             self,
             top_k=_with_value(self.top_k, like, index, top_k, vocab_size, torch.long),
@@ -97,7 +99,7 @@ class Settings:
             presence_penalty=_with_value(self.presence_penalty, like, index, row.presence_penalty, 0.0),
             frequency_penalty=_with_value(self.frequency_penalty, like, index, row.frequency_penalty, 0.0),
             logit_bias=_with_tokens(self.logit_bias, like, index, row.logit_bias or {}, vocab_size),
-            min_tokens=_with_value(self.min_tokens, like, index, row.min_tokens if ends else 0, 0, torch.long),
+            min_tokens=_with_value(self.min_tokens, like, index, min_tokens, 0, torch.int32),
             is_end=_with_tokens(self.is_end, like, index, ends, vocab_size, torch.bool),
             has_greedy=self.has_greedy or row.temperature == 0,
             has_sampled=self.has_sampled or row.temperature > 0,
