@@ -112,6 +112,8 @@ def test_stop_strings_and_limits_still_end_a_text() -> None:
         ({"json_schema": {"type": "foo"}}, "json_schema = .* is not possible: Invalid type: foo"),
         ({"json_schema": {"not": {}}}, "Unimplemented keys"),
         ({"grammar": "start: x"}, 'grammar = .* unknown name: "x"'),
+        ({"regex": "a[^\\s\\S]"}, "regex = .* is not possible: no text matches it"),
+        ({"grammar": "start: start"}, "grammar = .* is not possible: no text matches it"),
         ({"regex": ""}, "regex = '' is not possible: a text that is not empty"),
         ({"regex": "a", "grammar": "b"}, "grammar = 'b' is not possible: give it or regex, not both"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos = True is not possible: with regex the text ends where"),

@@ -30,7 +30,8 @@ class Structure:
         eos_ids: tokens that end the text; they may come when it is complete.
 
     Raises:
-        OptionError: llguidance does not accept the constraint; or there is no such tokenizer, or no end token.
+        OptionError: llguidance does not accept the constraint; no text matches it; or there is no such tokenizer, or
+            no end token.
         MissingExtra: it is not installed.
     """
 
@@ -48,6 +49,9 @@ class Structure:
             raise _refusal(name, value, self._matcher.get_error())
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._num_beyond = 0  # tokens from the end token on, of which the matcher is not told
+        if self.allowed() is None:  # the first mask may take long, and here it holds up no other text
+            reason = self._matcher.get_error()
+            raise _refusal(name, value, "no text matches it" if reason.startswith("NoExtension") else reason)
 
     @property
     def error(self) -> str | None:
@@ -122,4 +126,5 @@ def _refusal(name: str, value: Any, message: str) -> OptionError:
 
 
 def _line(message: object) -> str:
-    return " ".join(str(message).split())[:_MOST_CHARACTERS]
+    text, _, _ = str(message).partition("<state>")  # what follows is for llguidance's own developers
+    return " ".join(text.split())[:_MOST_CHARACTERS]
