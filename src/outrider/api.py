@@ -70,10 +70,12 @@ def load(
     """
     placement = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel)
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
+    num_tokens = num_tokens_of(checkpoint)
     plain = Decoder(
-        target=build_lm(checkpoint, num_tokens_of(checkpoint)),
+        target=build_lm(checkpoint, num_tokens),
         tokenizer=checkpoint.tokenizer,
-        eos_ids=checkpoint.eos_ids,
+        # Some configurations name tokens that there are not.
+        eos_ids=frozenset(i for i in checkpoint.eos_ids if 0 <= i < num_tokens),
         drafter=NoDrafter(),
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
