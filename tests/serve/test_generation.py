@@ -179,6 +179,7 @@ def test_stop_strings(decoder: Decoder, client: OpenAI, is_stream: bool) -> None
     answer = client.completions.create(**options, stream=is_stream)
     choices = [chunk.choices[0] for chunk in answer] if is_stream else answer.choices
     assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert [choice.stop_reason for choice in choices] == [None] * (len(choices) - 1) + [stop]
     assert choices[-1].finish_reason == "stop"
 
 
@@ -189,6 +190,7 @@ def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
     options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40}
     answer = client.completions.create(**options, extra_body={"stop_token_ids": [ids[at]]})
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", at + 1)
+    assert answer.choices[0].stop_reason == ids[at]
     mine = {"stop_token_ids": [ids[at]], "min_tokens": 20}
     answer = client.completions.create(**options, extra_body=mine)
     expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, **mine)
@@ -211,6 +213,7 @@ _SCHEMA = {
             {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": _SCHEMA}},
             {"json_schema": _SCHEMA},
         ),
+        ("response_format", {"type": "json_object", "schema": _SCHEMA}, {"json_schema": _SCHEMA}),
         ("response_format", {"type": "text"}, {}),
         ("structured_outputs", {"json": _SCHEMA, "regex": None}, {"json_schema": _SCHEMA}),
         ("structured_outputs", {"json": json.dumps(_SCHEMA)}, {"json_schema": _SCHEMA}),

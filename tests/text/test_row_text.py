@@ -96,9 +96,17 @@ def test_stop_strings_that_are_complete_too_early_are_text(pieces: list[str], mi
     assert reasons == [None] * num_tokens if at is None else reasons[-1] == "stop"
 
 
+def test_one_that_came_too_early_does_not_count_later() -> None:
+    """While it is held back as the beginning of a longer one."""
+    row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)  # type: ignore[arg-type]
+    assert [row.push(i) for i in range(3)] == [None, None, "stop"]
+    assert "".join(piece for _, piece in row.take()) == "abx" and row.stop_reason == "b"
+
+
 def test_stop_tokens_end_a_row() -> None:
     row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
     assert [row.push(i) for i in (0, 1)] == [None, "stop"]
+    assert row.stop_reason == 1
     assert row.push(2) == "eos"
 
 

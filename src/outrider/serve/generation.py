@@ -126,7 +126,7 @@ def whole(begun: Begun) -> dict[str, Any]:
         if one.logprobs is not None:
             judged = _joined(judged, Judged(one.token_ids, one.logprobs))
         choice = prepared.form.whole(index, echo + one.text, judged, one.finish_reason)
-        choices.append(choice | {"seed": one.seed})
+        choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
     return prepared.head(is_chunk=False) | {"choices": choices} | _totals(begun, completions)
 
 
@@ -167,7 +167,10 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
             num_generated += len(chunk.token_ids)
             if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                 judged = None if chunk.logprobs is None else Judged(chunk.token_ids, chunk.logprobs)
-                choice = form.part(which, chunk.text, judged, chunk.finish_reason) | {"seed": chunk.seed}
+                choice = form.part(which, chunk.text, judged, chunk.finish_reason)
+                # The row may be further than this chunk.
+                stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
+                choice |= {"seed": chunk.seed, "stop_reason": stop_reason}
                 is_last = chunk.finish_reason is not None and begun.is_of_one_text and not ask.includes_usage
                 yield chunk_event(choice, **_timings(begun) if is_last else {})
         if ask.includes_usage:

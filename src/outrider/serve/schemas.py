@@ -207,6 +207,7 @@ def _parse(
     structure, structured_by = structure_of(body)
     options["ignore_eos"] = _flag(body, "ignore_eos")
     options["min_tokens"] = _integer(body, "min_tokens", 0, None) or 0
+    max_tokens = default_tokens if max_tokens is None else max_tokens
     if max_tokens is not None and options["min_tokens"] > max_tokens:
         raise Refusal(f"min_tokens is more than {name}, {max_tokens}", param="min_tokens")
     top_k = _integer(body, "top_k", -1, None)
@@ -220,7 +221,7 @@ def _parse(
         model=_text(body, "model"),
         prompts=prompts,
         n=n,
-        max_tokens=default_tokens if max_tokens is None else max_tokens,
+        max_tokens=max_tokens,
         options=options
         | structure
         | {

@@ -1,7 +1,7 @@
 """Structured output in the bodies of requests: the fields that say what the text must match.
 
-Sources: OpenAI's API reference (``response_format``); vLLM's "structured outputs" (``structured_outputs``, and the
-older ``guided_*``, which many clients still send).
+Sources: OpenAI's API reference (``response_format``); llama.cpp's server (a ``schema`` beside ``json_object``); vLLM's
+"structured outputs" (``structured_outputs``, and the older ``guided_*``, which many clients still send).
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def _response_format(form: Any) -> dict[str, Any]:
     if kind == "text":
         return {}
     if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
+        schema = form.get("schema")
+        if not isinstance(schema, Mapping | None):
+            raise Refusal("response_format.schema is a JSON schema, an object", param=param)
+        return {"json_schema": {"type": "object"} if schema is None else schema}
     if kind == "json_schema":
         outer = form.get("json_schema")
         schema = outer.get("schema") if isinstance(outer, Mapping) else None

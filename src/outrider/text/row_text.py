@@ -7,6 +7,7 @@ that could be the beginning of a stop string is held back until it is decided.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 
 from outrider.records import FinishReason
 from outrider.text.tokenizer import Detokenizer
@@ -21,6 +22,9 @@ class RowText:
         stop: strings that end the row and are not part of its text.
         stop_ids: more tokens that end the row; they have no text either.
         min_tokens: stop strings that are complete by then do not end the row.
+
+    Attributes:
+        stop_reason: the stop string or stop token that has ended the row; None where none has.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class RowText:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self.stop_reason: str | int | None = None
         self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet certain
         self._certain: list[tuple[int, str]] = []
 
@@ -46,14 +51,19 @@ class RowText:
         if token_id in self._eos_ids:
             return "eos"
         if token_id in self._stop_ids:
+            self.stop_reason = token_id
             return "stop"
         if self._detokenizer is None:
             return None
+        before = sum(len(piece) for _, piece in self._held)
         self._held.append((index, self._detokenizer.push(token_id)))
         text = "".join(piece for _, piece in self._held)
-        found = [at for at in (text.find(string) for string in self._stop) if at >= 0]
-        if found and self._num_tokens > self._min_tokens:
-            self._release(min(found))
+        # One that was complete before this token came too early, and is held as the beginning of a longer one.
+        found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
+        ends = [(at, string) for at, string in found if at >= 0]
+        if ends and self._num_tokens > self._min_tokens:
+            at, self.stop_reason = min(ends, key=itemgetter(0))
+            self._release(at)
             self._held.clear()
             self._detokenizer = None  # any remainder lies beyond the end
             return "stop"
