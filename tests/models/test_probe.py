@@ -127,6 +127,32 @@ def test_code_that_writes_into_the_states_that_it_finds_fails_to_load(monkeypatc
         hybrid_lm(model)
 
 
+def test_rows_that_share_a_state_fail_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that a single row cannot show."""
+    model = hybrid("qwen3_5_text")
+    update = StateLayer.update_recurrent_state
+
+    def of_another_row(layer: StateLayer, new: Tensor, *args: Any, **options: Any) -> Tensor:
+        return update(layer, new.flip(0), *args, **options)
+
+    monkeypatch.setattr(StateLayer, "update_recurrent_state", of_another_row)
+    with pytest.raises(UnsupportedModel, match="rows of different lengths"):
+        hybrid_lm(model)
+
+
+def test_states_that_have_seen_padding_fail_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid("qwen3_5_text")
+    settle = SlotCache.settle
+
+    def with_padding(cache: SlotCache, num_committed: Tensor) -> None:
+        cache._is_full = torch.ones_like(cache._is_full)
+        settle(cache, num_committed + 99)
+
+    monkeypatch.setattr(SlotCache, "settle", with_padding)
+    with pytest.raises(UnsupportedModel, match="gives other logits block by block"):
+        hybrid_lm(model)
+
+
 def test_single_tokens_are_fed_among_several_where_that_makes_a_difference() -> None:
     """Nemotron-H limits its time steps only where several tokens are fed."""
     assert hybrid_lm(hybrid("nemotron_h")).least_columns == 2

@@ -7,6 +7,7 @@ architectures would be out of date with the next release of Transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
 _LENGTH = 8
 _LENGTH_WITH_STATES = 3 * STRIDE + 7  # so that the anchor is some tokens behind those compared
+_BEHIND = 0, 5  # tokens by which rows that are fed together are shorter: their anchors differ
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 _NUM_CHANGES = 3  # of the other tokens
 # The same products of the same shape: equal to the last bit with all kernels that are known.
@@ -93,11 +95,13 @@ def _compare_with_states(lm: LM, kind: str) -> None:
     among = _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what)
     if alone <= max(_MOST_ALONE * among, _TOLERANCE_OF_ROWS):
         lm.least_columns = 1
+    what = "rows of different lengths change each other's states, or padding does"
+    _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
 
 
-def _compare(lm: LM, kind: str, length: int, view_len: int, what: str) -> float:
+def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> float:
     """Refuse the model if the error is more than rounding may explain; otherwise return it."""
-    error = _error(lm, kind, length, view_len)
+    error = _error(lm, kind, length, view_len, behind)
     # Kernels of quantized layers may round activations to 8 bits, which turns a last bit into one of these.
     tolerance = _tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
     if not error <= tolerance:  # NaN is not right either
@@ -106,26 +110,35 @@ def _compare(lm: LM, kind: str, length: int, view_len: int, what: str) -> float:
 
 
 @torch.inference_mode()
-def _error(lm: LM, kind: str, length: int, view_len: int) -> float:
-    """Compare the last tokens of a text, block by block and with a rollback before them, to one forward without a
-    cache: the difference relative to the spread of the logits."""
+def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] = (0,)) -> float:
+    """Compare the last tokens of texts, block by block and with a rollback before them, to one forward without a
+    cache: the difference relative to the spread of the logits.
+
+    Args:
+        behind: for each text, by how many tokens it is shorter than ``length``.
+    """
     length, view_len = min(length, lm.context_len), min(view_len, lm.context_len)
     begin = max(length // 2, length - _NUM_COMPARED)
+    shorter = torch.tensor(behind, device=lm.device).clamp_max(max(begin - 1, 0))
     generator = torch.Generator().manual_seed(0)
-    ids, wrong = torch.randint(lm.vocab_size, (2, 1, length), generator=generator).to(lm.device)
-    positions = torch.arange(length, device=lm.device)[None]
+    ids, wrong = torch.randint(lm.vocab_size, (2, len(behind), length), generator=generator).to(lm.device)
+    columns = torch.arange(length, device=lm.device) - shorter[:, None]  # the text of a row begins at its column 0
+    compared = columns[:, begin:]
 
     def feed(tokens: Tensor, begin: int, end: int, num_committed: int) -> Tensor:
-        places = slice(begin, end)
-        logits = lm.forward(tokens[:, places], positions[:, places], cache, view_len)
-        cache.settle(torch.tensor([num_committed], device=lm.device))
+        positions = columns[:, begin:end]
+        logits = lm.forward(tokens.gather(1, positions), positions, cache, view_len)
+        cache.settle(num_committed - shorter)
         return logits
 
     try:
-        cache = lm.new_cache(1, view_len)
-        output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=length - begin)
-        want = output.logits[:, begin - length :, : lm.vocab_size].float()
-        ends = torch.tensor([begin], device=lm.device)
+        cache = lm.new_cache(len(behind), view_len)
+        num_kept = length - int(compared.min())
+        output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=num_kept)
+        full = output.logits[:, -num_kept:, : lm.vocab_size].float()
+        rows = torch.arange(len(behind), device=full.device)[:, None]
+        want = full[rows, (compared - (length - num_kept)).to(full.device)]
+        ends = begin - shorter
         lm.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=begin)
         feed(wrong, begin, length, begin)  # rejected: the next block is written over it
         bounds = sorted({begin, min(begin + 1, length), min(begin + 2, length), length})
