@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._inductor import cpp_builder
 from torch.nn import functional
 
+from hybrids import hybrid, hybrid_lm
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
@@ -231,3 +232,11 @@ def test_thin_products(dtype: torch.dtype, tolerance: float) -> None:
     assert [one.shape[-2] for one in got] == [num_rows for num_rows in THIN for _ in range(3)]
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=0.0, atol=tolerance)
+
+
+def test_models_with_states_are_refused_at_once() -> None:
+    """As target and as draft: nothing is compiled."""
+    hybrid_target = hybrid_lm(hybrid("lfm2"))
+    for change in (hybrid_target.compiled, lambda: ModelDrafter(hybrid_target).with_models(LM.compiled)):
+        with pytest.raises(CompileError, match="it has recurrent or convolutional states"):
+            change()

@@ -78,12 +78,17 @@ class LM:
         shared.
 
         Raises:
-            CompileError: several processes share the model.
+            CompileError: several processes share the model, or it has states. (Captured, both work.)
         """
         if self.num_shares > 1 and self.device.type != "cuda":
             raise CompileError(
                 f"{self.name} cannot be compiled: it is shared by {self.num_shares} processes, and torch.export cannot "
                 "trace the sums over their shares (leave out --compile)"
+            )
+        if self.has_states and self.device.type != "cuda":
+            raise CompileError(
+                f"{self.name} cannot be compiled: it has recurrent or convolutional states, whose programs take many "
+                "minutes to compile (leave out --compile: it then runs eagerly)"
             )
         lm = copy.copy(self)  # with what was found out about the model
         lm.execution = Captured() if self.device.type == "cuda" else Compiled()

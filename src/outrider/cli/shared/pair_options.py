@@ -164,7 +164,8 @@ class PairOptions:
             models_file=self.models,
         )
         target = decoder.target
-        is_long = num_tokens >= _LONG_WORK and target.device.type == "cpu" and target.num_shares == 1
+        pays = target.device.type == "cpu" and target.num_shares == 1 and not target.has_states
+        is_long = num_tokens >= _LONG_WORK and pays
         if not (is_long if self.compile is None else self.compile):
             return decoder
         # Compiling is silent for half a minute at a time; say what is going on.
@@ -219,7 +220,14 @@ class PairOptions:
         from outrider.runtime.lm import LM
 
         drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models)
-        return drafter.with_models(LM.compiled) if decoder.target.execution.is_prepared else drafter
+        if not decoder.target.execution.is_prepared:
+            return drafter
+        try:
+            return drafter.with_models(LM.compiled)
+        except CompileError:
+            if self.compile:
+                raise
+            return drafter  # nobody asked for it
 
 
 def _of_pair(name: str) -> Any:
