@@ -3,14 +3,16 @@ alone."""
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
+from languages import Remainders
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
@@ -19,6 +21,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.records import Request, RowRound
 from outrider.runtime.cache import STRIDE, SlotCache
+from outrider.runtime.captured import Captured
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text, force
@@ -115,6 +118,84 @@ def test_rows_that_join_and_leave_are_written_as_if_alone(name: str, drafter_nam
             texts[row.row] += row.token_ids
     for index, (_, one) in enumerate(arrivals):
         assert (tuple(texts[index]),) == tuple(tokens(target, NoDrafter(), [one], GUMBEL, 0))
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize("who", ["both", "target", "draft"])
+def test_constraints_and_penalties(who: str) -> None:
+    """Drafts are made one by one then. Greedy and sampled rows in two slots, one without a constraint; states in the
+    target, the draft or both."""
+    target, drafter = _pair("qwen3_5_text")
+    if who == "target":
+        drafter = ModelDrafter(as_lm(tiny_llama(3, vocab_size=V), "draft"))
+    elif who == "draft":
+        target = as_lm(tiny_llama(3, vocab_size=V))
+
+    def requests() -> list[Request]:
+        penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 9, "stop_token_ids": (3, 4)}
+        options = {"temperature": 0.0}, penalties
+        made = [request(ids, seed=i, max_new_tokens=16, **options[i % 2]) for i, ids in enumerate([*PROMPTS, (2, 3)])]
+        return [replace(one, constraint=Remainders(V)) if i != 2 else one for i, one in enumerate(made)]
+
+    expected = [tokens(target, NoDrafter(), [one], GUMBEL, 0)[0] for one in requests()]
+    for one in (drafter, NgramDrafter()):
+        rounds = decode(target, one, requests(), GUMBEL, num_draft_tokens=4, num_slots=2)
+        texts: list[list[int]] = [[] for _ in expected]
+        for round_ in rounds:
+            for row in round_.rows:
+                texts[row.row] += row.token_ids
+        assert [tuple(text) for text in texts] == expected
+
+
+@pytest.mark.each_execution
+def test_few_steps_are_recorded_for_a_constrained_row() -> None:
+    """Its drafts move states that have fixed places."""
+    target, drafter = _pair("qwen3_5_text")
+    if not target.execution.is_prepared:
+        pytest.skip("nothing is prepared")
+    for seed in range(2):
+        one = request(PROMPTS[0], seed=seed, max_new_tokens=60)
+        tokens(target, drafter, [replace(one, constraint=Remainders(V))], GUMBEL, 3)
+    steps = [key for lm in (target, drafter.lm) for key in lm.execution._programs]  # type: ignore[attr-defined]
+    assert 0 < len(steps) <= 24
+
+
+def test_plain_steps_are_recorded_one_token_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding is never behind its text."""
+    monkeypatch.setattr(toys, "execution", Captured)
+    target = hybrid_lm(hybrid("lfm2"))
+    widths: list[int] = []
+    feed = LM._feed
+    monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))
+    tokens(target, NoDrafter(), [request(range(1, 10), max_new_tokens=12)], BLOCK, 0)
+    assert widths[0] == STRIDE and set(widths[1:]) == {1}
+
+
+def test_a_row_that_is_not_finite_leaves_no_state_behind() -> None:
+    """Nor does one that was cancelled in the middle of its prompt. A token whose embedding is NaN spoils all that
+    follow it."""
+    model = hybrid("qwen3_5_text", tie_word_embeddings=False)
+    draft = perturbed(model, 0.03)
+    target, drafter = hybrid_lm(model), ModelDrafter(hybrid_lm(draft, "draft"))
+    for spoilt in (model, draft):
+        spoilt.get_input_embeddings().weight[V - 1] = torch.nan
+    options = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "logit_bias": {V - 1: -1e3}}
+    good = [request(prompt, **options) for prompt in PROMPTS]
+    expected = tokens(target, NoDrafter(), good, BLOCK, 0)
+    engine = Engine(target, drafter, BLOCK, num_slots=2, capacity=100, schedule=ConstantSchedule(3), prefill_chunk=9)
+    bad = request((*PROMPTS[2][:5], V - 1, *PROMPTS[2][5:]), max_new_tokens=NUM_TOKENS)
+    indices = [engine.submit(one) for one in (bad, good[0], bad, bad, *good[1:])]
+    texts: dict[int, list[int]] = {index: [] for index in indices}
+    errors, num_steps = set(), 0
+    while (round_ := engine.step()) is not None:
+        num_steps += 1
+        if num_steps == 2:
+            engine.cancel(indices[2])
+        for row in round_.rows:
+            texts[row.row] += row.token_ids
+            errors |= {row.row} if row.error is not None else set()
+    assert errors == {indices[0], indices[3]} or errors == {indices[0], indices[2], indices[3]}
+    assert [tuple(texts[index]) for index in (indices[1], *indices[4:])] == expected
 
 
 @dataclass

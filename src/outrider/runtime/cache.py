@@ -27,8 +27,9 @@ from outrider.runtime.layers import LayerShape, Plan, StateLayer, make_layers
 from outrider.system.available import available_bytes, size_text
 
 STRIDE = 8
-"""A: rounds begin less than so many tokens behind the anchor. Rows further behind are advanced in whole multiples. (A
-large A makes the forwards of rounds wide, a small one makes many advances: docs/log.md has measurements.)"""
+"""A: rounds begin less than so many tokens behind the anchor. Rows further behind are advanced in whole multiples. A
+large A makes the forwards of rounds wide, a small one makes many advances. This one is an estimate, not measured yet
+(benchmarks/states.py compares several)."""
 
 
 def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
@@ -77,6 +78,7 @@ class SlotCache(Cache):
         self.num_token_stores = len(self.storage) - (num_states + 1 if num_states else 0)
         self._reached = self._is_full = torch.empty(0)  # see ``from_anchors``
         self._heads: dict[int, SlotCache] = {}
+        self._scratch: SlotCache | None = None
         tokens, rows = self.storage[: self.num_token_stores], self.storage[self.num_token_stores :]
         super().__init__(layers=make_layers(self.shapes, self._plan, iter(tokens), iter(rows)))
         self._states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
@@ -113,7 +115,9 @@ class SlotCache(Cache):
 
     def on(self, storage: Sequence[Tensor]) -> SlotCache:
         """The same on other storage, for programs: shapes follow from the bound, not from the values of the anchors."""
-        return SlotCache(self.shapes, storage, self.capacity, most_behind=self.bound)
+        other = SlotCache(self.shapes, storage, self.capacity, most_behind=self.bound)
+        other.bound = self.bound
+        return other
 
     def rows(self, begin: int, end: int) -> SlotCache:
         """The slots begin <= slot < end: a view of the same memory."""
@@ -235,9 +239,12 @@ class SlotCache(Cache):
         self.anchors.copy_(torch.where(is_kept, self._reached, self.anchors))
 
     def scratch(self) -> SlotCache:
-        """A cache over the same keys, values and ids, with states of its own."""
-        if not self._states:
-            return self
-        own = [store.clone() for store in self.storage[self.num_token_stores :]]
-        storage = (*self.storage[: self.num_token_stores], *own)
-        return SlotCache(self.shapes, storage, self.capacity, most_behind=self._most_behind)
+        """A cache over the same keys, values and ids, with states of its own, which are as these are now. There is one,
+        at fixed places: what is recorded for it can be used again."""
+        states = self.storage[self.num_token_stores :]
+        if self._scratch is None:
+            storage = (*self.storage[: self.num_token_stores], *map(torch.empty_like, states))
+            self._scratch = SlotCache(self.shapes, storage, self.capacity, most_behind=self._most_behind)
+        for own, state in zip(self._scratch.storage[self.num_token_stores :], states, strict=True):
+            own.copy_(state)
+        return self._scratch
