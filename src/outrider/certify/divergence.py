@@ -187,6 +187,7 @@ def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after
         logits = target.forward(ids[:, start:end], positions, cache, target.view_len(end, cache))
         if is_last:
             return logits[0, length - 1 - start].cpu()
+        cache.settle(torch.tensor([end], device=device))
     raise AssertionError("a prefix has at least one token")
 
 

@@ -74,7 +74,8 @@ def verify_step(
     logits, found = lm.forward_with_features(ids, positions, cache, view_len, features)
     probs = to_probs(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V]
     verdict = rule.verify(probs, draft, noise)
-    cache.settle(lengths + verdict.num_accepted)
+    if cache.has_states:
+        cache.settle(lengths + verdict.num_accepted)
     num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
     committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
     is_bad = is_fed & ~is_finite(logits)

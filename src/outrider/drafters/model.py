@@ -199,11 +199,10 @@ class ModelSession(Session):
             if row is not None and is_wanted
         )
         cache = self._cache.head(num_rows)
-        is_drafting = (rows.num_wanted > 0) & (rows.lengths <= lm.context_len)
-        fed = self._fed(rows, cached, cache, most_lacking, is_drafting)
+        fed = self._fed(rows, cached, cache, most_lacking)
         if lm.has_states:
             known = rows.lengths - 1 if most_lacking > 1 else torch.minimum(cached, rows.lengths - 1)
-            lm.advance(cache, torch.where(is_drafting, known, 0))
+            lm.advance(cache, torch.where(self._is_drafting(rows), known, 0))
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
         shape = rule, self._is_greedy, view_len
         if rows.masks is None:
@@ -253,7 +252,11 @@ class ModelSession(Session):
         for slot, is_wanted in enumerate(wanted):
             self._num_idle[slot] = 0 if is_wanted else self._num_idle[slot] + 1
 
-    def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int, is_drafting: Tensor) -> Tensor:
+    def _is_drafting(self, rows: Rows) -> Tensor:
+        """[B]"""
+        return (rows.num_wanted > 0) & (rows.lengths <= self._lm.context_len)
+
+    def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int) -> Tensor:
         """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
         lack that. Tokens that a cache may lack beyond these are fed here.
 
@@ -265,7 +268,7 @@ class ModelSession(Session):
             return rows.ids.gather(1, columns.clamp_min(0))
         if most_lacking > 1:
             starts = torch.minimum(cached, rows.lengths - 1)
-            ends = torch.where(is_drafting, rows.lengths - 1, starts)
+            ends = torch.where(self._is_drafting(rows), rows.lengths - 1, starts)
             latest = min(rows.longest, self._lm.context_len)
             self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=most_lacking)
         return rows.last_ids[:, None]
