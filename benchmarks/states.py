@@ -72,13 +72,12 @@ def main() -> None:
         found += _rows(decoder, arms, temperature)
     table = new_table(
         f"{arguments.target}, drafts by {arguments.draft}, {torch.get_num_threads()} threads",
-        *("temperature", "arm", "A", "tokens/s", "tau", "over plain", "predicted"),
-        texts=("arm",),
+        *("arm", "temperature", "A", "tokens/s", "tau", "over plain", "predicted"),
     )
     for row in found:
         predicted = "" if row["predicted"] is None else f"{row['predicted']:.2f}"
         values = f"{row['tokens_per_s']:.1f}", f"{row['tau']:.2f}", f"{row['over_plain']:.2f}", predicted
-        table.add_row(f"{row['temperature']:.0f}", row["arm"], str(row["stride"] or ""), *values)
+        table.add_row(row["arm"], f"{row['temperature']:.0f}", str(row["stride"] or ""), *values)
     Console(width=100).print(table)
     json.dump({"provenance": provenance("cpu"), "rows": found}, sys.stdout)
     print()

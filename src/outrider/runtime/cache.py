@@ -28,8 +28,8 @@ from outrider.system.available import available_bytes, size_text
 
 STRIDE = 8
 """A: rounds begin less than so many tokens behind the anchor. Rows further behind are advanced in whole multiples. A
-large A makes the forwards of rounds wide, a small one makes many advances. This one is an estimate, not measured yet
-(benchmarks/states.py compares several)."""
+large A makes the forwards of rounds wide, a small one makes many advances. Of 1, 4, 8 and 16 this one and 16 were the
+fastest (benchmarks/results/states.txt)."""
 
 
 def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
