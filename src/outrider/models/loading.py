@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,14 +101,15 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
 
             check_shares(name, size, placed, device, config, method)
             how["distributed_config"] = DistributedConfig(tp_size=size)
-        needed, smaller = stored_bytes(spec), {}
+        needed = stored_bytes(spec)
+        smaller: Callable[[], Mapping[str, int]] = dict
         if method in (None, "gguf"):  # Transformers widens GGUF files
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
             needed = weights_bytes(bare, dtype, str(placed.quantization), size)
             if method is None:
-                smaller = forms(bare, dtype, str(placed.quantization), size)
+                smaller = partial(forms, bare, dtype, str(placed.quantization), size)
             if placed.quantization != "none":
                 how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare, size)
         if placed.device == "auto" and device_map is None and here().size == 1 and not is_target:

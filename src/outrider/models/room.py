@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,19 +64,19 @@ def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int) -> di
     return found
 
 
-def check_fits(name: str, needed: int, room: Room, smaller: Mapping[str, int]) -> None:
+def check_fits(name: str, needed: int, room: Room, smaller: Callable[[], Mapping[str, int]]) -> None:
     """Refuse a model whose weights do not fit.
 
     Args:
         needed: bytes of its weights.
-        smaller: bytes in other forms (see ``forms``).
+        smaller: gives the bytes in other forms (see ``forms``), if they are needed.
 
     Raises:
         DeviceError: with the numbers, and what would fit.
     """
     if room.free is None or needed <= room.free:
         return
-    fitting = [f"{option} ({size_text(size)})" for option, size in smaller.items() if size <= room.free]
+    fitting = [f"{option} ({size_text(size)})" for option, size in smaller().items() if size <= room.free]
     remedy = ", ".join(fitting) if fitting else "nothing here; --device-map spreads a model over several devices"
     raise DeviceError(
         f"the weights of {name} need {size_text(needed)} on {room.where}, where {size_text(room.free)} are free; this "

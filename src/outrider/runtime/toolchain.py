@@ -9,7 +9,7 @@ import torch
 
 
 def processor() -> str:
-    """What code may be compiled for here: the compiler is told to use all that this processor can do."""
+    """The processor with its instruction sets, all of which the compiler may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -48,7 +48,7 @@ class Structure:
         if self._matcher.is_error():
             raise _refusal(name, value, self._matcher.get_error())
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
-        self._num_beyond = 0  # tokens from the end token on, of which the matcher is not told
+        self._num_beyond = 0  # tokens from the end token on, which the matcher does not see
         if self.allowed() is None:  # the first mask may take long, and here it holds up no other text
             reason = self._matcher.get_error()
             raise _refusal(name, value, "no text matches it" if reason.startswith("NoExtension") else reason)
