@@ -1,4 +1,5 @@
-"""A pair in float32, bfloat16 and fewer bits: speed, agreement with float32, certificate.
+"""A pair in float32, bfloat16 and fewer bits: speed, agreement with float32, certificate. "Plain" weights are tensors
+of the arithmetic's type; else large matrices stay as the checkpoint has them (``--store``).
 
     python benchmarks/quantized.py [--target fable] [--draft fable-draft] [-k 3] [--prompts 8] > quantized_fable.txt
 
@@ -31,6 +32,7 @@ from outrider.models.quantize import num_bytes
 from outrider.system.provenance import provenance
 
 _FORMS = {
+    "float32, plain": Placement(dtype="float32", store="plain"),
     "float32": Placement(dtype="float32"),
     "bfloat16": Placement(dtype="bfloat16"),
     "int8": Placement(dtype="float32", quantization="int8"),
@@ -53,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     arms, sizes = [], {}
     for form, placement in _FORMS.items():
-        how = {"dtype": placement.dtype, "quantization": placement.quantization}
+        how = {"dtype": placement.dtype, "quantization": placement.quantization, "store": placement.store}
         plain = load(arguments.target, device="cpu", **how)
         pair = replace(plain, drafter=load_drafter(plain, arguments.draft, placement=placement))
         arms += [Arm(f"{form}, plain", plain), Arm(form, pair, arguments.draft, arguments.k)]
@@ -64,7 +66,7 @@ def main() -> None:
     warm_up(arms, cases, options)
     summaries = summarise(list(interleave(arms, cases, options)), arms)
     name = Path(arguments.target).name
-    columns = ("form", "weights MiB", "plain tok/s", f"K = {arguments.k} tok/s", "tau", "/ float32 plain", "alpha")
+    columns = ("form", "weights MiB", "plain tok/s", f"K = {arguments.k} tok/s", "tau", "/ first row's", "alpha")
     table = new_table(f"{name} with {arguments.draft}, temperature 1, eager", *columns, "certificate")
     rows = []
     for form, plain_arm, pair_arm in zip(_FORMS, summaries[0::2], summaries[1::2], strict=True):
@@ -99,12 +101,13 @@ def _outrider(command: str, *options: str) -> dict[str, Any]:
 
 def _words(form: str, prefix: str) -> list[str]:
     placement = _FORMS[form]
-    return [f"--{prefix}dtype", placement.dtype, f"--{prefix}quantize", placement.quantization or "none"]
+    words = [f"--{prefix}dtype", placement.dtype, f"--{prefix}quantize", placement.quantization or "none"]
+    return [*words, "--store", placement.store or "auto"]
 
 
 def _alpha(arguments: argparse.Namespace, form: str) -> float:
     """Of the target in this form as a draft for the one in float32."""
-    words = ["--target", arguments.target, "--draft", arguments.target, "--dtype", "float32", "-t", "1"]
+    words = ["--target", arguments.target, "--draft", arguments.target, "--dtype", "float32", "--temperature", "1"]
     document = _outrider("alpha", *words, *_words(form, "draft-"))
     number: float = document["alphas"][0]["alpha"]["value"]
     return number

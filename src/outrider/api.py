@@ -40,6 +40,7 @@ def load(
     device_map: str | None = None,
     max_memory: str | None = None,
     tensor_parallel: int | None = None,
+    store: str | None = None,
     draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
@@ -55,7 +56,7 @@ def load(
             None for plain decoding.
         tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
-        device ... tensor_parallel: how the target is placed (see ``Placement``); models in memory stay as they are.
+        device ... store: how the target is placed (see ``Placement``); models in memory stay as they are.
         draft_placement: how the draft is; where its device and dtype are "auto", with the target's.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
@@ -68,7 +69,7 @@ def load(
         TokenizerMismatch: target and draft have different tokens.
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    placement = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel)
+    placement = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     num_tokens = num_tokens_of(checkpoint)
     plain = Decoder(

@@ -17,8 +17,8 @@ from pairs import zoo
 
 def test_a_name_s_own_choices_yield() -> None:
     spec = ModelSpec(name="a", hub="x/y", dtype="bfloat16", quantization="int8", device_map="auto", max_memory="0=1GiB")
-    assert Placement().over(spec) == Placement("auto", "bfloat16", "int8", "auto", "0=1GiB")
-    chosen = Placement("cpu", "float32", "none", "balanced", "0=2GiB")
+    assert Placement().over(spec) == Placement("auto", "bfloat16", "int8", "auto", "0=1GiB", store="auto")
+    chosen = Placement("cpu", "float32", "none", "balanced", "0=2GiB", store="plain")
     assert chosen.over(spec) == chosen
     assert (Placement().name_of(spec), chosen.name_of(spec)) == ("a", "a:none")
     assert Placement(quantization="nf4").name_of(spec) == "a:nf4"

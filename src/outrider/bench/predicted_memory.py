@@ -22,6 +22,7 @@ from outrider.decoding.verify import verify_step
 from outrider.errors import OptionError
 from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
+from outrider.models.store import thin
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_COLUMNS
@@ -78,18 +79,21 @@ class Predictor:
     Args:
         config: of Hugging Face.
         dtype: of the arithmetic.
+        kept: the type in which large matrices stay, if they do (see ``kept_type``).
 
     Raises:
         OptionError: the context is longer than the model's.
     """
 
-    def __init__(self, config: Any, work: Work, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, work: Work, dtype: torch.dtype, kept: torch.dtype | None = None) -> None:
         longest = context_len(config)
         if work.context > longest:
             raise OptionError("context", work.context, f"this model accepts {longest} tokens")
         self._dtype = dtype
         with FakeTensorMode(), torch.inference_mode():
             self._model = skeleton(config, dtype)
+            if kept is not None:
+                thin(self._model, kept)
             width = config.get_text_config(decoder=True).vocab_size
             lm = LM(self._model, name=config.model_type, vocab_size=width, context_len=longest)
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)

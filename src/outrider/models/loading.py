@@ -40,6 +40,7 @@ from outrider.models.quantize import (
 )
 from outrider.models.registry import ModelSpec
 from outrider.models.room import check_fits, fastest_with_room, forms, room_of, stored_bytes
+from outrider.models.store import kept_type, thin, widened
 from outrider.runtime.lm import LM
 from outrider.runtime.stored import stored_tensors, whole
 from outrider.system.ranks import here
@@ -101,15 +102,21 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
 
             check_shares(name, size, placed, device, config, method)
             how["distributed_config"] = DistributedConfig(tp_size=size)
+        kept: torch.dtype | None = None
         needed = stored_bytes(spec)
         smaller: Callable[[], Mapping[str, int]] = dict
         if method in (None, "gguf"):  # Transformers widens GGUF files
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
+            if placed.quantization in ("none", "int8") and size == 1 and device_map is None:
+                kept = kept_type(spec, placed, device, bare)
+            if kept is not None:
+                thin(bare, kept)
+                how["dtype"] = kept
             needed = weights_bytes(bare, dtype, str(placed.quantization), size)
             if method is None:
-                smaller = partial(forms, bare, dtype, str(placed.quantization), size)
+                smaller = partial(forms, bare, kept or dtype, str(placed.quantization), size)
             if placed.quantization != "none":
                 how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare, size)
         if placed.device == "auto" and device_map is None and here().size == 1 and not is_target:
@@ -138,6 +145,9 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
                 f"{name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} the "
                 "first: allow more by --max-memory, or choose fewer bits by --quantize"
             )
+    if kept is not None:
+        model = model if kept == dtype else widened(model, config)
+        thin(model, kept)
     if placed.quantization != "none":
         _tell_share(name, str(placed.quantization), quantized_share(model))
     return Checkpoint(name, model, load_tokenizer(spec))

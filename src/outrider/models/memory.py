@@ -90,13 +90,24 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _num_params(file: Path) -> int:
-    """Numbers in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    """Numbers in a safetensors file."""
+    return sum(math.prod(tensor["shape"]) for tensor in _tensors(file))
+
+
+def only_type(files: list[Path]) -> str | None:
+    """The type of all numbers in safetensors files, in their own words ("BF16"); None if there are several."""
+    types = {tensor["dtype"] for file in files for tensor in _tensors(file)}
+    return types.pop() if len(types) == 1 else None
+
+
+def _tensors(file: Path) -> list[dict[str, Any]]:
+    """The tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
             raise ValueError(f"{file} is damaged")
         header = json.loads(stream.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return [tensor for name, tensor in header.items() if name != "__metadata__"]
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> Any:
@@ -115,6 +126,7 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
         parallel: processes that share layers by the model's own plan; the result is for one of them.
     """
     from outrider.models.quantize import group_size_of, linear_bytes, quantizable
+    from outrider.runtime.stored import stored_tensors
 
     layers = {} if quantization == "none" else quantizable(model)
     group_size = group_size_of(layers, parallel)
@@ -127,7 +139,7 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            number = tensor.numel() * tensor.element_size()
+            number = sum(inner.numel() * inner.element_size() for inner in stored_tensors(tensor))
             if name in layers and tensor is module.weight:
                 number = linear_bytes(quantization, module, dtype, group_size)
             total += number // parallel if is_shared else number

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.errors import DeviceError, FileError, OptionError
-from outrider.models.registry import QUANTIZATIONS, ModelSpec
+from outrider.models.registry import QUANTIZATIONS, STORES, ModelSpec
 
 DTYPES = {
     "float64": torch.float64,
@@ -37,6 +37,9 @@ class Placement:
             "nf4" (see quantize.py).
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
+        store: on the CPU, where the arithmetic is float32: "auto" keeps large matrices as the checkpoint has them, most
+            often in bfloat16, and multiplies few rows with them by a kernel that is compiled for the processor; where
+            none can be, and with "plain", all weights are tensors of ``dtype``. Results differ in the order of sums.
         max_memory: the most that a device map may put on a device: "0=20GiB,1=20GiB,cpu=60GiB".
         tensor_parallel: the number of processes that share each layer (``torchrun``).
     """
@@ -47,6 +50,7 @@ class Placement:
     device_map: str | None = None
     max_memory: str | None = None
     tensor_parallel: int | None = None
+    store: str | None = None
 
     def over(self, spec: ModelSpec) -> Placement:
         """These choices; where they are left open, those of the spec. All are checked.
@@ -61,11 +65,14 @@ class Placement:
             device_map=self.device_map or spec.device_map or "none",
             max_memory=self.max_memory or (spec.max_memory if self.device_map is None else None),
             tensor_parallel=spec.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel,
+            store=self.store or spec.store or "auto",
         )
         if placed.dtype != "auto" and placed.dtype not in DTYPES:
             raise OptionError("dtype", placed.dtype, f"choose auto, {', '.join(DTYPES)}")
         if placed.quantization not in ("none", *QUANTIZATIONS):
             raise OptionError("quantization", placed.quantization, f"choose none, {', '.join(QUANTIZATIONS)}")
+        if placed.store not in STORES:
+            raise OptionError("store", placed.store, f"choose {' or '.join(STORES)}")
         if placed.tensor_parallel is not None and placed.tensor_parallel < 1:
             raise OptionError("tensor_parallel", placed.tensor_parallel, "a whole number >= 1")
         if placed.max_memory is not None and placed.device_map not in _MAPS:

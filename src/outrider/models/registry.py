@@ -16,8 +16,9 @@ from outrider.errors import FileError, ModelNotFound
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # see quantize.py
+STORES = ("auto", "plain")  # see placement.py
 
-_TEXTS = ("path", "hub", "gguf", "dtype", "quantization", "device", "device_map", "max_memory", "about")
+_TEXTS = ("path", "hub", "gguf", "dtype", "quantization", "device", "device_map", "max_memory", "store", "about")
 _NUMBERS = ("tensor_parallel", "num_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
 _KNOWN = Path(__file__).parent / "known.toml"
 
@@ -30,7 +31,7 @@ class ModelSpec:
         path: a folder on this disk; or
         hub: a repository of the Hugging Face hub.
         gguf: the file of either that holds the weights, where they are in this form.
-        dtype ... tensor_parallel: see ``Placement``; None leaves the choice to the command.
+        dtype ... store: see ``Placement``; None leaves the choice to the command.
         source: the file that the name was defined in, for the listing.
         num_params ... context_len: stated sizes, for models that are not on this disk.
     """
@@ -45,6 +46,7 @@ class ModelSpec:
     device_map: str | None = None
     max_memory: str | None = None
     tensor_parallel: int | None = None
+    store: str | None = None
     about: str = ""
     source: str = ""
     num_params: int | None = None
@@ -116,6 +118,8 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     if table.get("quantization", "none") not in ("none", *QUANTIZATIONS):
         names = ", ".join(("none", *QUANTIZATIONS))
         raise FileError(f"{file}: models.{name}.quantization = {table['quantization']!r} should be one of {names}")
+    if table.get("store", "auto") not in STORES:
+        raise FileError(f"{file}: models.{name}.store = {table['store']!r} should be one of {', '.join(STORES)}")
     spec = ModelSpec(name=name, source=source, **{k: v for k, v in table.items() if k != "path"})
     return spec if "path" not in table else _at(spec, file.parent / Path(table["path"]).expanduser())
 

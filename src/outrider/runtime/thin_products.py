@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -77,6 +77,9 @@ class _Product:
 
 def _product_of(node: fx.Node) -> _Product | None:
     """The product that a node is, if the kernel can form it."""
+    if node.target is KERNEL:  # of a weight that is kept as it is stored (thin_weight.py)
+        x, weights, _ = cast(Any, node.args)
+        return _Product(node, x, weights[0], None)
     if node.op != "call_function" or node.kwargs or node.target not in (_aten.mm.default, _aten.addmm.default):
         return None
     arguments: Any = node.args

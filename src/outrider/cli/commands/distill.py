@@ -196,7 +196,7 @@ def _new_draft(
         return draft
     if (layers, hidden_size, intermediate_size) != (None, None, None):
         raise OptionError("--init", init, "an existing draft has its own shape: leave out the widths")
-    checkpoint = load_checkpoint(resolve(init, models), Placement(str(decoder.target.device), "float32"))
+    checkpoint = load_checkpoint(resolve(init, models), Placement(str(decoder.target.device), "float32", store="plain"))
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
     if length > context_len(checkpoint.model.config):

@@ -133,12 +133,16 @@ def _numbers_of_devices(text: str) -> list[int]:
 
 def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
     """One model in every form: as it is, and quantized; on one device and on several."""
+    import torch
+
     from outrider.bench.predicted_memory import Predictor
     from outrider.models.loading import read_config
+    from outrider.models.memory import skeleton
     from outrider.models.parallel import check_shares
     from outrider.models.placement import DTYPES, Placement, pick_device
     from outrider.models.quantize import method_of
     from outrider.models.registry import QUANTIZATIONS
+    from outrider.models.store import kept_type
     from outrider.system.available import available_bytes
 
     config = read_config(spec)
@@ -149,7 +153,9 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
     for size in sizes:
         if size > 1:
             check_shares(spec.name, size, Placement().over(spec), device, config, None)
-    predictor = Predictor(config, work, DTYPES[dtype])
+    with torch.device("meta"):
+        bare = skeleton(config, DTYPES[dtype])
+    predictor = Predictor(config, work, DTYPES[dtype], kept_type(spec, Placement().over(spec), device, bare))
     free = available_bytes(device)
     rows = []
     for size in sizes:

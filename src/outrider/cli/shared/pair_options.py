@@ -93,6 +93,14 @@ class PairOptions:
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="On the CPU: auto keeps large matrices in the checkpoint's type, with a kernel of ours for few rows; "
+            "plain widens them.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = None
     draft_device: Annotated[
         str | None, typer.Option(help="The draft's device. Default: the target's.", rich_help_panel=MACHINE_PANEL)
     ] = None
@@ -186,7 +194,7 @@ class PairOptions:
         """The target's."""
         from outrider.models.placement import Placement
 
-        return Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
+        return Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory, store=self.store)
 
     @property
     def draft_placement(self) -> Placement:
@@ -199,6 +207,7 @@ class PairOptions:
             quantization=self.draft_quantize,
             device_map=self.draft_device_map,
             max_memory=self.draft_max_memory,
+            store=self.store,
         )
 
     def against(self, name: str) -> PairOptions:
@@ -212,6 +221,7 @@ class PairOptions:
             quantize=placed.quantization,
             device_map=placed.device_map,
             max_memory=placed.max_memory,
+            store=placed.store,
         )
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
@@ -245,6 +255,7 @@ class MachineOptions:
     quantize: Annotated[str | None, _of_pair("quantize")] = None
     device_map: Annotated[str | None, _of_pair("device_map")] = None
     max_memory: Annotated[str | None, _of_pair("max_memory")] = None
+    store: Annotated[str | None, _of_pair("store")] = None
     threads: Annotated[int | None, _of_pair("threads")] = None
     compile: Annotated[bool | None, _of_pair("compile")] = None
 
