@@ -41,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("each_execution"):
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    if "each_execution" in marks and "eager_only" not in marks:
         names = metafunc.config.getoption("--executions").split(",")
         metafunc.parametrize("_execution", names, indirect=True, scope="module")
 

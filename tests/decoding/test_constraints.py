@@ -121,6 +121,7 @@ def test_the_law_is_the_targets_masked_law(rule: Rule, k: int) -> None:
     assert law_distance(law, _law(4)) < 1e-12
 
 
+@pytest.mark.eager_only
 @pytest.mark.parametrize("drafter", ["model", "greedy", "ngram"])
 @ALL_RULES
 def test_the_loop_follows_the_masked_law(rule: Rule, drafter: str) -> None:
