@@ -21,6 +21,7 @@ def test_drafts_of_a_plan_are_quantized_by_name(outrider: Outrider) -> None:
     assert drafts == {"fable-draft", "fable-draft:int8"}
 
 
+@pytest.mark.slow
 def test_a_certificate_names_the_quantization(outrider: Outrider) -> None:
     words = ("certify", "--target", "fable", "--quantize", "int8", "--draft", "fable-draft:int8")
     ended = outrider(*words, "--num-tokens", 2000, "-n", 16, "--json", "-")
