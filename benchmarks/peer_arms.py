@@ -2,7 +2,9 @@
 
 Every arm takes and gives token ids, the same number whatever the tokens are (llama.cpp forbids end tokens where the
 others take them as tokens like all). Temperature 1 is pure sampling: no top-k, top-p, min-p or penalties. Weights are
-float32 everywhere; "f32" and "f16" are the type of llama.cpp's cache, of which the second is its default.
+float32 everywhere, or those of the target are 8 bits: with a scale for each channel (torchao) in Outrider and Hugging
+Face, for each 32 numbers (Q8_0) in llama.cpp. "f32" and "f16" are the type of llama.cpp's cache, of which the second is
+its default.
 
 Each program has a process of its own: in one process their pools of threads get in each other's way (Outrider took four
 times as long beside idle llama.cpp servers and OpenVINO pipelines), which says nothing of any of them.
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, TorchAoConfig
 
 from outrider.api import load, load_drafter
 from outrider.decoder import Decoder
@@ -81,8 +83,12 @@ Runs = list[tuple[Arm, Run]]
 
 
 @contextmanager
-def outrider_arms(target: Path, draft: Path, ks: Sequence[int], acceptance: str) -> Iterator[Runs]:
-    plain = replace(load(target, dtype="float32", acceptance=acceptance), tokenizer=None)
+def outrider_arms(
+    target: Path, draft: Path, ks: Sequence[int], acceptance: str, weights: str = "float32"
+) -> Iterator[Runs]:
+    quantization = None if weights == "float32" else weights
+    loaded = load(target, dtype="float32", acceptance=acceptance, quantization=quantization)
+    plain = replace(loaded, tokenizer=None)
     eager = replace(plain, drafter=load_drafter(plain, draft, placement=Placement(dtype="float32")))
 
     def arm(way: str, name: str, decoder: Decoder, k: int | None = None) -> tuple[Arm, Run]:
@@ -101,8 +107,8 @@ def outrider_arms(target: Path, draft: Path, ks: Sequence[int], acceptance: str)
 
 
 @contextmanager
-def hf_arms(target: Path, draft: Path, ks: Sequence[int]) -> Iterator[Runs]:
-    model, static, assistant = (_hf_model(path) for path in (target, target, draft))
+def hf_arms(target: Path, draft: Path, ks: Sequence[int], weights: str = "float32") -> Iterator[Runs]:
+    model, static, assistant = _hf_model(target, weights), _hf_model(target, weights), _hf_model(draft)
     num_forwards = 0
 
     def count(*_: Any) -> None:
@@ -150,8 +156,13 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int]) -> Iterator[Runs]:
     yield arms
 
 
-def _hf_model(path: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def _hf_model(path: Path, weights: str = "float32") -> Any:
+    how: dict[str, Any] = {}
+    if weights == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how["quantization_config"] = TorchAoConfig(Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how)
     # Without an end token none ends the text; what the files say of sampling is set aside.
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
@@ -159,12 +170,19 @@ def _hf_model(path: Path) -> Any:
 
 @contextmanager
 def llama_cpp_arms(
-    target: Path, draft: Path, ks: Sequence[int], server: Path, num_threads: int, context_len: int, folder: Path
+    target: Path,
+    draft: Path,
+    ks: Sequence[int],
+    server: Path,
+    num_threads: int,
+    context_len: int,
+    folder: Path,
+    weights: str = "float32",
 ) -> Iterator[Runs]:
     """Of llama.cpp's own server; one for each arm, since it takes K when it starts, and only then."""
     files = folder / "target.gguf", folder / "draft.gguf"
-    for path, file in zip((target, draft), files, strict=True):
-        write_gguf(ModelSpec(name=path.name, path=path), file, torch.float32)
+    for path, file, dtype in zip((target, draft), files, (weights, "float32"), strict=True):
+        write_gguf(ModelSpec(name=path.name, path=path), file, getattr(torch, dtype))
     processes: list[subprocess.Popen[bytes]] = []
 
     def arm(name: str, cache_type: str, k: int | None = None, drafting: str = "greedy") -> tuple[Arm, Run]:

@@ -1,4 +1,4 @@
-"""Outrider beside other programs, same weights and same prompts: tokens per second on the CPU, all in float32.
+"""Outrider beside other programs, same weights and same prompts: tokens per second on the CPU, with float32 arithmetic.
 
     pip install gguf openvino-genai
     python benchmarks/grow.py fable grown-110m --hidden-size 768 --num-layers 14 --intermediate-size 2304
@@ -7,6 +7,7 @@
     python benchmarks/peers.py --target grown-110m --k 2,3,4,6,8 --own-k 4,7 --max-new-tokens 64 --prompts 5 \\
         --llama-server llama-build/bin/llama-server --openvino-target ov-110m --openvino-draft ov-draft > peers_110m.txt
 
+``--weights int8`` takes the target in 8 bits, by each program's own scheme (for OpenVINO, ``--weight-format int8``).
 Programs that are missing are left out and named. llama.cpp is to be built for the machine, since a build for all
 machines is far slower; its source comes with several Python packages, and is the newer in this one:
 
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--k", default="1,2,3,4,6", help="drafted tokens per round to choose among, by commas")
     parser.add_argument("--own-k", default="2,4", help="the same for Outrider")
     parser.add_argument("--acceptance", default=DEFAULT_ACCEPTANCE, choices=RULES, help="Outrider's rule")
+    parser.add_argument("--weights", default="float32", choices=["float32", "int8"], help="of the target")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument(
@@ -246,13 +248,13 @@ def main() -> None:
     results = {}
     with TemporaryDirectory() as folder:
         workers = [
-            Worker(outrider_arms, (target, draft, own_ks, arguments.acceptance), num_threads),
-            Worker(hf_arms, (target, draft, ks), num_threads),
+            Worker(outrider_arms, (target, draft, own_ks, arguments.acceptance, arguments.weights), num_threads),
+            Worker(hf_arms, (target, draft, ks, arguments.weights), num_threads),
         ]
         if find_spec("gguf") is None or arguments.llama_server is None:
             left_out["llama.cpp"] = "gguf is not installed, or no --llama-server was given"
         else:
-            more = arguments.llama_server.resolve(), num_threads, context_len, Path(folder)
+            more = arguments.llama_server.resolve(), num_threads, context_len, Path(folder), arguments.weights
             workers.append(Worker(llama_cpp_arms, (target, draft, ks, *more), num_threads))
             versions |= {"gguf": version("gguf"), "llama.cpp": llama_cpp_build(arguments.llama_server.resolve())}
         if find_spec("openvino_genai") is None or arguments.openvino_target is None:

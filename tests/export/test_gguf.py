@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -180,6 +181,19 @@ def test_the_embedded_pair_in_its_own_type(tmp_path: Path) -> None:
         got = post("/completion", prompt="Once upon a time", n_predict=12, temperature=0)["content"]
     [want] = embedded().plain().generate("Once upon a time", max_new_tokens=12, temperature=0.0)
     assert got == want.text
+
+
+def test_eight_bits(tmp_path: Path) -> None:
+    """Q8_0: each number within half a step, 1/127 of the largest of its block, which is rounded to float16."""
+    file = tmp_path / "fable.gguf"
+    write_gguf(ModelSpec(name="fable", path=zoo("fable")), file, torch.int8)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    assert {tensor.tensor_type.name for tensor in tensors.values()} == {"Q8_0", "F32"}
+    got = torch.tensor(dequantize(tensors["blk.0.ffn_down.weight"].data, GGMLQuantizationType.Q8_0))
+    want = embedded().target.model.model.layers[0].mlp.down_proj.weight.detach()
+    blocks = want.view(len(want), -1, 32)
+    bound = 0.57 * blocks.abs().amax(dim=-1, keepdim=True) / 127
+    assert ((got.view_as(blocks) - blocks).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -37,7 +37,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
 _IGNORES_MERGES = {"llama-bpe"}  # a word that is a token is not split, whatever the merges say
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "Q8_0"}
 
 
 def obstacle(spec: ModelSpec) -> str | None:
@@ -72,7 +72,8 @@ def write_gguf(spec: ModelSpec, output: Path, dtype: torch.dtype | None = None) 
     """Write a checkpoint as a GGUF file, whole or not at all.
 
     Args:
-        dtype: of the matrices, float32, float16 or bfloat16; None for that of the checkpoint. Vectors are float32.
+        dtype: of the matrices, float32, float16, bfloat16, or int8 for Q8_0 (a scale for each 32 numbers); None for
+            that of the checkpoint. Vectors are float32.
 
     Raises:
         UnsupportedModel: see ``obstacle``.
@@ -89,7 +90,7 @@ def write_gguf(spec: ModelSpec, output: Path, dtype: torch.dtype | None = None) 
     config = read_config(spec)
     dtype = dtype or config.dtype or torch.float32
     if dtype not in _TYPES:
-        raise UnsupportedModel(f"{spec.name}: a GGUF file has no {dtype}: choose float32, float16 or bfloat16")
+        raise UnsupportedModel(f"{spec.name}: a GGUF file has no {dtype}: choose float32, float16, bfloat16 or int8")
     part = output.with_name(f"{output.name}.part")
     architecture = _ARCHITECTURES[config.architectures[0]]
     writer = gguf.GGUFWriter(part, architecture)
@@ -130,13 +131,21 @@ def _add_info(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype)
 
     kind = _type(tensor, dtype)
     raw = gguf.GGMLQuantizationType[_TYPES[kind]]
-    num_bytes = tensor.numel() * kind.itemsize
+    block, block_bytes = gguf.GGML_QUANT_SIZES[raw]
+    if tensor.shape[-1] % block:
+        raise UnsupportedModel(f"the width of {name}, {tensor.shape[-1]}, is no multiple of {block}, as Q8_0 wants it")
+    num_bytes = tensor.numel() // block * block_bytes
     writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), num_bytes, raw_dtype=raw)
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> Any:
+    import gguf
+
+    kind = _type(tensor, dtype)
+    if kind == torch.int8:
+        return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
     # NumPy does not know all of torch's types.
-    return tensor.to(_type(tensor, dtype)).contiguous().flatten().view(torch.uint8).numpy()
+    return tensor.to(kind).contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _has_window(config: Any) -> bool:
