@@ -31,6 +31,7 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _MAX_INLINED = 64  # numbers; far more than the largest tensor that Inductor writes into its code
 _MOST_BYTES = 4 * 2**30  # of programs on disk
+_FEW_NUMBERS = 2**15  # a loop over fewer takes less time than to share it among threads
 _BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
 
 
@@ -80,7 +81,7 @@ class _Program:
             **_thin_options(num_threads),
         }
         weights = _plain(traced)
-        with lm.lock, _plain_attention(lm.model):
+        with lm.lock, _attention(lm, num_threads):
             exported = _trace(traced, call.tensors, call.stores)
         constants = {**weights, **exported.constants}
         name = f"{_digest(exported, constants, options)}.pt2"
@@ -119,6 +120,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 def _thin_options(num_threads: int) -> dict[str, Any]:
     # Brings Inductor, which takes seconds to import.
+    from outrider.runtime.thin_attention import ATTENTION, ATTENTION_SHIM
     from outrider.runtime.thin_kernel import SHIM, library
     from outrider.runtime.thin_products import KERNEL, MAX_SUMS, ThinProducts
 
@@ -126,7 +128,8 @@ def _thin_options(num_threads: int) -> dict[str, Any]:
     return {
         "post_grad_custom_pre_pass": ThinProducts(num_threads if has_kernel else None),
         "cpp.max_horizontal_fusion_size": MAX_SUMS,
-        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM]},
+        "cpp.min_chunk_size": max(1, _FEW_NUMBERS // num_threads),
+        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], ATTENTION: [ATTENTION_SHIM]},
     }
 
 
@@ -136,10 +139,16 @@ def _num_threads(model: nn.Module) -> int:
 
 
 @contextmanager
-def _plain_attention(model: Any) -> Iterator[None]:
-    """With attention written out, which is compiled into the loops around it; the fused kernel stands alone."""
+def _attention(lm: Any, num_threads: int) -> Iterator[None]:
+    """With our kernel in the place of torch's, where it is for the same types. Other attention is written out, and is
+    compiled into the loops around it."""
+    from outrider.runtime.thin_attention import KEY_DTYPES, register
+    from outrider.runtime.thin_kernel import library
+
+    model = lm.model
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    has_kernel = before == "sdpa" and lm.dtype in KEY_DTYPES and library() is not None
+    model.set_attn_implementation(register(num_threads) if has_kernel else "eager")
     try:
         yield
     finally:

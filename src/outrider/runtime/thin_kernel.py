@@ -26,7 +26,7 @@ from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("thin_products.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("thin_products.cpp", "thin_attention.cpp", "vectors.h")]
 _MOST_BYTES = 2**24  # of kernels on disk
 # As programs see it.
 SHIM = (
@@ -77,9 +77,9 @@ def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, loaded so that programs find its functions; None where it cannot be compiled."""
-    source = _SOURCE.read_bytes()
-    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), source)).encode()).hexdigest() + ".so"
+    """The compiled kernels, loaded so that programs find their functions; None where they cannot be compiled."""
+    sources = [path.read_bytes() for path in _SOURCES]
+    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), sources)).encode()).hexdigest() + ".so"
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     with tempfile.TemporaryDirectory() as folder:
         kept = kernels.open(name)
@@ -95,7 +95,7 @@ def library() -> ctypes.CDLL | None:
         try:
             _compile(path)
         except CppCompileError as error:
-            _LOG.warning("the kernel of products of few rows cannot be compiled: %s", str(error).splitlines()[-1])
+            _LOG.warning("the kernels for few rows cannot be compiled: %s", str(error).splitlines()[-1])
             return None
         kernels.keep(name, path.read_bytes())
         return _loaded(path)
@@ -106,6 +106,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compile(path: Path) -> None:
-    _LOG.info("compiling the kernel of products of few rows")
+    _LOG.info("compiling the kernels for few rows")
     options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=("-ffp-contract=fast",))
-    CppBuilder(path.stem, str(_SOURCE), options, str(path.parent)).build()
+    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+    CppBuilder(path.stem, sources, options, str(path.parent)).build()

@@ -12,33 +12,12 @@
 #include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-#define VECTOR_BYTES 64
-#define NUM_REGISTERS 32
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define VECTOR_BYTES 32
-#define NUM_REGISTERS 16
-#else
-#define VECTOR_BYTES 16
-#ifdef __aarch64__
-#define NUM_REGISTERS 32
-#else
-#define NUM_REGISTERS 16
-#endif
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
+#include "vectors.h"
 
 namespace {
 
-constexpr int LANES = VECTOR_BYTES / sizeof(float);
 #if NUM_REGISTERS == 32
 // Channels in one loop over so many rows of x.
 constexpr int channels_for(int64_t num_rows) { return num_rows <= 6 ? 4 : 3; }
@@ -50,83 +29,6 @@ constexpr int64_t MOST_ROWS = 6;
 constexpr int64_t TILE_ROWS = 6;  // where there are more than MOST_ROWS
 constexpr int AHEAD_BYTES = 2048;
 constexpr int LINE_BYTES = 64;
-
-typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
-typedef float Four __attribute__((vector_size(16)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-INLINE Floats load(const float* from) {
-  Floats values;
-  memcpy(&values, from, sizeof values);
-  return values;
-}
-
-INLINE Floats load(const BFloat16* from) {
-  typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
-  typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
-  Halves bits;
-  memcpy(&bits, from, sizeof bits);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
-}
-
-INLINE Floats load(const int8_t* from) {
-#if VECTOR_BYTES == 64
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif VECTOR_BYTES == 32
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  typedef int8_t Bytes __attribute__((vector_size(VECTOR_BYTES / 4)));
-  typedef int16_t Shorts __attribute__((vector_size(VECTOR_BYTES / 2)));
-  typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
-  Bytes bytes;
-  memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Floats);
-#endif
-}
-
-// The first of the numbers, zeros after them.
-template <typename Number>
-INLINE Floats load_first(const Number* from, int64_t number) {
-  Number padded[LANES] = {};
-  memcpy(padded, from, number * sizeof(Number));
-  return load(padded);
-}
-
-// Sums of the lanes that are four apart.
-INLINE Four folded(Floats values) {
-#if VECTOR_BYTES == 64
-  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)values), _mm512_extractf32x8_ps((__m512)values, 1));
-  return (Four)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-#elif VECTOR_BYTES == 32
-  return (Four)_mm_add_ps(_mm256_castps256_ps128((__m256)values), _mm256_extractf128_ps((__m256)values, 1));
-#else
-  return values;
-#endif
-}
-
-// Sums of neighbours: a0 + a1, a2 + a3, b0 + b1, b2 + b3.
-INLINE Four neighbours(Four a, Four b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#else
-  typedef int32_t Places __attribute__((vector_size(16)));
-  return __builtin_shuffle(a, b, Places{0, 2, 4, 6}) + __builtin_shuffle(a, b, Places{1, 3, 5, 7});
-#endif
-}
-
-// The sums over the lanes of CHANNELS vectors, in the first places; the order is the same for each number of them.
-template <int CHANNELS>
-INLINE Four across(const Floats* sums) {
-  Four first = folded(sums[0]);
-  Four second = CHANNELS > 1 ? folded(sums[1]) : first;
-  Four ends = neighbours(first, second);
-  if constexpr (CHANNELS <= 2) return neighbours(ends, ends);
-  Four third = folded(sums[2]);
-  return neighbours(ends, neighbours(third, CHANNELS > 3 ? folded(sums[3]) : third));
-}
 
 // The products of ROWS rows of x with CHANNELS rows of the weights, which are `apart` rows from one another.
 template <int ROWS, int CHANNELS, typename Weight>

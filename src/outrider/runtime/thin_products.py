@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from outrider.runtime.thin_attention import ATTENTION
 from outrider.runtime.thin_kernel import WEIGHT_DTYPES
 
 MAX_KERNEL_ROWS = 48  # beyond it a matrix library is about as fast
@@ -50,6 +52,7 @@ class ThinProducts(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self._num_threads is not None:
             _call_the_kernel(graph, self._num_threads)
+        _write_out_what_layers_share(graph)
         for node in list(graph.nodes):
             if node.op != "call_function" or node.kwargs:
                 continue
@@ -62,7 +65,7 @@ class ThinProducts(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the keys under which compiled code is kept: to be changed with the pass."""
-        return f"outrider-thin-products-10-{self._num_threads}"
+        return f"outrider-thin-products-11-{self._num_threads}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +149,21 @@ def _converted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if node.meta["val"].dtype == dtype else _call(graph, _prims.convert_element_type.default, node, dtype)
 
 
-def _contiguous(graph: fx.Graph, rows: fx.Node) -> fx.Node:
-    """Rows that are written out."""
-    *batch, num_rows, width = rows.meta["val"].shape
-    strides = [num_rows * width, width, 1][-len(batch) - 2 :]
-    return _call(graph, _prims.inductor_force_stride_order.default, rows, strides)
+def _contiguous(graph: fx.Graph, numbers: fx.Node) -> fx.Node:
+    """Numbers that are written out."""
+    shape = list(numbers.meta["val"].shape)
+    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    return _call(graph, _prims.inductor_force_stride_order.default, numbers, strides)
+
+
+def _write_out_what_layers_share(graph: fx.Graph) -> None:
+    """Masks, and the angles of rotary embeddings, which each layer would compute anew."""
+    shared = {node: None for node in graph.nodes if node.target in (_aten.cos.default, _aten.sin.default)}
+    shared |= {node.args[3]: None for node in graph.nodes if node.target is ATTENTION}
+    for node in shared:
+        with graph.inserting_after(node):
+            written = _contiguous(graph, node)
+        node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
 
 
 def _write_as_sums(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
