@@ -21,14 +21,22 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
     # A score is a sum of D terms, its mask is added; a weight is off by as much as its score and the largest one, in
     # proportion; then L terms are added twice, and the exponential itself is off by two units.
     seen = mask > _LEAST
-    terms = (query.abs() @ key.abs().mT * abs(scale) * (key.shape[-1] + 2) + mask.abs()) * seen
+    terms = query.abs() @ key.abs().mT * abs(scale) * (key.shape[-1] + 2) + mask.abs()
+    terms = terms.masked_fill(~seen, 0.0)
     error = 1.1 * _EPSILON * (2.0 * terms.amax(dim=-1, keepdim=True) + 2 * key.shape[-2] + 10)
     return (weights @ value).transpose(1, 2), (error * (weights @ value.abs())).transpose(1, 2) + 1e-30
 
 
 def inputs(
-    num_rows: int, num_groups: int, num_shared: int, num_queries: int, num_places: int, width: int, value_width: int,
-    dtype: torch.dtype, seed: int,
+    num_rows: int,
+    num_groups: int,
+    num_shared: int,
+    num_queries: int,
+    num_places: int,
+    width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As a model gives them: queries transposed, keys and values in view of a cache with a place more."""
     generator = torch.Generator().manual_seed(seed)

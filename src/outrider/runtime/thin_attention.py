@@ -21,8 +21,8 @@ from outrider.runtime.thin_kernel import library
 
 # As programs see it.
 ATTENTION_SHIM = (
-    "AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, "
-    "AtenTensorHandle mask, double scale, int64_t num_threads, AtenTensorHandle* result)"
+    "AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorHandle key, "
+    "AtenTensorHandle value, AtenTensorHandle mask, double scale, int64_t num_threads, AtenTensorHandle* result)"
 )
 KEY_DTYPES = (torch.float32, torch.bfloat16)
 
