@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from outrider.runtime.thin_attention import KEY_DTYPES, thin_attention
+from outrider.runtime.thin_attention import KEY_DTYPES, register, thin_attention
+from toys import as_lm, tiny_llama
 
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
 _LEAST = torch.finfo(torch.float32).min
@@ -122,3 +124,26 @@ def test_scores_that_overflow_an_exponential() -> None:
     query, key, value, mask = inputs(1, 1, 1, 2, 300, 16, 16, torch.float32, 4)
     want, bound = attention(query * 1e4, key, value, mask, 1.0)
     assert ((thin_attention(query * 1e4, key, value, mask, 1.0, 1).double() - want).abs() <= bound).all()
+
+
+def _logits(model: PreTrainedModel, implementation: str) -> Tensor:
+    """Of two rows at different lengths, three tokens each. [2, 3, V]"""
+    lm = as_lm(model)
+    cache = lm.new_cache(2, 40)
+    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(12).expand(2, -1)
+    model.set_attn_implementation(implementation)
+    with torch.inference_mode():
+        lm.forward(
+            ids[:, :9], torch.where(positions[:, :9] < torch.tensor([[9], [4]]), positions[:, :9], -1), cache, 40
+        )
+        return lm.forward(ids[:, 9:], torch.tensor([[9], [4]]) + torch.arange(3), cache, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_models_that_call_it(dtype: torch.dtype) -> None:
+    """Groups of heads, rows of different lengths; in float64 they have torch's own attention."""
+    model = tiny_llama().to(dtype)
+    want, got = _logits(tiny_llama().to(dtype).double(), "sdpa"), _logits(model, register(1))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float64: 0.0}[dtype]
+    assert ((got.double() - want).abs().amax() <= tolerance * want.abs().amax()).all()

@@ -3,9 +3,9 @@
 A forward of T tokens multiplies T rows with each weight matrix. For small T that is bound by reading the matrix once,
 but general matrix libraries are made for large T: on the CPU their call overhead and packing cost several times the
 reading. Products with weights of a type that our kernel knows (thin_kernel.py) become calls of it, those of the same
-rows one call. The others, attention's among them, are written as T sums over the same rows of the matrix: the compiler
-makes one loop of them that reads each number once, keeps T sums in registers, and fuses what comes before and after
-into the same parallel region. Measured in docs/log.md.
+rows one call. The others are written as T sums over the same rows of the matrix: the compiler makes one loop of them
+that reads each number once, keeps T sums in registers, and fuses what comes before and after into the same parallel
+region. Measured in docs/log.md.
 
 This is a pass over the graph that torch's Inductor is about to lower; it knows nothing of models.
 """
