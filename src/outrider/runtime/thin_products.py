@@ -158,7 +158,8 @@ def _contiguous(graph: fx.Graph, numbers: fx.Node) -> fx.Node:
 
 def _write_out_what_layers_share(graph: fx.Graph) -> None:
     """Masks, and the angles of rotary embeddings, which each layer would compute anew."""
-    shared = {node: None for node in graph.nodes if node.target in (_aten.cos.default, _aten.sin.default)}
+    angles = _aten.cos.default, _aten.sin.default
+    shared: dict[Any, None] = {node: None for node in graph.nodes if node.target in angles}
     shared |= {node.args[3]: None for node in graph.nodes if node.target is ATTENTION}
     for node in shared:
         with graph.inserting_after(node):
