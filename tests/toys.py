@@ -5,16 +5,18 @@ they attend, so that a wrong cache, mask or position shows in their tokens.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.decoding.batch import Row
 from outrider.decoding.engine import decode
-from outrider.decoding.schedule import Schedule
+from outrider.decoding.live_costs import LiveCosts
+from outrider.decoding.schedule import AdaptiveSchedule, Schedule
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
@@ -169,6 +171,30 @@ class Output:
     @property
     def stats(self) -> Stats:
         return sum((Stats.of(row) for row in self.rounds), Stats())
+
+
+@dataclass
+class MadeUpTimes:
+    """An adaptive schedule for which each round takes what its costs say, on every machine."""
+
+    costs: Mapping[int, Mapping[int, float]]
+    inner: AdaptiveSchedule = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inner = AdaptiveSchedule(self.costs)
+        self.max_k = self.inner.max_k
+
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        return self.inner.next_k(rows, num_rows)
+
+    def learn(self, rounds: Sequence[RowRound]) -> None:
+        self.inner.learn(rounds)
+
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        self.inner.learn_cost(num_rows, k, LiveCosts(self.costs).seconds(num_rows, k))
+
+    def forget(self, index: int) -> None:
+        self.inner.forget(index)
 
 
 def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int | Schedule) -> list[Output]:

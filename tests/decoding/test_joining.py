@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from outrider.decoding.engine import Engine, Load
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
+from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.records import Request, RowRound
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, RULES, Rule
-from toys import StopAt, llama_pair, request, table_pair, tokens
+from toys import MadeUpTimes, StopAt, llama_pair, request, table_pair, tokens
 
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 K = 3
@@ -156,7 +156,7 @@ def test_rows_with_a_constant_k_do_not_depend_on_the_load(rule: Rule) -> None:
         Request(one.prompt_ids, one.sampling, one.stop, None if i % 2 else 3)
         for i, one in enumerate(_requests(rng, 16))
     ]
-    schedule = AdaptiveSchedule(costs)
+    schedule = MadeUpTimes(costs)
     played = play(_engine(target, drafter, rule, schedule), requests, sorted(rng.randint(0, 20) for _ in requests))
     chosen = set()
     for index, one in enumerate(requests):
@@ -165,7 +165,7 @@ def test_rows_with_a_constant_k_do_not_depend_on_the_load(rule: Rule) -> None:
         if one.num_draft_tokens is None:
             chosen |= {row.num_drafted for row in played.outputs[index]}
     assert 0 in chosen and max(chosen) >= 2
-    assert schedule._estimates == {}  # what was known of rows went with them
+    assert schedule.inner._estimates == {}  # what was known of rows went with them
 
 
 def test_the_best_k_follows_the_load() -> None:
@@ -174,7 +174,7 @@ def test_the_best_k_follows_the_load() -> None:
     costs = {1: {0: 1.0, 4: 1.05}, 4: {0: 1.0, 4: 8.0}}
     for num_rows, expected in ((1, 4), (4, 0)):
         requests = [request((1,), seed=i, max_new_tokens=60, temperature=0.0) for i in range(num_rows)]
-        played = play(_engine(target, drafter, REJECTION, AdaptiveSchedule(costs)), requests, [0] * num_rows)
+        played = play(_engine(target, drafter, REJECTION, MadeUpTimes(costs)), requests, [0] * num_rows)
         drafted = [row.num_drafted for rows in played.outputs.values() for row in rows[:-5]]
         assert sorted(drafted)[len(drafted) // 2] == expected
 
@@ -251,7 +251,7 @@ def test_the_law_of_one_request_among_neighbours(rule: Rule) -> None:
     num_texts = 6_000
     costs = {1: {0: 1.0, 1: 1.05, 2: 1.1}, 4: {0: 1.0, 1: 1.2, 2: 1.3}}
     requests = [Request([0], Sampling(seed=seed, max_new_tokens=3)) for seed in range(num_texts)]
-    engine = _engine(target, drafter, rule, AdaptiveSchedule(costs))
+    engine = _engine(target, drafter, rule, MadeUpTimes(costs))
     played = play(engine, requests, [0] * num_texts)
     counts = torch.zeros(27)
     for index in range(num_texts):

@@ -21,7 +21,7 @@ from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.sampling.rules import RULES, Rule
-from toys import random_table, table_lm, table_pair, tokens
+from toys import MadeUpTimes, random_table, table_lm, table_pair, tokens
 
 # Seconds of a round by K: a draft that is dear, one that is middling, one that is cheap beside its target.
 COSTS = {
@@ -52,6 +52,7 @@ def _seconds(make: Callable[[], Schedule], costs: dict[int, float], alpha: float
             total += costs[k]
             row.token_ids += [0] * (num_accepted + 1)
             schedule.learn([_round(k, num_accepted)])
+            schedule.learn_cost(1, k, costs[k])
     return total
 
 
@@ -99,6 +100,9 @@ class Wandering:
     def learn(self, rounds: Sequence[RowRound]) -> None:
         self.last = sum(round_.token_ids[-1] + len(round_.token_ids) for round_ in rounds) % 4
 
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        pass
+
     def forget(self, index: int) -> None:
         pass
 
@@ -128,9 +132,8 @@ def test_auto_in_the_loop(rule_name: str) -> None:
     target, drafter = table_pair(6)
     temperature = 1.0 if rule_name == "gumbel" else 0.0
     asked = [Request([i], Sampling(seed=i, max_new_tokens=40, temperature=temperature)) for i in range(3)]
-    rounds = list(
-        decode(target, drafter, asked, RULES[rule_name], num_draft_tokens=AdaptiveSchedule({1: COSTS["cheap"]}))
-    )
+    schedule = MadeUpTimes({1: COSTS["cheap"]})
+    rounds = list(decode(target, drafter, asked, RULES[rule_name], num_draft_tokens=schedule))
     assert len({row.num_drafted for round_ in rounds for row in round_.rows}) > 2
     texts = [tuple(i for r in rounds for row in r.rows if row.row == n for i in row.token_ids) for n in range(3)]
     assert texts == tokens(target, NoDrafter(), asked, RULES[rule_name], 0)

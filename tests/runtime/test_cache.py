@@ -52,6 +52,9 @@ class Pausing:
     def learn(self, rounds: Sequence[RowRound]) -> None:
         pass
 
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        pass
+
     def forget(self, index: int) -> None:
         pass
 

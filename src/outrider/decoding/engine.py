@@ -207,7 +207,12 @@ class Engine:
         draft_s, verify_s = self._clock.seconds(drafting, verifying), self._clock.seconds(verifying, verified)
         # The consumer's work between rounds is not counted; but a device that worked on meanwhile is not faster for it.
         total_s = max(time.perf_counter() - begin_s, prefill_s + self._clock.seconds(drafting, end))
-        return Round(tuple(row_rounds), Timing(prefill_s, draft_s, verify_s, total_s))
+        timing = Timing(prefill_s, draft_s, verify_s, total_s)
+        if not (
+            started.prefills or is_idle
+        ):  # a prefill sweeps the processor's caches, the last round waits for others
+            self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
+        return Round(tuple(row_rounds), timing)
 
     @property
     def _may_start(self) -> bool:

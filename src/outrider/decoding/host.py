@@ -50,6 +50,11 @@ class Started:
     marks: tuple[Any, Any, Any, Any]
     prefills: Sequence[tuple[Any, Any]]
 
+    @property
+    def num_columns(self) -> int:
+        """K of the verify, padding included."""
+        return self.report.numbers.shape[1] - 5
+
 
 def report_of(rows: Sequence[Row | None], draft: Draft, judged: Judged, *, copy: bool) -> Report:
     """Send it to the host.
@@ -102,7 +107,7 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
     """Take note of a round on the host, and let each row's stop act on it token by token. Rows that have ended before
     are passed over."""
     report = started.report
-    num_columns = report.numbers.shape[1] - 5
+    num_columns = started.num_columns
     probs = report.drafted_probs.tolist()
     row_rounds = []
     for b, (row, numbers) in enumerate(zip(started.rows, report.numbers.tolist(), strict=True)):

@@ -1,8 +1,8 @@
 """Schedules: how many tokens to draft in the next round.
 
 ``AdaptiveSchedule`` drafts as many as promise the most tokens per second. It looks at what earlier rounds committed and
-at costs that were measured before the run, never at drafts that are not verified yet; so the number of drafted tokens
-is known before they are drawn, and the output follows the target's law as it does for a constant K.
+at what they took, never at drafts that are not verified yet; so the number of drafted tokens is known before they are
+drawn, and the output follows the target's law as it does for a constant K.
 
 The estimate: with a_i the probability that the i-th drafted token stands if those before it do, a round of K drafted
 tokens commits tau(K) tokens (speedup.py), and tokens per second are tau(K) over the seconds of such a round, which
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.decoding.batch import Row
+from outrider.decoding.live_costs import LiveCosts
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
+from outrider.system.ranks import here
 
 _PRIOR = 0.6  # a_1 before anything is known
 _PRIOR_WEIGHT = 1.0  # in rounds; each a_i starts from the estimate of the one before it
@@ -26,7 +28,9 @@ _PRIOR_WEIGHT = 1.0  # in rounds; each a_i starts from the estimate of the one b
 # less weight two rejections end a row's drafts.
 _OTHERS_WEIGHT = 8.0
 _MEMORY = 0.95  # weight of a round after the next one, so that the estimate follows the text
+_MEMORY_OF_ALL = 0.98  # of rows that may be many
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # rounds without drafts before another try; doubled with each that fails
+_TRY_EVERY = 16  # rounds, at most, a K whose cost may be lower than it seems
 
 
 class Schedule(Protocol):
@@ -47,6 +51,10 @@ class Schedule(Protocol):
         """See what the last round committed."""
         ...
 
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        """See what a round took that was computed for so many rows with k drafted tokens, and did nothing else."""
+        ...
+
     def forget(self, index: int) -> None:
         """A row has ended."""
         ...
@@ -64,23 +72,28 @@ class ConstantSchedule:
     def learn(self, rounds: Sequence[RowRound]) -> None:
         pass
 
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        pass
+
     def forget(self, index: int) -> None:
         pass
 
 
 @dataclass(slots=True)
 class _RowEstimate:
-    """Rounds in which the i-th drafted token was judged, and in which it stood; older rounds count less."""
+    """Rounds in which the i-th drafted token was judged, and in which it stood; each round weighs ``memory`` times what
+    the next one does."""
 
     judged: list[float]
     stood: list[float]
+    memory: float
 
     def learn(self, round_: RowRound) -> None:
         if round_.num_drafted == 0:
             return
         for i in range(len(self.judged)):
-            self.judged[i] *= _MEMORY
-            self.stood[i] *= _MEMORY
+            self.judged[i] *= self.memory
+            self.stood[i] *= self.memory
         for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
             self.judged[i] += 1.0
             self.stood[i] += i < round_.num_accepted
@@ -118,23 +131,29 @@ class Choice:
 class AdaptiveSchedule:
     """The K with the most expected tokens per second at this load, 0 included.
 
-    A new row starts from the acceptance of the rows before it. Where 0 is best, 0 is chosen for a while, then the least
+    A new row starts from the acceptance of the rows before it. Where 0 is best, 0 is chosen for a while, then the best
     K above it is tried, since a draft that does not draft cannot show that it has become useful. Each try that fails
     doubles the while.
 
+    Costs are corrected by the rounds that are run. At most one round in 16 tries a K that would be the best if its cost
+    were as much lower as so few rounds of it leave possible.
+
     Args:
-        costs: number of rows -> K -> seconds of a round of so many rows with K drafted tokens, measured; 0 is among
-            the K, and the K are the same for all numbers of rows.
+        costs: number of rows -> K -> seconds of a round of so many rows with K drafted tokens, measured before the run;
+            0 is among the K, and the K are the same for all numbers of rows.
     """
 
     costs: Mapping[int, Mapping[int, float]]
+    _live_costs: LiveCosts = field(init=False)
     _all_rows: _RowEstimate = field(init=False)
     _estimates: dict[int, _RowEstimate] = field(default_factory=dict, init=False)
     _pause: int = field(default=_FIRST_PAUSE, init=False)
     _num_idle: int = field(default=0, init=False)
+    _num_since_try: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._all_rows = self._new_estimate()
+        self._live_costs = LiveCosts(self.costs)
+        self._all_rows = self._new_estimate(_MEMORY_OF_ALL)
 
     @property
     def max_k(self) -> int:
@@ -150,8 +169,16 @@ class AdaptiveSchedule:
             for k in range(len(totals)):
                 # Tokens beyond the row's end are worth nothing.
                 totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
-        choices = sorted(next(iter(self.costs.values())))
-        best = max(choices, key=lambda k: totals[k] / self._seconds(num_rows, max(k, least)))
+        costs = self._live_costs
+        rates = {k: totals[k] / costs.seconds(num_rows, max(k, least)) for k in costs.ks}
+        best = max(rates, key=rates.__getitem__)
+        self._num_since_try += 1
+        if self._num_since_try >= _TRY_EVERY:
+            self._num_since_try = 0
+            tried = (k for k in costs.ks if k >= least)  # those that show what they cost
+            tried_k = max(tried, key=lambda k: totals[k] / costs.least_seconds(num_rows, k), default=best)
+            if tried_k != best:
+                return tried_k
         if best > 0:
             self._num_idle, self._pause = 0, _FIRST_PAUSE
             return best
@@ -159,15 +186,7 @@ class AdaptiveSchedule:
         if self._num_idle <= self._pause or self.max_k == 0:
             return 0
         self._num_idle, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
-        return min(k for k in choices if k > 0)
-
-    def _seconds(self, num_rows: int, k: int) -> float:
-        """Of a round; between the numbers of rows that were measured, by a straight line."""
-        sizes = sorted(self.costs)
-        above = next((size for size in sizes if size >= num_rows), sizes[-1])
-        below = next((size for size in reversed(sizes) if size <= num_rows), sizes[0])
-        at = (num_rows - below) / (above - below) if above > below else 0.0
-        return (1 - at) * _cost_of(self.costs[below], k) + at * _cost_of(self.costs[above], k)
+        return max((k for k in costs.ks if k > 0), key=rates.__getitem__)
 
     def choices(self) -> list[Choice]:
         """K before anything is known of the texts, for each load that was measured."""
@@ -182,24 +201,22 @@ class AdaptiveSchedule:
             self._all_rows.learn(round_)
             self._of(round_.row).learn(round_)
 
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        self._live_costs.learn(num_rows, k, here().shared(seconds))
+
     def forget(self, index: int) -> None:
         self._estimates.pop(index, None)
 
     def _of(self, row: int) -> _RowEstimate:
         if row not in self._estimates:
-            self._estimates[row] = self._new_estimate()
+            self._estimates[row] = self._new_estimate(_MEMORY)
         return self._estimates[row]
 
-    def _new_estimate(self) -> _RowEstimate:
-        return _RowEstimate([0.0] * self.max_k, [0.0] * self.max_k)
+    def _new_estimate(self, memory: float) -> _RowEstimate:
+        return _RowEstimate([0.0] * self.max_k, [0.0] * self.max_k, memory)
 
 
 def _best(seconds: Mapping[int, float], acceptance: float) -> int:
     """The K with the most tokens per second where every drafted token has this acceptance."""
     tokens = expected_tokens([acceptance] * max(seconds))
     return max(sorted(seconds), key=lambda k: tokens[k] / seconds[k])
-
-
-def _cost_of(costs: Mapping[int, float], k: int) -> float:
-    """Seconds of a round with k drafted tokens, those of the next k that was measured."""
-    return costs[min((one for one in costs if one >= k), default=max(costs))]

@@ -1,0 +1,104 @@
+"""What rounds cost while the loop runs: measured costs, corrected by the times of its own rounds.
+
+Costs are measured in an idle process (costs.py). A server shares its cores with clients, and rounds take longer there,
+in other proportions: those that draft less suffer more from work that comes once a round. So each measured cost has a
+factor of its own, a running average of how much longer such rounds took than was expected. How fast the machine is at
+the moment is told apart from it: that changes from second to second, for all K alike, and decides nothing.
+
+This module knows no rows and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_MOST = 2.0  # a round that takes longer counts as so many times what was expected: it was held up by something else
+_PACE_ROUNDS = 16  # over so many rounds the pace of the machine is averaged
+_MOST_WEIGHT = 64.0  # and each factor over so many rounds of its kind
+_KEPT = 0.999  # weight of a round after the next one of any kind
+_DOUBT = 0.65  # the part of a cost that may be missing in truth, before any round has shown it
+
+
+@dataclass(slots=True)
+class _Size:
+    """Costs at one number of rows.
+
+    Attributes:
+        measured: K -> seconds.
+        pace: of all rounds, over the measured costs.
+        factors: of each K beside it.
+        weights: number of rounds that each factor rests on; old ones count less.
+    """
+
+    measured: Mapping[int, float]
+    pace: float = 1.0
+    num_rounds: float = 0.0
+    factors: dict[int, float] = field(init=False)
+    weights: dict[int, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.factors = dict.fromkeys(self.measured, 1.0)
+        self.weights = dict.fromkeys(self.measured, 0.0)
+
+    def seconds(self, k: int) -> float:
+        return self.measured[k] * self.factors[k] * self.pace
+
+    def learn(self, k: int, error: float, share: float) -> None:
+        """A round took ``error`` times what was expected, and counts as much as ``share``."""
+        self.num_rounds += share
+        self.pace *= 1 + (error - 1) * share / min(self.num_rounds, _PACE_ROUNDS)
+        for other in self.weights:
+            self.weights[other] *= 1 - share * (1 - _KEPT)
+        has_others = any(weight > 0 for other, weight in self.weights.items() if other != k)
+        self.weights[k] = min(self.weights[k] + share, _MOST_WEIGHT)
+        if has_others:  # else it is the pace alone
+            self.factors[k] *= 1 + (error - 1) * share / (1 + self.weights[k])
+
+
+class LiveCosts:
+    """Seconds of a round, by its number of rows and of drafted tokens.
+
+    Args:
+        measured: number of rows -> K -> seconds; the K are the same for all numbers of rows.
+    """
+
+    def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
+        self._sizes = {num_rows: _Size(costs) for num_rows, costs in sorted(measured.items())}
+        self.ks = tuple(sorted(next(iter(measured.values()))))
+
+    def seconds(self, num_rows: int, k: int) -> float:
+        """Expected for a round; between the numbers of rows that were measured, by a straight line, and for a K that
+        was not, those of the next one."""
+        measured_k = next((one for one in self.ks if one >= k), self.ks[-1])
+        return sum(share * size.seconds(measured_k) for size, share in self._around(num_rows))
+
+    def least_seconds(self, num_rows: int, k: int) -> float:
+        """That it may be in truth, the less the fewer rounds of this kind there were.
+
+        Args:
+            k: one of those that were measured.
+        """
+        return sum(
+            share * size.seconds(k) * (1 - _DOUBT / math.sqrt(1 + size.weights[k]))
+            for size, share in self._around(num_rows)
+        )
+
+    def learn(self, num_rows: int, k: int, seconds: float) -> None:
+        """See what a round took. It must have done nothing else; rounds of a K that was not measured are passed
+        over."""
+        if k not in self.ks:
+            return
+        error = min(seconds / self.seconds(num_rows, k), _MOST)
+        for size, share in self._around(num_rows):
+            size.learn(k, error, share)
+
+    def _around(self, num_rows: int) -> Iterator[tuple[_Size, float]]:
+        """The numbers of rows next to this one that were measured, and how near it is to each: shares of 1."""
+        below = max((size for size in self._sizes if size <= num_rows), default=min(self._sizes))
+        above = min((size for size in self._sizes if size >= num_rows), default=max(self._sizes))
+        at = (num_rows - below) / (above - below) if above > below else 0.0
+        yield self._sizes[below], 1 - at
+        if at > 0:
+            yield self._sizes[above], at
