@@ -208,9 +208,8 @@ class Engine:
         # The consumer's work between rounds is not counted; but a device that worked on meanwhile is not faster for it.
         total_s = max(time.perf_counter() - begin_s, prefill_s + self._clock.seconds(drafting, end))
         timing = Timing(prefill_s, draft_s, verify_s, total_s)
-        if not (
-            started.prefills or is_idle
-        ):  # a prefill sweeps the processor's caches, the last round waits for others
+        # A prefill sweeps the processor's caches, and the last round may have waited for one too many.
+        if not (started.prefills or is_idle):
             self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
         return Round(tuple(row_rounds), timing)
 
