@@ -10,6 +10,7 @@ import pytest
 from outrider.api import load
 from outrider.errors import MissingExtra, NumericsError, OptionError
 from outrider.options import Sampling
+from outrider.text.structure import _at_the_beginning
 from pairs import embedded, random_llama, word_tokenizer
 
 RULES = ["rejection", "block", "gumbel"]
@@ -95,6 +96,14 @@ def test_resumed_where_it_was_cut(rule: str) -> None:
         assert (*ids, *(token_id for chunk in rest for token_id in chunk.token_ids)) == uncut.token_ids
     with pytest.raises(OptionError, match="resume_ids = .* the text must not go on with this token"):
         decoder.stream(PROMPT, resume_ids=[11, 12, 13], **options)
+
+
+def test_a_grammar_is_read_once_for_several_texts() -> None:
+    """Each goes on by itself."""
+    num_read = _at_the_beginning.cache_info().misses
+    completions = embedded().generate([PROMPT] * 3, regex=" (a|the) [a-z]{3}", max_new_tokens=20, seed=[1, 2, 3])
+    assert _at_the_beginning.cache_info().misses == num_read + 1
+    assert all(re.fullmatch(" (a|the) [a-z]{3}", one.text) for one in completions)
 
 
 def test_stop_strings_and_limits_still_end_a_text() -> None:

@@ -44,14 +44,12 @@ class Structure:
             tokens = _tokens(tokenizer, vocab_size, eos_ids)
         except ValueError as error:
             raise OptionError(name, value, f"the tokenizer cannot be used: {_line(error)}") from None
-        self._matcher = _llguidance().LLMatcher(tokens, grammar, log_level=0)
+        self._matcher = _at_the_beginning(tokens, grammar).deep_copy()
         if self._matcher.is_error():
-            raise _refusal(name, value, self._matcher.get_error())
-        self._vocab_size, self._eos_ids = vocab_size, eos_ids
-        self._num_beyond = 0  # tokens from the end token on, which the matcher does not see
-        if self.allowed() is None:  # the first mask may take long, and here it holds up no other text
             reason = self._matcher.get_error()
             raise _refusal(name, value, "no text matches it" if reason.startswith("NoExtension") else reason)
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+        self._num_beyond = 0  # tokens from the end token on, which the matcher does not see
 
     @property
     def error(self) -> str | None:
@@ -111,6 +109,16 @@ def _tokens(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids))
+
+
+@lru_cache(maxsize=8)
+def _at_the_beginning(tokens: Any, grammar: str) -> Any:
+    """A matcher to be copied, since a request may ask for several texts of one grammar, and the next one for more. Its
+    first mask may take long; made here, it holds up no other text."""
+    matcher = _llguidance().LLMatcher(tokens, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
 
 
 def _llguidance() -> Any:
