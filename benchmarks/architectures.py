@@ -223,7 +223,7 @@ def _look_at(name: str) -> _Found:
     for dtype, result in ((torch.float64, "works"), (torch.float32, "works in float32")):
         try:
             lm = build_lm(Checkpoint(name, model.to(dtype), tokenizer=None), _V)
-            return _Found(result if _is_right(lm) else "WRONG", why, lm.has_states)
+            return _Found(result if _is_right(lm) else "WRONG", why, any(shape.states for shape in lm.layer_shapes))
         except OutriderError as error:
             why = str(error).removeprefix(f"{name} ({name}) ")
             if dtype is torch.float32 or "float32" not in why.lower():

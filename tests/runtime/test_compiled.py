@@ -234,9 +234,21 @@ def test_thin_products(dtype: torch.dtype, tolerance: float) -> None:
         torch.testing.assert_close(one.double(), other, rtol=0.0, atol=tolerance)
 
 
-def test_models_with_states_are_refused_at_once() -> None:
+def test_models_with_recurrent_states_are_refused_at_once() -> None:
     """As target and as draft: nothing is compiled."""
-    hybrid_target = hybrid_lm(hybrid("lfm2"))
+    hybrid_target = hybrid_lm(hybrid("qwen3_5_text"))
     for change in (hybrid_target.compiled, lambda: ModelDrafter(hybrid_target).with_models(LM.compiled)):
-        with pytest.raises(CompileError, match="it has recurrent or convolutional states"):
+        with pytest.raises(CompileError, match="it has recurrent states"):
             change()
+
+
+@pytest.mark.slow
+def test_convolutions_are_compiled() -> None:
+    """As target and as draft, with rejections in ragged rows."""
+    model = hybrid("lfm2").to(torch.float32)
+    target, drafter = hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
+    requests = [Request(prompt, Sampling(temperature=0.0, max_new_tokens=20)) for prompt in ((5, 9, 11), (7, 8) * 9)]
+    expected = tokens(target, NoDrafter(), requests, RULES["block"], 0)
+    outputs = run(target.compiled(), drafter.with_models(LM.compiled), requests, RULES["block"], 2)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(0 < output.stats.num_accepted_draft_tokens < output.stats.num_draft_tokens for output in outputs)

@@ -127,7 +127,10 @@ class Engine:
         self._session = drafter.open(num_slots, self._capacity, target.device)
         self._noise = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
         # States are advanced by lengths that the host knows.
-        must_read = drafter.reads_on_host or any(lm.has_states for lm in (target, *drafter.models))
+        lms = target, *drafter.models
+        for lm in lms:
+            lm.check_rollback(schedule.max_k)
+        must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
         self._slots = Slots(num_slots, self._cache.take_over)
         self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be

@@ -11,6 +11,9 @@ since then once more, and its new tokens behind them. (So the cache remembers th
 The state that it ends with stays only in rows where it consumed committed tokens and nothing else; padding would spoil
 it as well. Then the anchor moves there. Models without states have none of this.
 
+Where all states are inputs of convolutions, these have places as well, which later tokens use again (layers.py). There
+a forward starts where its tokens are, and the anchor is the lowest position from which it may.
+
 This module does not know masks (lm.py) or rounds.
 """
 
@@ -23,7 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outrider.errors import DeviceError
-from outrider.runtime.layers import LayerShape, Plan, StateLayer, make_layers
+from outrider.runtime.layers import WINDOW, LayerShape, Plan, StateLayer, Windows, make_layers
 from outrider.system.available import available_bytes, size_text
 
 STRIDE = 8
@@ -53,8 +56,8 @@ class SlotCache(Cache):
     Attributes:
         shapes: of the layers.
         storage: what may be taken apart into tensors, and put together again (``on``). First what is kept of each
-            token, [B, L+1, H, D]: keys and values of each layer in turn, and the ids if there are states. Then what is
-            kept of each row: the states, and the anchors, [B, ...].
+            token, [B, L+1, H, D]: keys and values of each layer in turn, and the ids if states wait at anchors. Then
+            what is kept of each row: the states, and the anchors, [B, ...].
         capacity: L.
         num_token_stores: the first of ``storage``.
         bound: for programs: no row that is fed is further behind its text than so many tokens.
@@ -74,8 +77,9 @@ class SlotCache(Cache):
         self._most_behind = most_behind
         self.bound = STRIDE - 1
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long))
-        num_states = sum(len(shape.states) for shape in self.shapes)
-        self.num_token_stores = len(self.storage) - (num_states + 1 if num_states else 0)
+        states = [state for shape in self.shapes for state in shape.states]
+        self.num_token_stores = len(self.storage) - (len(states) + 1 if states else 0)
+        self._width = max((state.width for state in states), default=0)
         self._reached = self._is_full = torch.empty(0)  # see ``from_anchors``
         self._heads: dict[int, SlotCache] = {}
         self._scratch: SlotCache | None = None
@@ -96,7 +100,8 @@ class SlotCache(Cache):
         states = [(shape, state) for shape in shapes for state in shape.states]
         if states:
             device = shapes[0].device
-            storage.append(torch.zeros((num_rows, capacity + 1, 1, 1), dtype=torch.long, device=device))
+            if not any(state.width for _, state in states):
+                storage.append(torch.zeros((num_rows, capacity + 1, 1, 1), dtype=torch.long, device=device))
             storage += [
                 torch.zeros((num_rows, *state.size), dtype=state.dtype, device=shape.device) for shape, state in states
             ]
@@ -149,6 +154,8 @@ class SlotCache(Cache):
 
     def _restart(self, slot: int, num_tokens: int) -> None:
         """Where no state belongs to the tokens of a slot, it is at the beginning again."""
+        if self._width and num_tokens == 0:
+            self.anchors[slot] = 0
         if self._states and int(self.anchors[slot]) > num_tokens:
             for store in self.storage[self.num_token_stores :]:
                 store[slot] = 0
@@ -156,7 +163,8 @@ class SlotCache(Cache):
     def take_over(self, slot: int, num_tokens: int) -> int:
         """How many of the first tokens of a slot another text may begin with: all of them, or none if its states are
         beyond them."""
-        return 0 if self._states and int(self.anchors[slot]) > num_tokens else num_tokens
+        has_anchor = len(self.storage) > self.num_token_stores
+        return 0 if has_anchor and int(self.anchors[slot]) > num_tokens else num_tokens
 
     def at(self, positions: Tensor, view_len: int) -> None:
         """Announce the next forward.
@@ -170,6 +178,10 @@ class SlotCache(Cache):
         self._plan.view_len = view_len
         for layer in self._states:
             layer.begin(is_single=positions.shape[1] == 1)
+        if self._width:
+            self._plan.windows = Windows.at(positions, self._width)
+            lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
+            self.anchors.copy_(torch.maximum(self.anchors, lowest))
 
     # The same for all layers: some models ask for it by a layer that has no attention.
 
@@ -188,11 +200,12 @@ class SlotCache(Cache):
 
     @property
     def has_states(self) -> bool:
+        """Whether some wait at anchors."""
         return bool(self._states)
 
     @property
     def anchors(self) -> Tensor:
-        """Tokens that the states of each row have consumed. [B]"""
+        """Tokens that the states of each row have consumed; or the lowest position where tokens may be fed. [B]"""
         return self.storage[-1]
 
     @property

@@ -1,8 +1,10 @@
 """What the layers of a model keep of a text, and where: the side of a SlotCache that the modelling code sees.
 
 Attention keeps keys and values of each token. Layers with a recurrence or a convolution keep a state of fixed size in
-their place, in which all earlier tokens are mixed; some layers have both. A state cannot be cropped, so a forward here
-never changes one: it leaves the new state beside the old one, and the cache decides later which of them stays.
+their place; some layers have both. In a recurrent state all earlier tokens are mixed, and it cannot be cropped. So a
+forward here never changes one: it leaves the new state beside the old one, and the cache decides later which of them
+stays. What a convolution keeps are its inputs of the last few tokens. In models that keep nothing else (LFM2) they have
+places, as keys have.
 
 This is the only file that knows the cache classes of Hugging Face.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,21 +25,27 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+WINDOW = 64
+"""R: of so many tokens of a row the inputs of convolutions are kept. What is rejected and what a convolution still sees
+must fit in."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """One state of a row.
 
     Attributes:
-        kind: "conv", the last inputs of a convolution, or "recurrent".
+        kind: "conv", the last inputs of a convolution; "recurrent"; or "window", inputs of a convolution by place.
         index: a layer may have several of a kind.
         size: without the rows.
+        width: of a window: W, the tokens that a forward sees before its own.
     """
 
     kind: str
     index: int
     size: tuple[int, ...]
     dtype: torch.dtype
+    width: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +74,8 @@ class LayerShape:
 
 
 def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
-    """Learned from what the model puts into a cache of its own; configurations do not state all of it."""
+    """Learned from what the model puts into a cache of its own; configurations do not state all of it. If its only
+    states are the inputs of convolutions, they are kept by place."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=device)
     with torch.inference_mode():
         try:
@@ -78,7 +87,16 @@ def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
     cache = next((one for one in caches if one is not None), None)
     if cache is None:
         raise ValueError("it gives back no keys and values")
-    return tuple(_shape_of(layer, device) for layer in cache.layers)
+    shapes = tuple(_shape_of(layer, device) for layer in cache.layers)
+    is_recurrent = any(state.kind == "recurrent" for shape in shapes for state in shape.states)
+    if is_recurrent or any(shape.states and shape.num_heads for shape in shapes):
+        return shapes
+    return tuple(replace(shape, states=tuple(map(_by_place, shape.states))) for shape in shapes)
+
+
+def _by_place(state: StateShape) -> StateShape:
+    num_channels, width = state.size
+    return StateShape("window", state.index, (WINDOW + 2, num_channels), state.dtype, width)
 
 
 class _WithoutLength(DynamicCache):
@@ -115,11 +133,48 @@ class Plan:
         capacity: L.
         places: where its tokens go, in the flattened [B * (L+1)] block.
         view_len: it sees the places 0 .. view_len-1.
+        windows: if layers have some.
     """
 
     capacity: int
     places: Tensor
     view_len: int = 0
+    windows: Windows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Where the inputs of convolutions are read and written, in flattened [B * (R+2)] blocks.
+
+    Attributes:
+        is_fed: tokens that are no padding. [B, T]
+        seen: places of the tokens before those that are fed, and of these. [B, W+T]
+        written: places of those that are fed. [B, T]
+    """
+
+    is_fed: Tensor
+    seen: Tensor
+    written: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, width: int) -> Windows:
+        """
+        Args:
+            positions: of tokens, which follow one another in each row; -1 is padding. [B, T]
+            width: W
+        """
+        num_rows, num_columns = positions.shape
+        offsets = torch.arange(-width, num_columns, device=positions.device)
+        begins = (positions - offsets[width:]).amax(dim=1, keepdim=True)  # where padding at the left end would begin
+        seen = begins + offsets
+        row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
+        is_fed = positions >= 0
+        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # places are written once
+        return cls(
+            is_fed,
+            row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
+            row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
+        )
 
 
 class SlotLayer(CacheLayerMixin):
@@ -200,6 +255,35 @@ class StateLayer(LinearAttentionLayer):
         self._new = {}
 
 
+class WindowLayer(LinearAttentionLayer):
+    """Inputs of convolutions, [B, R+2, C] each; those of position j have the place j mod R. Place R takes what padding
+    writes; place R+1 holds the zeros before the beginning of a text."""
+
+    def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Plan) -> None:
+        super().__init__(number_of_states=len(states))
+        self._plan = plan
+        self._states = {shape.index: (shape, store) for shape, store in states}
+        self.record_past = True  # single tokens are not written into a state, but come to ``update_conv_state`` as well
+        for index in self._states:
+            self.is_conv_states_initialized[index] = self.has_previous_state[index] = True
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        """Put the window before the new inputs [B, C, T], and keep these. [B, C, W+T]
+
+        Padding may stand before the tokens that are fed, where the cache has those tokens already: their inputs are
+        read.
+        """
+        windows, (shape, store) = self._plan.windows, self._states[state_idx]
+        assert windows is not None
+        num_seen = shape.width + conv_states.shape[-1]
+        seen = windows.seen[:, -num_seen:].to(store.device)
+        inputs = store.flatten(0, 1).index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2)
+        is_fed, written = windows.is_fed.to(store.device), windows.written.to(store.device)
+        store.flatten(0, 1).index_copy_(0, written.flatten(), conv_states.transpose(1, 2).flatten(0, 1))
+        fed = torch.where(is_fed[:, None], conv_states, inputs[..., shape.width :])
+        return torch.cat((inputs[..., : shape.width], fed), dim=-1)
+
+
 class StateSlotLayer(StateLayer, SlotLayer):
     """States, and keys and values."""
 
@@ -232,7 +316,9 @@ def make_layers(
     for shape in shapes:
         pair = [next(token_stores) for _ in range(2)] if shape.num_heads else []
         states = [(state, next(row_stores)) for state in shape.states]
-        if states and pair:
+        if states and states[0][0].kind == "window":
+            layers.append(WindowLayer(states, plan))
+        elif states and pair:
             layers.append(StateSlotLayer(states, plan, *pair))
         elif states:
             layers.append(StateLayer(states))

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import CompileError
+from outrider.errors import CompileError, OptionError
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
-from outrider.runtime.layers import LayerShape, layer_shapes
+from outrider.runtime.layers import WINDOW, LayerShape, layer_shapes
 
 PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
@@ -78,7 +78,7 @@ class LM:
         shared.
 
         Raises:
-            CompileError: several processes share the model, or it has states. (Captured, both work.)
+            CompileError: several processes share the model, or it has recurrent states. (Captured, both work.)
         """
         if self.num_shares > 1 and self.device.type != "cuda":
             raise CompileError(
@@ -87,8 +87,8 @@ class LM:
             )
         if self.has_states and self.device.type != "cuda":
             raise CompileError(
-                f"{self.name} cannot be compiled: it has recurrent or convolutional states, whose programs take many "
-                "minutes to compile (leave out --compile: it then runs eagerly)"
+                f"{self.name} cannot be compiled: it has recurrent states, whose programs take many minutes to compile "
+                "(leave out --compile: it then runs eagerly)"
             )
         lm = copy.copy(self)  # with what was found out about the model
         lm.execution = Captured() if self.device.type == "cuda" else Compiled()
@@ -107,13 +107,21 @@ class LM:
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether layers keep a state in which all earlier tokens are mixed."""
-        return any(shape.states for shape in self.layer_shapes)
+        """Whether layers keep states that wait at an anchor."""
+        return any(not state.width for shape in self.layer_shapes for state in shape.states)
 
     @cached_property
     def _has_attention(self) -> bool:
         """A model that has none may take a mask for something else."""
-        return not self.has_states or any(shape.num_heads for shape in self.layer_shapes)
+        return any(shape.num_heads for shape in self.layer_shapes)
+
+    def check_rollback(self, k: int) -> None:
+        """Raises OptionError: so many tokens cannot be taken back."""
+        widths = [state.width for shape in self.layer_shapes for state in shape.states if state.width]
+        most = WINDOW - max(widths, default=0)
+        if widths and k > most:
+            remedy = f"{self.name} has convolutions whose inputs are kept for some tokens only: at most {most}"
+            raise OptionError("num_draft_tokens", k, remedy)
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
         """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up).
