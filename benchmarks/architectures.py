@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import V, tiny
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.decoding.engine import decode
@@ -40,144 +40,8 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK
 from outrider.system.provenance import provenance
 
-_V, _NUM_TOKENS, _K = 97, 20, 4
-_MOST_PARAMS = 20_000_000
+_NUM_TOKENS, _K = 20, 4
 _PROMPTS = [[5, 9, 11, 3, 44], [7, 8] * 12, [*range(20, 41)]]
-# One size by all of its names: a configuration takes those that it knows.
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim")
-_INNER = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_inner")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
-_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_BASE: dict[str, Any] = {
-    "vocab_size": _V,
-    **dict.fromkeys(_HIDDEN, 32),
-    **dict.fromkeys(_INNER, 64),
-    **dict.fromkeys(_LAYERS, 4),
-    **dict.fromkeys(_HEADS, 4),
-    **dict.fromkeys(_LENGTHS, 256),
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "is_decoder": True,
-}
-_LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-}
-_DELTA = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-_MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-}
-_SCAN = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False}
-_PURE_SCAN = {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4}
-_NONE = object()  # leave this size to the configuration
-_DELTA_LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-_CONV_LAYERS = ["conv", "conv", "full_attention", "conv"]
-_MAMBA_LAYERS = ["mamba", "mamba", "attention", "mamba"]
-_EXTRA: dict[str, dict[str, Any]] = {
-    "qwen3_next": _DELTA,
-    "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": _DELTA,
-    "qwen4_exp_text": _DELTA,
-    "lfm2": {"layer_types": _CONV_LAYERS},
-    "lfm2_moe": {"layer_types": _CONV_LAYERS},
-    "granitemoehybrid": {**_MAMBA, "layer_types": _MAMBA_LAYERS, "shared_intermediate_size": 32},
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
-    "bamba": {**_MAMBA, "attn_layer_indices": [2]},
-    "olmo_hybrid": {**_DELTA, "layer_types": _DELTA_LAYERS},
-    "kimi_linear": {
-        **_LATENT,
-        **_DELTA,
-        "layer_types": _DELTA_LAYERS,
-        "linear_num_heads": 4,
-        "linear_head_dim": 8,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 16,
-        "conv_kernel": 4,
-    },
-    "zamba": {
-        **_SCAN,
-        "num_hidden_layers": 6,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 2,
-        "n_mamba_heads": 2,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-    },
-    "zamba2": {
-        **_SCAN,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 4,
-        "chunk_size": 16,
-        "num_mem_blocks": 1,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "mamba"],
-        "use_mem_rope": True,
-    },
-    "jamba": {
-        **_SCAN,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-    },
-    "mamba": _PURE_SCAN,
-    "falcon_mamba": _PURE_SCAN,
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16, "expand": 2},
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "opt": {"pad_token_id": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "falcon": {"head_dim": _NONE},
-    "bailing_hybrid": {"layer_group_size": 2},
-}
-# Some types want another form of attention or experts. The first of these that makes a model which runs is taken.
-_VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": 4},
-    _LATENT,
-    {**_LATENT, "q_lora_rank": 16},
-    {"num_experts_per_tok": 1},
-    {"head_dim": _NONE},
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,13 +80,13 @@ def main() -> None:
 
 def _look_at(name: str) -> _Found:
     try:
-        model = _tiny(name)
+        model = tiny(name)
     except Exception as error:  # whatever a configuration makes of sizes that it does not expect
         return _Found("left out", _one_line(error))
     why = ""
     for dtype, result in ((torch.float64, "works"), (torch.float32, "works in float32")):
         try:
-            lm = build_lm(Checkpoint(name, model.to(dtype), tokenizer=None), _V)
+            lm = build_lm(Checkpoint(name, model.to(dtype), tokenizer=None), V)
             return _Found(result if _is_right(lm) else "WRONG", why, any(shape.states for shape in lm.layer_shapes))
         except OutriderError as error:
             why = str(error).removeprefix(f"{name} ({name}) ")
@@ -238,39 +102,10 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
-def _tiny(name: str) -> Any:
-    failures = []
-    for variant in _VARIANTS:
-        sizes = {**_BASE, **_EXPERTS, **variant, **_EXTRA.get(name, {})}
-        config_sizes = {key: value for key, value in sizes.items() if value is not _NONE}
-        try:
-            model = _made(AutoConfig.for_model(name, **config_sizes))
-            with torch.no_grad():
-                model(input_ids=torch.tensor([_PROMPTS[0]]), use_cache=False)
-        except Exception as error:
-            failures.append(error)
-        else:
-            return model
-    raise failures[0]
-
-
-def _made(config: Any) -> Any:
-    with torch.device("meta"):
-        num_params = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
-    if num_params > _MOST_PARAMS:
-        raise ValueError(f"{num_params:,} parameters")
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval().requires_grad_(False)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and "A_log" not in parameter_name:
-            torch.nn.init.normal_(parameter, std=0.25)
-    return model
-
-
 def _is_right(target: LM) -> bool:
     name, model = target.name, target.model
     expected = [_generated(model, prompt) for prompt in _PROMPTS]
-    drafter = ModelDrafter(build_lm(Checkpoint(name, _perturbed(model), tokenizer=None), _V))
+    drafter = ModelDrafter(build_lm(Checkpoint(name, _perturbed(model), tokenizer=None), V))
     together = all(_texts(target, one, _PROMPTS, k) == expected for one, k in ((NoDrafter(), 0), (drafter, _K)))
     return together and _texts(target, drafter, _PROMPTS[:1], _K) == expected[:1]
 

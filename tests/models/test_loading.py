@@ -19,8 +19,6 @@ from transformers import (
     FalconForCausalLM,
     GPT2Config,
     GPT2Model,
-    MambaConfig,
-    MambaForCausalLM,
     MptConfig,
     MptForCausalLM,
     RecurrentGemmaConfig,
@@ -35,7 +33,7 @@ from transformers import (
 
 import outrider
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
-from outrider.models.loading import load_checkpoint, weights_checksum
+from outrider.models.loading import context_len, load_checkpoint, weights_checksum
 from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
@@ -207,12 +205,6 @@ def test_damaged_folders(folder: Path, damage: str) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
-    "mamba": (
-        lambda: random_model(
-            MambaForCausalLM, MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4), 0
-        ),
-        "scan that restarts",
-    ),
     "rwkv": (
         lambda: random_model(RwkvForCausalLM, RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), 0),
         "state outside of the common cache",
@@ -283,11 +275,11 @@ def test_models_that_cannot_work_are_refused_by_name(kind: str) -> None:
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "bloom", "t5"])
+@pytest.mark.parametrize("kind", ["bloom", "t5"])
 def test_folders_of_models_that_cannot_work(tmp_path: Path, kind: str) -> None:
     """Said by their configuration already."""
     message = refusal(save(tmp_path, UNSUPPORTED[kind][0]()), UnsupportedModel)
-    reason = {"mamba": "scan that restarts", "bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
+    reason = {"bloom": "ALiBi", "t5": "encoder-decoder"}[kind]
     assert f"({kind})" in message and reason in message
 
 
@@ -348,6 +340,13 @@ def test_a_long_rope_is_cut_at_its_original_context() -> None:
     }
     model = random_llama(context_len=64, rope_parameters=rope)
     assert outrider.load(model).target.context_len == 24
+
+
+def test_llama_4_is_cut_where_it_would_scale_queries_by_the_length_of_the_cache() -> None:
+    scaled = transformers.Llama4TextConfig(floor_scale=48, max_position_embeddings=256)
+    assert context_len(scaled) == 24
+    scaled.attn_temperature_tuning = False
+    assert context_len(scaled) == 256
 
 
 def test_a_tokenizer_goes_with_a_model_in_memory() -> None:

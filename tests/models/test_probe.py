@@ -8,9 +8,8 @@ import transformers as tf
 from torch import Tensor
 
 import outrider
-from hybrids import FAMILIES, hybrid, hybrid_lm
+from hybrids import hybrid, hybrid_lm
 from outrider.errors import UnsupportedModel
-from outrider.models import loading
 from outrider.models import probe as module
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.probe import num_tokens_across
@@ -113,7 +112,7 @@ def test_a_cache_that_keeps_rejected_tokens_in_its_states_fails_to_load(monkeypa
         hybrid_lm(model)
 
 
-def test_code_that_writes_into_the_states_that_it_finds_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_writes_into_the_states_that_it_finds_is_fed_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hybrid("qwen3_5_text")
     update = StateLayer.update_recurrent_state
 
@@ -123,8 +122,7 @@ def test_code_that_writes_into_the_states_that_it_finds_fails_to_load(monkeypatc
         return update(layer, found.copy_(new), state_idx, **rest)
 
     monkeypatch.setattr(StateLayer, "update_recurrent_state", in_place)
-    with pytest.raises(UnsupportedModel, match="its states do not go on where they were left"):
-        hybrid_lm(model)
+    assert hybrid_lm(model).is_stepped
 
 
 def test_rows_that_share_a_state_fail_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,26 +158,9 @@ def test_single_tokens_are_fed_among_several_where_that_makes_a_difference() -> 
         assert hybrid_lm(hybrid(name)).least_columns == 1
 
 
-SCANS = {
-    "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
-}
-
-
-@pytest.mark.parametrize("name", SCANS)
-def test_a_scan_that_restarts_is_refused_also_under_another_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, name, SCANS[name])
-    model = hybrid(name)
-    with pytest.raises(UnsupportedModel, match="restarts from an empty state"):
-        hybrid_lm(model)
-    monkeypatch.setattr(loading, "_RESTARTING", ())
-    with pytest.raises(UnsupportedModel, match="its states do not go on where they were left"):
-        hybrid_lm(model)
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_a_scan_that_restarts_is_fed_token_by_token(name: str) -> None:
+    """That of Mamba-1 starts from zeros when several tokens are fed."""
+    lm = hybrid_lm(hybrid(name))
+    assert lm.is_stepped and lm.least_columns == 1
+    assert not hybrid_lm(hybrid("falcon_h1")).is_stepped

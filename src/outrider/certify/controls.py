@@ -138,12 +138,11 @@ class OffByOneRollback:
             return self.inner.run(step, lm, static, arguments)
         cache, _, lengths, *_ = arguments
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
-        stores = cache.storage[: cache.num_token_stores]
-        places = [(rows.to(store.device), last.to(store.device)) for store in stores]
-        stale = [store[place] for store, place in zip(stores, places, strict=True)]  # rejected
+        kept = [(store, (rows.to(store.device), at.to(store.device))) for store, at in cache.kept_of(last)]
+        stale = [store[place] for store, place in kept]  # rejected
         results = self.inner.run(step, lm, static, arguments)
-        for store, place, old in zip(stores, places, stale, strict=True):
-            was_written = (old != 0).flatten(1).any(dim=1)[:, None, None]
+        for (store, place), old in zip(kept, stale, strict=True):
+            was_written = (old != 0).flatten(1).any(dim=1).view(-1, *[1] * (old.ndim - 1))
             store[place] = torch.where(was_written, old, store[place])
         return results
 

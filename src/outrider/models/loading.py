@@ -50,9 +50,10 @@ _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
 # Attention that a mask made of positions describes, states, and layers that keep nothing.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+_LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 # The probe would refuse these, too, but only with their weights loaded.
-_RESTARTING, _APART = ("mamba", "falcon_mamba", "jamba", "zamba"), ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+_APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 _UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
 
 
@@ -252,12 +253,7 @@ def _check_kind(name: str, config: Any) -> None:
     if strange:
         raise UnsupportedModel(
             f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
-            "earlier token here: attention must be to all tokens or in a sliding window"
-        )
-    if kind in _RESTARTING:
-        raise UnsupportedModel(
-            f"{name} ({kind}) has a scan that restarts from an empty state in every forward of several tokens "
-            "(Transformers' own code does), so that drafted tokens cannot be verified"
+            "earlier token here: attention must be to all tokens, in a sliding window or in chunks"
         )
     if kind in _APART:
         raise UnsupportedModel(
@@ -325,6 +321,10 @@ def context_len(config: Any) -> int:
         # Beyond its original context such a model rotates *all* tokens of a forward otherwise, so that logits would
         # depend on what else is in the forward: on drafted tokens, and on neighbours in the batch.
         stated = rope.get("original_max_position_embeddings") or stated
+    if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
+        # From this position on Llama 4 scales queries, by positions that it takes from the length of the cache, which
+        # is that of the view here. Half of it leaves room for the tokens of one forward.
+        stated = min(stated, config.floor_scale // 2)
     return stated if stated > 0 else _UNBOUNDED
 
 

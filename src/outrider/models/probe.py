@@ -31,7 +31,7 @@ _TOLERANCE_OF_ROWS = 1e-6
 _MOST_ALONE = 10.0  # times the error among several
 # What modelling code raises that expects another cache.
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
-_WINDOWS = ("sliding_window", "window_size")  # as configurations call them
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # as configurations call them
 _LONGEST_WINDOW = 4096
 # Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32, or two if a
 # window is thousands of tokens long; the other is reckoned, not measured: 80 TFLOP, a fraction of a second for a GPU
@@ -68,7 +68,7 @@ def probe(lm: LM, kind: str) -> None:
 
 
 def window_of(lm: LM) -> int:
-    """The sliding window that the configuration states; 0 for none."""
+    """The sliding window, or the chunk, that the configuration states; 0 for none."""
     config: Any = lm.model.config
     windows = [getattr(config.get_text_config(decoder=True), name, None) for name in _WINDOWS]
     return next((window for window in windows if isinstance(window, int)), 0)
@@ -88,25 +88,28 @@ def _is_affordable(lm: LM, num_tokens: int) -> bool:
 
 def _compare_with_states(lm: LM, kind: str) -> None:
     """The same for states. If a single token that goes on from a state is given other logits than among several, beyond
-    rounding, it is fed among several from now on."""
+    rounding, it is fed among several from now on; if several do not go on from a state, one at a time."""
     alone = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
     lm.least_columns = 2
-    what = "its states do not go on where they were left, as those of a scan that restarts with each forward"
-    among = _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what)
-    if alone <= max(_MOST_ALONE * among, _TOLERANCE_OF_ROWS):
+    among = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
+    lm.is_stepped = not among <= _tolerance_of(lm)
+    if lm.is_stepped or alone <= max(_MOST_ALONE * among, _TOLERANCE_OF_ROWS):
         lm.least_columns = 1
+    if lm.is_stepped:
+        _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, "its states do not go on where they were left")
     what = "rows of different lengths change each other's states, or padding does"
     _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
 
 
-def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> float:
-    """Refuse the model if the error is more than rounding may explain; otherwise return it."""
-    error = _error(lm, kind, length, view_len, behind)
-    # Kernels of quantized layers may round activations to 8 bits, which turns a last bit into one of these.
-    tolerance = _tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
-    if not error <= tolerance:  # NaN is not right either
+def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> None:
+    """Refuse the model if the error is more than rounding may explain."""
+    if not _error(lm, kind, length, view_len, behind) <= _tolerance_of(lm):  # NaN is not right either
         raise UnsupportedModel(f"{lm.name} ({kind}) gives other logits block by block than in one forward: {what}")
-    return error
+
+
+def _tolerance_of(lm: LM) -> float:
+    # Kernels of quantized layers may round activations to 8 bits, which turns a last bit into one of these.
+    return _tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
 
 
 @torch.inference_mode()

@@ -166,18 +166,19 @@ class SlotCache(Cache):
         has_anchor = len(self.storage) > self.num_token_stores
         return 0 if has_anchor and int(self.anchors[slot]) > num_tokens else num_tokens
 
-    def at(self, positions: Tensor, view_len: int) -> None:
+    def at(self, positions: Tensor, view_len: int, *, is_single: bool) -> None:
         """Announce the next forward.
 
         Args:
             positions: of its tokens; -1 is padding. [B, T]
             view_len: above every position.
+            is_single: layers with states are given single tokens.
         """
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len
         for layer in self._states:
-            layer.begin(is_single=positions.shape[1] == 1)
+            layer.begin(is_single=is_single)
         if self._width:
             self._plan.windows = Windows.at(positions, self._width)
             lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
@@ -195,6 +196,13 @@ class SlotCache(Cache):
         """Indices into the flattened [B * (L+1)] block. [B * T]"""
         row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
         return (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
+
+    def kept_of(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The stores that keep something of each token, with the places in them of one token in each row. [B] each"""
+        kept = [(store, positions) for store in self.storage[: self.num_token_stores]]
+        if self._width:
+            kept += [(store, positions % WINDOW) for store in self.storage[self.num_token_stores : -1]]
+        return kept
 
     # States
 

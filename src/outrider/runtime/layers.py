@@ -226,8 +226,8 @@ class StateLayer(LinearAttentionLayer):
         """A forward starts.
 
         Args:
-            is_single: of one token a row. For these the modelling code writes into the states that it finds, so it
-                finds copies.
+            is_single: layers are given one token a row at a time. Then the modelling code writes into the states that
+                it finds, so it finds copies.
         """
         found = {key: store.clone() if is_single else store for key, store in self._stores.items()}
         self._new = dict(found) if is_single else {}

@@ -28,6 +28,7 @@ from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
 from outrider.runtime.layers import WINDOW, LayerShape, layer_shapes
+from outrider.runtime.stepping import token_by_token
 
 PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
@@ -46,6 +47,7 @@ class LM:
         lock: held while the model runs in Python, or is traced; compiled programs need it not.
         least_columns: of a forward, where the model has states: 2 if it gives a single token other logits than it would
             give the same token among several.
+        is_stepped: layers with states are called once for each token, since they go on from a state by one only.
     """
 
     def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
@@ -62,16 +64,19 @@ class LM:
         config: Any = model.config
         text_config = config.get_text_config(decoder=True)
         self._window: int | None = getattr(text_config, "sliding_window", None)
+        self._chunk: int | None = getattr(text_config, "attention_chunk_size", None)
         # Models with both kinds of layers take a dict of masks, by kind; the others take one tensor.
         layer_types = set(getattr(text_config, "layer_types", None) or ())
         if not layer_types:
             is_windowed = self._window is not None and _makes_windows(model)
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
         # Layers without attention need no mask: what is fed is padded at its end alone.
-        self._layer_types = tuple(sorted(layer_types & {"full_attention", "sliding_attention"} or {"full_attention"}))
+        attending = {"full_attention", "sliding_attention", "chunked_attention"}
+        self._layer_types = tuple(sorted(layer_types & attending or {"full_attention"}))
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.least_columns = 1
+        self.is_stepped = False
 
     def compiled(self) -> LM:
         """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
@@ -211,9 +216,11 @@ class LM:
         Returns:
             logits [B, T, V]; and by the index of the feature, hidden states of all columns
         """
-        cache.at(positions, view_len)
+        cache.at(positions, view_len, is_single=self.is_stepped or positions.shape[1] == 1)
         # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
         with self.lock, _hidden_states(self.model, features) as states, ExitStack() as stack:
+            if self.is_stepped:
+                stack.enter_context(token_by_token(self.model))
             if columns is not None:
                 # The last product is often the largest: only for what is wanted.
                 wanted, num_logits = columns[:, -num_logits:], 0
@@ -327,6 +334,9 @@ class LM:
             if layer_type == "sliding_attention":
                 assert self._window is not None
                 is_hidden = is_hidden | (places <= queries - self._window)
+            elif layer_type == "chunked_attention":
+                assert self._chunk is not None
+                is_hidden = is_hidden | (places // self._chunk != queries // self._chunk)
             mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
             masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self._layer_types[0]]
