@@ -157,14 +157,16 @@ Their grouped experts have no float64.
 
 ## With recurrent or convolutional state
 
-Of the types above these keep a state, which waits at an anchor ([how it works](how-it-works.md), section 3.1), as
-target and as draft. Most of them compute it in float32, whatever the type of the model.
+Of the types above these keep a state, as target and as draft. A recurrence waits at an anchor ([how it
+works](how-it-works.md), section 3.1); inputs of convolutions alone (LFM2, LFM3) have places, as keys have. Most of them
+compute it in float32, whatever the type of the model.
 
 {states}
 
 Where Transformers goes on from a state by one token in another way than by several (Nemotron-H and Zamba2: limits on
 the time step), tokens are always fed by several, so that a text does not depend on how it was made. `generate` mixes
-both, and its text may differ in near-ties.
+both, and its text may differ in near-ties. Where it starts from zeros when several tokens are fed (Mamba-1: Mamba,
+Falcon-Mamba, Jamba, Zamba), layers with states are called token by token.
 
 ## Refused: {num_refused}
 

@@ -266,7 +266,7 @@ class Engine:
             if moved_to is not None:
                 self._assign(moved_to, slot, self._slots.num_held(moved_to))
             self._assign(slot, source, num_shared)
-            row.slot, row.num_cached, row.num_filled = slot, num_shared, num_shared
+            row.slot, row.num_cached, row.num_filled = slot, self._cache.num_spared(slot, num_shared), num_shared
             self._agreement.note((row.index, slot, row.token_ids, row.request.sampling))
             self._batch.admit(row)
             self._noise.forget()

@@ -166,6 +166,10 @@ class SlotCache(Cache):
         has_anchor = len(self.storage) > self.num_token_stores
         return 0 if has_anchor and int(self.anchors[slot]) > num_tokens else num_tokens
 
+    def num_spared(self, slot: int, num_tokens: int) -> int:
+        """How many of the first tokens of a slot, which it holds, are not fed again: those before the anchor."""
+        return min(num_tokens, int(self.anchors[slot])) if self._states else num_tokens
+
     def at(self, positions: Tensor, view_len: int, *, is_single: bool) -> None:
         """Announce the next forward.
 
