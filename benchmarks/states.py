@@ -95,7 +95,7 @@ def main() -> None:
                     arm.num_rounds += num_rounds
         found += _rows(decoders, costs, arms, temperature)
     table = new_table(
-        f"{arguments.target}, {first.target.execution.name}, {torch.get_num_threads()} threads",
+        f"{arguments.target}, {decoders[0].target.execution.name}, {torch.get_num_threads()} threads",
         *("arm", "temperature", "A", "tokens/s", "tau", "over plain", "predicted"),
     )
     for row in found:
