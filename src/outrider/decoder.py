@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from outrider.decoding.batch import final_length
@@ -27,6 +28,7 @@ from outrider.options import (
 )
 from outrider.records import Chunk, Completion, Request, Round, Timing
 from outrider.runtime.lm import LM
+from outrider.runtime.maker import Maker
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.ranks import here
 from outrider.text.row_text import RowText
@@ -69,16 +71,23 @@ class Decoder:
         """The same target without a draft: the baseline of every comparison."""
         return replace(self, drafter=NoDrafter())
 
-    def compiled(self) -> Decoder:
-        """The same models, compiled ahead of time when a shape is first met: half a minute for each, or about a second
-        where it is found on disk. On a CUDA device they are captured as graphs instead, which takes a moment and is not
-        kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
+    def compiled(self, *, waits: bool = True, maker: Maker | None = None) -> Decoder:
+        """The same models, compiled ahead of time when a shape is first met: half a minute for each, or some
+        milliseconds where it is found on disk. On a CUDA device they are captured as graphs instead, which takes a
+        moment and is not kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
+
+        Args:
+            waits: False lets texts begin at once: rounds are eager until another process has compiled their programs.
+                Rounds with a row whose seed was given wait all the same, so that its text does not depend on what was
+                compiled before.
+            maker: of programs; None for that of this process.
 
         Raises:
             CompileError: several processes share the target; or, from the first generation, a model or this machine
                 does not allow it.
         """
-        return replace(self, target=self.target.compiled(), drafter=self.drafter.with_models(LM.compiled))
+        change = partial(LM.compiled, waits=waits, maker=maker)
+        return replace(self, target=change(self.target), drafter=self.drafter.with_models(change))
 
     def stream(self, prompt: Prompt, *, resume_ids: Sequence[int] = (), **options: Any) -> Iterator[Chunk]:
         """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
@@ -189,7 +198,7 @@ class Decoder:
                 if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
                     prompt, own = prompt
                 try:
-                    waiting.append((number, self._with_own_k(self._job(prompt, options | dict(own)), k, rule)))
+                    waiting.append((number, self._repeatable(self._job(prompt, options | dict(own)), k, rule)))
                 except (OptionError, PromptError) as error:
                     yield number, error
             if not open_jobs and waiting:
@@ -238,7 +247,7 @@ class Decoder:
         Raises:
             OptionError, PromptError
         """
-        return self._with_own_k(self._job(prompt, options), *self._k_and_rule(None, None))
+        return self._repeatable(self._job(prompt, options), *self._k_and_rule(None, None))
 
     def _engine(self, k: NumDraftTokens, rule: Rule, num_slots: int, capacity: int) -> Engine:
         schedule = self._schedule(k, rule, num_slots, capacity)
@@ -262,7 +271,7 @@ class Decoder:
         check_num_slots(num_slots)
         if not jobs:
             return iter(())
-        requests = [self._with_own_k(job, k, rule).request for job in jobs]
+        requests = [self._repeatable(job, k, rule).request for job in jobs]
         num_slots = min(num_slots, len(requests))
         longest = max(final_length(self.target, request) for request in requests)
         schedule = self._schedule(k, rule, num_slots, longest)
@@ -276,9 +285,10 @@ class Decoder:
             return ConstantSchedule(k if most is None else min(k, most))
         return AdaptiveSchedule(costs_by_load(self.target, self.drafter, rule, num_slots, num_tokens))
 
-    def _with_own_k(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
-        """Under "auto", a row whose seed was given gets a constant K if K decides its text, which must not depend on
-        the load."""
+    def _repeatable(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
+        """The text of a row whose seed was given must not depend on what is compiled; nor on the load, so that under
+        "auto" it gets a constant K if K decides its text."""
+        job.request = replace(job.request, is_repeatable=job.has_seed)
         sampling, most = job.request.sampling, self.drafter.most_drafted
         if k == "auto" and most != 0 and job.has_seed and rule.name != "gumbel" and sampling.temperature > 0:
             own = DEFAULT_NUM_DRAFT_TOKENS if most is None else min(DEFAULT_NUM_DRAFT_TOKENS, most)

@@ -344,6 +344,7 @@ class Request:
         constraint: asked before every token.
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
         reports_drafts: ``RowRound.drafted`` is wanted.
+        is_repeatable: its text is to be the same again, whatever has been compiled by then (see ``Execution``).
     """
 
     prompt_ids: Sequence[int]
@@ -351,5 +352,6 @@ class Request:
     stop: Stop | None = None
     num_draft_tokens: int | None = None
     reports_drafts: bool = False
+    is_repeatable: bool = False
     num_resumed: int = 0
     constraint: Constraint | None = None

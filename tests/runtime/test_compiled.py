@@ -3,13 +3,12 @@
 Everything is in float64, so that the rounding of other loops moves no token, and that an equal seed must give equal
 tokens. The laws of the eager loop are tested in test_lossless.py.
 
-Making a program takes ten seconds, finding it on disk one. So the tests share a folder of programs (see conftest.py),
-and one of them (``plain``, which comes first) starts from an empty one.
+Making a program takes ten seconds. So the tests share a folder of programs (see conftest.py), and one of them
+(``plain``, which comes first) starts from an empty one.
 """
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,31 +19,23 @@ from torch._inductor import cpp_builder
 from torch.nn import functional
 
 from hybrids import hybrid, hybrid_lm
-from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import CompileError
 from outrider.options import Sampling
 from outrider.records import Request, Stats
-from outrider.runtime import compiled as compiled_module
+from outrider.runtime import maker as maker_module
+from outrider.runtime import programs
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.lm import LM
+from outrider.runtime.maker import Maker
+from outrider.runtime.making import Job
+from outrider.runtime.programs import Made
 from outrider.runtime.thin_products import MAX_THIN_ROWS
 from outrider.sampling.rules import RULES
 from toys import as_lm, llama_pair, perturbed, run, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_wrappers() -> Iterator[None]:
-    """The compiler spends half of its time on the code that calls the kernels. It gives the same whatever the effort;
-    the kernels are made as for everybody."""
-    import torch._inductor.config as config
-
-    # Not by pytest's monkeypatch, which takes an option of a section for unset, and removes it afterwards.
-    with config.patch("aot_inductor.compile_wrapper_opt_level", "O0"):
-        yield
 
 
 def requests(num_rows: int = 1, longest: int = 22, **options: Any) -> list[Request]:
@@ -84,8 +75,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(made.cache))
         assert made.say(target.compiled()) == made.want
-    (file,) = (made.cache / "outrider" / "programs").iterdir()
-    assert file.suffix == ".pt2"
+    files = (made.cache / "outrider" / "programs").iterdir()
+    assert sorted(file.suffix for file in files) == [".call", ".pt2"]
     shutil.copytree(made.cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)  # others need it, too
     return made
 
@@ -100,38 +91,53 @@ def from_disk(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start compiles nothing; a damaged file is made anew; and where no file can be kept, it goes without."""
-    (file,) = from_disk.iterdir()
-    package, made = file.read_bytes(), 0
+    (file,), (call,) = from_disk.glob("*.pt2"), from_disk.glob("*.call")
+    kept = file.read_bytes()
+    made = programs.find(call.stem)
+    assert made is not None
 
-    def compile_again(exported: object, options: object, path: Path) -> None:
-        nonlocal made
-        made += 1
-        path.write_bytes(package)  # what the compiler would make, without its ten seconds
+    class Remembers:
+        """What the compiler would make, without its ten seconds."""
 
-    def fail(*args: object) -> None:
-        raise AssertionError("compiled again")
+        num_made = 0
 
-    monkeypatch.setattr(compiled_module, "_compile", compile_again)
-    assert plain.say(plain.target.compiled()) == plain.want and made == 0
+        def __init__(self, niceness: int) -> None:
+            pass
+
+        def make(self, job: Job) -> Made:
+            Remembers.num_made += 1
+            programs.keep_package(made.name, made.package)
+            return made
+
+        def close(self) -> None:
+            pass
+
+    def say_again() -> int:
+        """How many programs are made for the same text."""
+        Remembers.num_made = 0
+        assert plain.say(plain.target.compiled(maker=Maker())) == plain.want
+        return Remembers.num_made
+
+    monkeypatch.setattr(maker_module, "Process", Remembers)
+    assert say_again() == 0
     # By this compiler, and from where nobody else may write.
     with monkeypatch.context() as patch:
-        patch.setattr(compiled_module, "_compile", fail)
-        with patch.context() as other, pytest.raises(CompileError, match="compiled again"):
-            other.setattr(cpp_builder, "get_compiler_version_info", lambda command: f"another {command}")
-            plain.say(plain.target.compiled())
-        for path in (from_disk, file):
-            mode = path.stat().st_mode
-            path.chmod(0o777)
-            with pytest.raises(CompileError, match="compiled again"):
-                plain.say(plain.target.compiled())
-            path.chmod(mode)
-    file.write_bytes(b"damaged")
-    assert plain.say(plain.target.compiled()) == plain.want and made == 1
-    assert file.read_bytes() == package
-    assert plain.say(plain.target.compiled()) == plain.want and made == 1
+        patch.setattr(cpp_builder, "get_compiler_version_info", lambda command: f"another {command}")
+        assert say_again() == 1
+    for path in (from_disk, file, call):
+        mode = path.stat().st_mode
+        path.chmod(0o777)
+        assert say_again() == 1
+        path.chmod(mode)
+        assert say_again() == 0
+    for damaged in (file, call):
+        damaged.write_bytes(b"damaged")
+        assert say_again() == 1
+        assert file.read_bytes() == kept
+        assert say_again() == 0
     from_disk.rename(from_disk.with_name("moved"))
     from_disk.write_text("a file where the folder should be")
-    assert plain.say(plain.target.compiled()) == plain.want and made == 2
+    assert say_again() == 1
 
 
 @pytest.mark.usefixtures("from_disk")
@@ -142,7 +148,7 @@ def test_weights_are_shared_and_followed(plain: Plain) -> None:
     assert plain.say(fast) == plain.want
     (program,) = fast.execution._programs.values()
     parameters = {parameter.data_ptr() for parameter in target.model.parameters()}
-    assert parameters <= {tensor.data_ptr() for tensor in program._constants.values()}
+    assert parameters <= {tensor.data_ptr() for tensor in program.result()._constants.values()}
     with torch.no_grad():
         target.model.model.norm.weight.mul_(-1.0)
     assert plain.say(fast) == plain.say(target) != plain.want
@@ -154,22 +160,22 @@ def test_small_tensors_are_part_of_the_key(plain: Plain, from_disk: Path) -> Non
     other = as_lm(tiny_llama())
     other.model.model.rotary_emb.inv_freq.mul_(0.5)
     assert plain.say(other.compiled()) == plain.say(other) != plain.want
-    assert len(list(from_disk.iterdir())) == 2
+    assert len(list(from_disk.glob("*.pt2"))) == 2
 
 
 @pytest.mark.parametrize(
     ("rule_name", "num_programs", "options"),
     [
-        pytest.param("rejection", (2, 2), {"num_rows": 1}, marks=pytest.mark.slow),
-        ("gumbel", (1, 2), {"num_rows": 1, "longest": 28, "temperature": 0.7}),
-        ("block", (3, 4), {"num_rows": 2} | PROCESSORS),
+        pytest.param("rejection", (2, 1), {"num_rows": 1}, marks=pytest.mark.slow),
+        ("gumbel", (1, 1), {"num_rows": 1, "longest": 28, "temperature": 0.7}),
+        ("block", (3, 2), {"num_rows": 2} | PROCESSORS),
     ],
     ids=["rejection", "gumbel", "block with processors and two rows"],
 )
 def test_the_same_tokens_as_eager(rule_name: str, num_programs: tuple[int, int], options: dict[str, Any]) -> None:
     """Ragged rows that end one after the other, and drafts that are cut at their ends: whatever is left to draft, the
     shapes stay, so that a second run makes no further program. The target has one for each batch size, and one for a
-    last token without drafts; the draft has two for each, with one token owed and with two. (Under ``gumbel`` the
+    last token without drafts; the draft has one for each. (Under ``gumbel`` the
     lengths are such that a row ends with drafts: each program takes so long.)"""
     target, drafter = pair()
     rule = RULES[rule_name]
@@ -187,19 +193,6 @@ def test_the_same_tokens_as_eager(rule_name: str, num_programs: tuple[int, int],
 def _num_programs(lm: LM) -> int:
     assert isinstance(lm.execution, Compiled)
     return lm.execution.num_programs
-
-
-def test_what_cannot_be_compiled_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, _ = llama_pair()
-
-    def fail(*args: object) -> None:
-        raise RuntimeError("no compiler\nat all")
-
-    monkeypatch.setattr(compiled_module, "_compile", fail)
-    with pytest.raises(CompileError, match="target cannot be compiled here: RuntimeError: no compiler at all"):
-        list(decode(target.compiled(), NoDrafter(), requests(), RULES["rejection"], num_draft_tokens=0))
-    assert target.model.config._attn_implementation == "sdpa"  # as it was
 
 
 THIN = (1, 4, 5, MAX_THIN_ROWS, MAX_THIN_ROWS + 1)  # numbers of rows

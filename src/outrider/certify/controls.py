@@ -119,6 +119,7 @@ class OffByOneRollback:
         self.favoured_k = inner.favoured_k
         self.lookahead = inner.lookahead
         self.is_prepared = inner.is_prepared
+        self.waits = inner.waits
         self.turn = inner.turn
 
     def round_length(self, length: int) -> int:
@@ -133,14 +134,16 @@ class OffByOneRollback:
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         return self.inner.new_cache(shapes, num_rows, capacity)
 
-    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def run(
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+    ) -> tuple[Tensor, ...]:
         if step is not verify_step:  # the states are advanced
-            return self.inner.run(step, lm, static, arguments)
+            return self.inner.run(step, lm, static, arguments, is_repeatable=is_repeatable)
         cache, _, lengths, *_ = arguments
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
         kept = [(store, (rows.to(store.device), at.to(store.device))) for store, at in cache.kept_of(last)]
         stale = [store[place] for store, place in kept]  # rejected
-        results = self.inner.run(step, lm, static, arguments)
+        results = self.inner.run(step, lm, static, arguments, is_repeatable=is_repeatable)
         for (store, place), old in zip(kept, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1).view(-1, *[1] * (old.ndim - 1))
             store[place] = torch.where(was_written, old, store[place])

@@ -15,6 +15,7 @@ from outrider.cli.commands import (
     certify,
     certify_samples,
     compare,
+    compile,
     distill,
     divergence,
     export,
@@ -39,6 +40,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "serve": serve.serve,
         "compare": compare.compare,
         "latency": latency.latency,
+        "compile": compile.compile,
     },
     "Choose a draft": {
         "models": models.models,

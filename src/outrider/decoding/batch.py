@@ -223,6 +223,7 @@ class Batch:
             history=self.history.map(lambda values: values[:num_rows]),
             bounds=bounds,
             masks=masks,
+            is_repeatable=any(row is not None and row.request.is_repeatable for row in running),
         )
 
     def commit(self, rows: Rows, committed: Tensor, places: Tensor, lengths: Tensor) -> None:

@@ -40,16 +40,22 @@ _SHORT = 16  # tokens to begin with, where nothing else is asked for
 
 
 def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
-    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours.
+    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours. Where
+    rounds do not wait for their programs, and compiled ones were not measured before, these are the costs of eager
+    ones.
 
     Args:
         num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
             serves the run as well.
     """
     path = _path(target, drafter, rule, num_rows)
-    kept = here().of_first(lambda: _read(path, _choices(target, drafter)))
+    choices = _choices(target, drafter)
+    kept = here().of_first(lambda: _read(path, choices))
     if kept is not None:
         return kept
+    if not target.execution.waits:  # eager rounds do for the time being
+        costs = round_costs(target.eager(), drafter.with_models(LM.eager), rule, num_rows, num_tokens)
+        return {k: costs[k] for k in choices}
     _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
     costs = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
     keep_in_cache(path, json.dumps(costs).encode())
@@ -70,9 +76,13 @@ def _read(path: Path, choices: Sequence[int]) -> dict[int, float] | None:
 def costs_by_load(
     target: LM, drafter: Drafter, rule: Rule, num_slots: int, num_tokens: int
 ) -> dict[int, dict[int, float]]:
-    """Number of rows -> K -> seconds of a round, for 1, 2, 4, ... rows and all slots."""
-    sizes = sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
-    return {size: round_costs(target, drafter, rule, size, num_tokens) for size in sizes}
+    """Number of rows -> K -> seconds of a round, for the loads of ``load_sizes``."""
+    return {size: round_costs(target, drafter, rule, size, num_tokens) for size in load_sizes(num_slots)}
+
+
+def load_sizes(num_slots: int) -> list[int]:
+    """1, 2, 4, ... rows and all slots."""
+    return sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
 
 
 def _choices(target: LM, drafter: Drafter) -> list[int]:

@@ -390,7 +390,7 @@ class Engine:
             allowed = None if rows.masks is None else rows.masks.along(draft)
             options = rows.settings, rows.history, allowed
             arguments = (cache, rows.last_ids, rows.lengths, limits, draft, *options, noise)
-            judged = Judged(*target.run(verify_step, static, *arguments))
+            judged = Judged(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
             verified = self._clock.mark()
             taking_part = tuple(batch.rows[:num_rows])
             batch.commit(rows, judged.committed, judged.places, judged.lengths)

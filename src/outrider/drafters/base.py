@@ -57,6 +57,7 @@ class Rows:
         history: of the texts, as far as the settings need it.
         bounds: of each row; None for slots that take no part.
         masks: the tokens that constraints leave; None where no row has a constraint.
+        is_repeatable: a row among them has to be (see ``Request``).
     """
 
     ids: Tensor
@@ -67,6 +68,7 @@ class Rows:
     history: History
     bounds: Sequence[RowBounds | None]
     masks: Masks | None = None
+    is_repeatable: bool = False
 
     def __len__(self) -> int:
         return len(self.bounds)

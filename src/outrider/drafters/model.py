@@ -207,7 +207,8 @@ class ModelSession(Session):
         shape = rule, self._is_greedy, view_len
         if rows.masks is None:
             texts = cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
-            made = lm.run(_draft_steps, (*shape, k), cache, fed, *texts, None, noise)
+            arguments = cache, fed, *texts, None, noise
+            made = lm.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
         else:
             made = self._one_by_one(rows, rows.masks, shape, k, cache, fed, cached, noise)
         ids, is_good, num_drafted, now_cached, *probs = made
@@ -235,7 +236,7 @@ class ModelSession(Session):
         for i in range(k):
             is_wanted = (rows.num_wanted - i).clamp(0, 1)
             arguments = (states, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
-            made = self._lm.run(_draft_steps, (*shape, 1), *arguments)
+            made = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
             # Copied, since a prepared step writes over its results.
             fed, is_good, is_drafted, cached, *probs = (part.clone() for part in made)
             columns.append((fed, is_good, *probs))
@@ -258,17 +259,18 @@ class ModelSession(Session):
 
     def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int) -> Tensor:
         """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
-        lack that. Tokens that a cache may lack beyond these are fed here.
+        lack that; or always, where each shape has to be prepared. Tokens that a cache may lack beyond these are fed
+        here.
 
         Returns:
             [B, 1 or 2]
         """
-        if most_lacking == 1:
-            columns = torch.stack((rows.lengths - 2, rows.lengths - 1), dim=1)
-            return rows.ids.gather(1, columns.clamp_min(0))
         if most_lacking > 1:
             starts = torch.minimum(cached, rows.lengths - 1)
             ends = torch.where(self._is_drafting(rows), rows.lengths - 1, starts)
             latest = min(rows.longest, self._lm.context_len)
             self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=most_lacking)
-        return rows.last_ids[:, None]
+        if most_lacking != 1 and not self._lm.execution.is_prepared:
+            return rows.last_ids[:, None]
+        columns = torch.stack((rows.lengths - 2, rows.lengths - 1), dim=1)
+        return rows.ids.gather(1, columns.clamp_min(0))

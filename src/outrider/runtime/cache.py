@@ -20,6 +20,7 @@ This module does not know masks (lm.py) or rounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,11 @@ class SlotCache(Cache):
         other = SlotCache(self.shapes, storage, self.capacity, most_behind=self.bound)
         other.bound = self.bound
         return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: one of the same form, with nothing in it."""
+        num_rows = self.storage[0].shape[0] if self.storage else 0
+        return _of_form, (self.shapes, num_rows, self.capacity, self.bound)
 
     def rows(self, begin: int, end: int) -> SlotCache:
         """The slots begin <= slot < end: a view of the same memory."""
@@ -273,3 +279,9 @@ class SlotCache(Cache):
         for own, state in zip(self._scratch.storage[self.num_token_stores :], states, strict=True):
             own.copy_(state)
         return self._scratch
+
+
+def _of_form(shapes: Sequence[LayerShape], num_rows: int, capacity: int, bound: int) -> SlotCache:
+    cache = SlotCache.empty(shapes, num_rows, capacity)
+    cache.bound = bound
+    return cache.on(cache.storage)

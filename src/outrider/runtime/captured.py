@@ -17,13 +17,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
+from outrider.errors import CompileError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import Call, Prepared, Program, put_together
 from outrider.runtime.layers import LayerShape
@@ -64,7 +66,19 @@ class Captured(Prepared):
     def _key_of(self, stores: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(store.data_ptr() for store in stores[:1])  # the others are always found beside the first
 
-    def _prepare(self, call: Call) -> Program:
+    def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
+        made: Future[Program] = Future()
+        try:
+            made.set_result(self._record(call))
+        except OutOfMemoryError:
+            raise
+        except Exception as error:  # what arbitrary models and drivers may raise has no common type
+            reason = " ".join(str(error).split())[:300]
+            message = f"{call.lm.name} cannot be captured here: {type(error).__name__}: {reason}"
+            raise CompileError(message) from error
+        return made
+
+    def _record(self, call: Call) -> Program:
         inputs, stores = [tensor.clone() for tensor in call.tensors], call.stores
         # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are put together anew
         # in each run, since they may remember what they made of their tensors: see noise.py.)

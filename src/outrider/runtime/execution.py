@@ -15,12 +15,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from torch import OutOfMemoryError, Tensor
+from torch import Tensor
 
 from outrider.errors import CompileError
 from outrider.runtime.cache import SlotCache
@@ -40,12 +41,15 @@ class Execution(Protocol):
         favoured_k: the K that an adaptive schedule chooses among.
         lookahead: rounds that the loop starts beyond the one that it reads next.
         is_prepared: whether each shape is prepared when it first occurs, which takes time.
+        waits: whether a step waits until it has been prepared. If not, it runs eagerly until then, unless it has to be
+            repeatable.
     """
 
     name: str
     favoured_k: tuple[int, ...]
     lookahead: int
     is_prepared: bool
+    waits: bool
 
     def round_length(self, length: int) -> int:
         """The length of view or cache to use for so many tokens."""
@@ -67,8 +71,14 @@ class Execution(Protocol):
         """Held from running a step until its results have been used, so that threads do not write over them."""
         ...
 
-    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def run(
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+    ) -> tuple[Tensor, ...]:
         """``step(lm, *static, *arguments)``. The results are valid until the next run.
+
+        Args:
+            is_repeatable: it runs in the same way whatever has been prepared so far, so that the same arguments give
+                the same bits.
 
         Raises:
             CompileError: the model or this machine does not allow it to be prepared.
@@ -83,6 +93,7 @@ class Eager:
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
     lookahead = 0
     is_prepared = False
+    waits = True
 
     def round_length(self, length: int) -> int:
         return eager_length(length)
@@ -99,7 +110,9 @@ class Eager:
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def run(
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+    ) -> tuple[Tensor, ...]:
         return step(lm, *static, *arguments)
 
 
@@ -150,13 +163,14 @@ class Prepared(ABC):
     lookahead: int
     is_prepared = True
 
-    def __init__(self) -> None:
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+    def __init__(self, *, waits: bool = True) -> None:
+        self.waits = waits
+        self._programs: OrderedDict[Any, Future[Program]] = OrderedDict()
         self._preparing = threading.RLock()
 
     @property
     def num_programs(self) -> int:
-        """Programs that are kept."""
+        """Programs that are kept, or are being made."""
         return len(self._programs)
 
     def round_length(self, length: int) -> int:
@@ -174,35 +188,44 @@ class Prepared(ABC):
     @abstractmethod
     def turn(self) -> AbstractContextManager[Any]: ...
 
-    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def run(
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+    ) -> tuple[Tensor, ...]:
         call = Call(step, lm, static, arguments)
         key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
+        must_wait = self.waits or is_repeatable
         with self._preparing:
-            program = self._programs.get(key)
-            if program is None:
-                program = self._prepared(call)
-                if len(self._programs) >= MOST_PROGRAMS:
+            made = self._programs.get(key)
+            if made is None:
+                made = self._programs[key] = self._prepare(call, must_wait)
+                if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
-                self._programs[key] = program
             self._programs.move_to_end(key)
-        return program.run(call.tensors, call.stores)
-
-    def _prepared(self, call: Call) -> Program:
+        if not must_wait and (not made.done() or made.exception() is not None):
+            return step(lm, *static, *arguments)
+        if not made.done():
+            self._hurry(made)
         try:
-            return self._prepare(call)
-        except OutOfMemoryError:
+            program = made.result()
+        except CompileError:
+            self._programs.pop(key, None)  # another try is free
             raise
-        except Exception as error:  # what arbitrary models, compilers and drivers may raise has no common type
-            reason = " ".join(str(error).split())[:300]
-            message = f"{call.lm.name} cannot be {self.name} here: {type(error).__name__}: {reason}"
-            raise CompileError(message) from error
+        return program.run(call.tensors, call.stores)
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:
         """What a program depends on of the storage of caches, besides its shape."""
 
     @abstractmethod
-    def _prepare(self, call: Call) -> Program: ...
+    def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
+        """Make a program, or begin to.
+
+        Args:
+            is_urgent: it is waited for.
+        """
+
+    def _hurry(self, program: Future[Program]) -> None:  # noqa: B027
+        """It is waited for from now on."""
 
 
 @lru_cache

@@ -28,6 +28,7 @@ from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
 from outrider.runtime.layers import WINDOW, LayerShape, layer_shapes
+from outrider.runtime.maker import Maker
 from outrider.runtime.stepping import token_by_token
 
 PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
@@ -78,9 +79,13 @@ class LM:
         self.least_columns = 1
         self.is_stepped = False
 
-    def compiled(self) -> LM:
+    def compiled(self, *, waits: bool = True, maker: Maker | None = None) -> LM:
         """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
         shared.
+
+        Args:
+            waits: see ``Execution``.
+            maker: of programs; None for that of this process.
 
         Raises:
             CompileError: several processes share the model, or it has recurrent states. (Captured, both work.)
@@ -96,7 +101,20 @@ class LM:
                 "(leave out --compile: it then runs eagerly)"
             )
         lm = copy.copy(self)  # with what was found out about the model
-        lm.execution = Captured() if self.device.type == "cuda" else Compiled()
+        lm.execution = Captured() if self.device.type == "cuda" else Compiled(waits=waits, maker=maker)
+        return lm
+
+    @property
+    def parts(self) -> tuple[dict[str, Any], int, bool]:
+        """Of which ``from_parts`` makes the same model again, in another process."""
+        made_of = dict(model=self.model, name=self.name, vocab_size=self.vocab_size, context_len=self.context_len)
+        return made_of, self.least_columns, self.is_stepped
+
+    @classmethod
+    def from_parts(cls, made_of: dict[str, Any], least_columns: int, is_stepped: bool) -> LM:
+        """It runs eagerly."""
+        lm = cls(**made_of)
+        lm.least_columns, lm.is_stepped = least_columns, is_stepped
         return lm
 
     def eager(self) -> LM:
@@ -140,9 +158,11 @@ class LM:
         """How many places of a cache to view for sequences of ``length`` tokens: few different numbers."""
         return min(self.execution.round_length(length), cache.capacity)
 
-    def run(self, step: Step, static: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
+    def run(
+        self, step: Step, static: tuple[Any, ...], *arguments: Any, is_repeatable: bool = True
+    ) -> tuple[Tensor, ...]:
         """``step(self, *static, *arguments)``, in the way of this LM's execution (see there)."""
-        return self.execution.run(step, self, static, arguments)
+        return self.execution.run(step, self, static, arguments, is_repeatable=is_repeatable)
 
     def forward(
         self, ids: Tensor, positions: Tensor, cache: SlotCache, view_len: int, *, num_logits: int = 0

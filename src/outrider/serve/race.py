@@ -78,6 +78,8 @@ def prepare_race(preparer: Preparer, content: bytes) -> Race:
     try:
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
         decoder.job(ids, options)  # whether all is possible
+        if not decoder.target.execution.waits:  # arms have one execution from beginning to end
+            decoder = decoder.compiled()
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
     except Exception as error:
         raise refusal_of(error) from None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
@@ -39,6 +41,33 @@ def open_locked(path: Path) -> FileIO:
             stream.close()
             raise
         stream.close()  # who had the lock before has removed the file meanwhile
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Let one process at a time do something; the others wait. Where files cannot be locked, all go on.
+
+    Args:
+        path: a file that is there only meanwhile.
+    """
+    try:
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            stream = FileIO(path, "a")
+            fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+            if _is_at(path, stream):
+                break
+            stream.close()  # who had the lock before has removed the file meanwhile
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        stream.close()
 
 
 def is_regular(stream: FileIO) -> bool:

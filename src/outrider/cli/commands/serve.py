@@ -66,6 +66,14 @@ def serve(
     queue_timeout: Annotated[
         float, typer.Option(help="Seconds that a request may wait for a slot; then 503.", rich_help_panel=_SERVER)
     ] = 600.0,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="With --compile: be ready when the programs are. Else rounds are eager until then.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running texts may go on after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
@@ -97,7 +105,7 @@ def serve(
         raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
 
     def load() -> Decoder:
-        decoder = pair.load()
+        decoder = pair.load(waits=wait)
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 
     listener = listen(host, port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from outrider.models.placement import Placement
 
 _LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
+
+
+def tell_compiling() -> logging.Logger:
+    """Compiling takes half a minute at a time: tell on standard error of each program that is made."""
+    logger = logging.getLogger("outrider.runtime.maker")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
+    return logger
 
 
 def set_threads(threads: int | None) -> None:
@@ -124,8 +133,8 @@ class PairOptions:
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the models: minutes the first time, seconds later. On a CUDA device: capture "
-            "them as graphs. Default: for long work on the CPU.",
+            help="Compile the models: minutes the first time ('outrider compile' does so beforehand). On a CUDA "
+            "device: capture them as graphs. Default: for long work on the CPU.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
@@ -156,11 +165,12 @@ class PairOptions:
             raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
         return self.single_draft
 
-    def load(self, num_tokens: int = 0) -> Decoder:
+    def load(self, num_tokens: int = 0, *, waits: bool = True) -> Decoder:
         """The target, without a draft.
 
         Args:
             num_tokens: about how many are to be generated, by which it is decided whether compiling pays.
+            waits: see ``Decoder.compiled``. Measurements and certificates wait, so that they have one execution.
         """
         from outrider.api import load
 
@@ -176,12 +186,9 @@ class PairOptions:
         is_long = num_tokens >= _LONG_WORK and pays
         if not (is_long if self.compile is None else self.compile):
             return decoder
-        # Compiling is silent for half a minute at a time; say what is going on.
-        logger = logging.getLogger("outrider.runtime.compiled")
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO)
-        compiled = decoder.compiled()
-        if self.compile is None:
+        logger = tell_compiling()
+        compiled = decoder.compiled(waits=waits)
+        if self.compile is None and waits:
             try:
                 compiled.generate([[0]], max_new_tokens=1)
             except CompileError as error:  # nobody asked for it, so go on without
@@ -233,7 +240,7 @@ class PairOptions:
         if not decoder.target.execution.is_prepared:
             return drafter
         try:
-            return drafter.with_models(LM.compiled)
+            return drafter.with_models(partial(LM.compiled, waits=decoder.target.execution.waits))
         except CompileError:
             if self.compile:
                 raise

@@ -55,7 +55,7 @@ class Setup:
         return seed
 
     def load(self, num_tokens: int) -> Decoder:
-        decoder = self.pair.load(num_tokens)
+        decoder = self.pair.load(num_tokens, waits=False)
         return replace(decoder, drafter=self.pair.load_draft(decoder, self.draft), num_draft_tokens=self.k)
 
     def encode(self, decoder: Decoder, text: str) -> list[int]:

@@ -1,0 +1,101 @@
+"""``outrider compile``: the programs of a pair, made before they are needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import as_completed
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import JsonOption, SamplingOptions, flat, parse_k
+from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.pair_options import PairOptions
+from outrider.errors import CompileError, OptionError
+from outrider.options import Sampling, check_num_slots
+
+if TYPE_CHECKING:
+    from outrider.decoder import Decoder
+    from outrider.runtime.maker import Order
+
+_MOST_PROCESSES = 4  # each holds about a gigabyte
+
+
+@flat
+def compile(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    num_draft_tokens: Annotated[
+        str,
+        typer.Option("-k", "--num-draft-tokens", help="K as in the use to come, or several.", rich_help_panel="Models"),
+    ] = "auto",
+    slots: Annotated[
+        int, typer.Option("--slots", "--batch-size", help="Rows at a time, as in the use to come; 8 for serve.")
+    ] = 1,
+    context: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens of a text, prompt included. Sizes are rounded up to a power of two, and each is compiled "
+            "by itself."
+        ),
+    ] = 256,
+    json_target: JsonOption = None,
+) -> None:
+    """Compile all that --compile will ask for, so that it starts at once. CPU only.
+
+    What a program depends on: the models and their types, threads, K, rows, the context, and which sampling options
+    are in use (not their values)."""
+    options = sampling.to_options(seed=None, num_seeds=1)
+    chosen = parse_k(num_draft_tokens)
+    check_num_slots(slots)
+    if context < 64:
+        raise OptionError("--context", context, "a whole number >= 64")
+    check_json_target(json_target)
+    plain = replace(pair, compile=False).load()
+    if plain.target.device.type != "cpu":
+        raise CompileError(f"{plain.target.name} is on {plain.target.device}, where steps are captured in a moment")
+    decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft))
+    begin_s = time.perf_counter()
+    ks, orders = _compile(decoder, chosen, Sampling(**options), slots, context)
+    num_found = sum(order.was_found for order in orders)
+    console_for(json_target).print(
+        f"{len(orders)} programs in {time.perf_counter() - begin_s:.0f} s, {num_found} of them found on disk "
+        f"(K = {', '.join(map(str, ks))}; {slots} {'rows' if slots > 1 else 'row'}, texts of {context} tokens)"
+    )
+    body: dict[str, Any] = {
+        "programs": [{"step": order.what, "was_found": order.was_found} for order in orders],
+        "seconds": time.perf_counter() - begin_s,
+    }
+    settings = options_json(pair, options, num_draft_tokens=chosen, slots=slots, context=context)
+    write_json(json_target, "compile", settings, body, decoder.target)
+
+
+def _compile(
+    decoder: Decoder, chosen: list[Any], sampling: Sampling, num_slots: int, num_tokens: int
+) -> tuple[list[int], list[Order]]:
+    """Make the programs; and where K is to be chosen by costs, measure these. Returns the K, and the programs."""
+    from outrider.decoding.costs import costs_by_load
+    from outrider.decoding.rehearsal import rehearse
+    from outrider.runtime.maker import Maker
+    from outrider.sampling.rules import RULES
+
+    rule = RULES[decoder.acceptance]
+    maker = Maker(num_processes=min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    beside = decoder.compiled(waits=False, maker=maker)
+    wanted = {0, *(k for k in chosen if k != "auto")}
+    if "auto" in chosen:
+        wanted |= set(beside.target.execution.favoured_k)
+    most = decoder.drafter.most_drafted
+    ks = sorted({k if most is None else min(k, most) for k in wanted})
+    rehearse(beside.target, beside.drafter, rule, sampling, ks, num_slots, num_tokens)
+    orders = list(maker.orders)
+    with progress_bar("programs", len(orders)) as advance:
+        for program in as_completed([order.program for order in orders]):
+            program.result()
+            advance(1)
+    if "auto" in chosen and most != 0:
+        ready = decoder.compiled(maker=maker)
+        costs_by_load(ready.target, ready.drafter, rule, num_slots, num_tokens)
+    return ks, orders

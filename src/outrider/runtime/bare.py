@@ -1,0 +1,179 @@
+"""Calls without weights: as bytes for the process that compiles them, and as keys of the programs that come of them.
+
+What is packed is the model as it is in memory (its modules, its configuration), with the shapes of its weights in the
+place of their values. So no model is read a second time, and no weight is in memory twice. Values of very small tensors
+are packed as well, since Inductor writes them into the code.
+
+Code is not packed: the other process imports the same. So ``key_of`` covers the source of all that is traced, and
+``code_of`` shows whether the classes in this process still are those of their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import pickle
+import platform
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from outrider.runtime.execution import Call, put_together
+from outrider.runtime.stored import stored_tensors
+from outrider.runtime.toolchain import compiler, processor
+
+MAX_INLINED = 64
+"""Numbers; far more than the largest tensor that Inductor writes into its code."""
+
+_UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forward looks at
+_STEPS = ("runtime", "sampling", "drafters", "decoding")  # our packages with code that is traced
+
+
+class Traced(nn.Module):
+    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.model = call.lm.model
+        self._call = call
+
+    def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
+        return self._call.on(tensors, stores)
+
+
+def weights_of(call: Call) -> dict[str, Tensor]:
+    """Parameters and buffers by the names that they have in programs. Those that consist of several tensors (quantized
+    ones) are taken apart, under the names that Inductor gives to the parts."""
+    traced = Traced(call)
+    found: dict[str, Tensor] = {}
+    for name, tensor in (
+        *traced.named_parameters(remove_duplicate=False),
+        *traced.named_buffers(remove_duplicate=False),
+    ):
+        if not is_traceable_wrapper_subclass(tensor):
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise TypeError(f"the kernels of {type(tensor).__name__}, the type of its weights, cannot be traced")
+            found[name] = tensor
+            continue
+        owner, _, own = name.rpartition(".")
+        for index, inner in enumerate(stored_tensors(tensor)):
+            found[f"{owner}.parametrizations.{own}.original{index}"] = inner
+    return found
+
+
+def pack(call: Call) -> bytes:
+    """The same call gives the same bytes in every process.
+
+    Raises:
+        Exception: of any kind, where part of the model cannot be pickled.
+    """
+    # Values of arguments are of no account, and they may be views of more than the step sees.
+    examples = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in call.tensors]
+    arguments = put_together(call.arguments, iter(examples), iter(call.stores))
+    with call.lm.lock:  # hooks change the model while it runs
+        weights = weights_of(call)
+        values = {name: weight.tolist() for name, weight in weights.items() if weight.numel() <= MAX_INLINED}
+        buffer = io.BytesIO()
+        packer = _Packer(buffer, call.lm.model, [*weights.values(), *examples])
+        packer.dump((call.step, call.lm.from_parts, call.lm.parts, call.static, arguments, values))
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Call:
+    """The call, on tensors that take no memory as long as nothing is written to them."""
+    step, make_lm, parts, static, arguments, values = _Unpacker(io.BytesIO(data)).load()
+    call = Call(step, make_lm(*parts), static, arguments)
+    weights = weights_of(call)
+    with torch.no_grad():
+        for name, value in values.items():
+            weights[name].copy_(torch.tensor(value, dtype=weights[name].dtype))
+    return call
+
+
+def key_of(call: Call, packed: bytes, num_threads: int) -> str:
+    """A hash of all that its program follows from."""
+    machine = platform.python_version(), processor(), compiler(), num_threads
+    libraries = torch.__version__, transformers.__version__, _our_source()
+    facts = repr((machine, libraries, code_of(call.lm.model))).encode()
+    return hashlib.sha256(hashlib.sha256(packed).digest() + facts).hexdigest()
+
+
+def code_of(model: nn.Module) -> str:
+    """A hash of the code of a model's modules: as it is in their files, and as it is in memory."""
+    digest = hashlib.sha256()
+    kinds = {type(module) for module in model.modules()}
+    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        words = (kind.__module__, kind.__qualname__, code and (code.co_code, code.co_names))
+        digest.update(repr(words).encode())
+    for path in sorted({inspect.getfile(kind) for kind in kinds}):
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache
+def _our_source() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256((root / "records.py").read_bytes())
+    for path in sorted(path for name in _STEPS for path in (root / name).iterdir() if path.is_file()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _Packer(pickle.Pickler):
+    """
+    Args:
+        bare: tensors whose values are left out.
+    """
+
+    def __init__(self, buffer: io.BytesIO, model: nn.Module, bare: Sequence[Tensor]) -> None:
+        super().__init__(buffer, protocol=5)
+        self._unused = [id(value) for name in _UNUSED if (value := getattr(model, name, None)) is not None]
+        self._bare = {tensor.untyped_storage().data_ptr() for tensor in bare}
+        self._numbers: dict[int, int] = {}  # of storages, in the order in which they are met
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.storage.TypedStorage):
+            storage = value._untyped_storage
+            place = storage.data_ptr()
+            number = self._numbers.setdefault(place, len(self._numbers))
+            content = None if place in self._bare else bytes(storage.tolist())
+            return "storage", number, value.dtype, storage.nbytes(), content
+        if type(value) in (set, frozenset):  # whose order differs from process to process
+            return "set", type(value), sorted(value, key=repr)
+        return ("unused",) if id(value) in self._unused else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, MethodType) and isinstance(value.__func__, partial):  # torchao describes modules so
+            return _bound, (value.__func__, value.__self__)
+        return NotImplemented
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_load(self, identity: Any) -> Any:
+        match identity:
+            case "storage", number, dtype, num_bytes, content:
+                if number not in self._storages:
+                    made = torch.UntypedStorage(num_bytes if content is None else list(content))
+                    self._storages[number] = made
+                return torch.storage.TypedStorage(wrap_storage=self._storages[number], dtype=dtype, _internal=True)
+            case "set", kind, items:
+                return kind(items)
+            case _:
+                return None
+
+
+def _bound(function: Any, owner: Any) -> MethodType:
+    return MethodType(function, owner)

@@ -1,0 +1,220 @@
+"""Programs to order: from disk, or from a process that compiles them while this one goes on.
+
+The work of this process (to pack a call, to look on disk, to load what is made) is done in threads, and whoever orders
+a program gets a future of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing import Pipe
+
+import torch
+from torch import nn
+
+from outrider.errors import CompileError
+from outrider.runtime import programs
+from outrider.runtime.bare import code_of, key_of, pack, weights_of
+from outrider.runtime.execution import Call
+from outrider.runtime.making import Job
+from outrider.runtime.programs import Made, Program
+
+_LOG = logging.getLogger(__name__)
+_HEAD_START_S = 0.3  # of a text that does not wait: it is to begin before anything else takes time
+_IDLE_S = 20.0  # after which a process ends that has nothing to do; it holds some hundred megabytes
+_NICENESS = 10  # of a process that compiles beside a text
+_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A program that is wanted.
+
+    Attributes:
+        is_urgent: somebody waits for it.
+        what: the step and its model.
+        program: to come.
+        was_found: it was on disk.
+    """
+
+    call: Call | None
+    is_urgent: bool
+    what: str
+    program: Future[Program] = field(default_factory=Future)
+    was_found: bool = False
+    ordered_s: float = field(default_factory=time.monotonic)
+    job: Job | None = None
+    key: str = ""
+
+
+class Maker:
+    """
+    Attributes:
+        orders: all so far.
+    """
+
+    def __init__(self, *, num_processes: int = 1, niceness: int = 0) -> None:
+        self.orders: list[Order] = []
+        self._niceness = niceness
+        self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
+        self._changed = threading.Condition()
+        self._new: list[Order] = []
+        self._missing: list[Order] = []  # on disk
+        self._reported: set[str] = set()
+
+    def order(self, call: Call, *, is_urgent: bool) -> Order:
+        order = Order(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}")
+        with self._changed:
+            while self._threads:
+                threading.Thread(target=self._threads.pop(), name="outrider-maker", daemon=True).start()
+            self.orders.append(order)
+            self._new.append(order)
+            self._changed.notify_all()
+        return order
+
+    def hurry(self, program: Future[Program]) -> None:
+        """Somebody waits for it now."""
+        with self._changed:
+            for order in self.orders:
+                order.is_urgent |= order.program is program
+
+    def _take(self, orders: list[Order], timeout_s: float | None = None) -> Order | None:
+        """The first one, or the first that is urgent."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: orders, timeout_s):
+                return None
+            order = next((one for one in orders if one.is_urgent), orders[0])
+            orders.remove(order)
+            return order
+
+    def _look_up(self) -> None:
+        while True:
+            order = self._take(self._new)
+            assert order is not None and order.call is not None
+            if not order.is_urgent:
+                time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
+            try:
+                packed, model = pack(order.call), order.call.lm.model
+                num_threads = _num_threads(model)
+                order.key = key_of(order.call, packed, num_threads)
+                made = programs.find(order.key)
+                if made is not None:
+                    order.was_found = True
+                    self._finish(order, made)
+                    continue
+                order.job = Job(packed, code_of(model), num_threads)
+            except Exception as error:  # what arbitrary models raise has no common type
+                self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                continue
+            with self._changed:
+                self._missing.append(order)
+                self._changed.notify_all()
+
+    def _compile(self) -> None:
+        process: Process | None = None
+        while True:
+            order = self._take(self._missing, None if process is None else _IDLE_S)
+            if order is None:
+                assert process is not None
+                process = process.close()
+                continue
+            assert order.job is not None
+            _LOG.info("compiling %s", order.what)
+            try:
+                process = process or Process(self._niceness)
+                made = process.make(order.job)
+                if isinstance(made, str):
+                    self._fail(order, made)
+                    continue
+                programs.keep(order.key, made)
+                self._finish(order, made)
+            except (EOFError, OSError) as error:
+                reason = str(error) if process is None else process.end()
+                process = None
+                self._fail(order, f"the process that compiles {reason}")
+            except Exception as error:
+                self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    def _finish(self, order: Order, made: Made) -> None:
+        assert order.call is not None
+        # Programs call it by name.
+        from outrider.runtime.thin_kernel import library
+
+        library()
+        program = Program(made, weights_of(order.call))
+        order.call = order.job = None
+        order.program.set_result(program)
+
+    def _fail(self, order: Order, reason: str) -> None:
+        assert order.call is not None
+        message = f"{order.call.lm.name} cannot be compiled here: {reason}"
+        if not (order.is_urgent or message in self._reported):
+            self._reported.add(message)
+            _LOG.warning("%s; it runs eagerly", message)
+        order.call = order.job = None
+        order.program.set_exception(CompileError(message))
+
+
+class Process:
+    """One that makes programs (making.py)."""
+
+    def __init__(self, niceness: int) -> None:
+        self._connection, theirs = Pipe()
+        self._output = tempfile.TemporaryFile()
+        number = theirs.fileno()
+        # It imports what this process has imported, and compiles without a pool of processes of its own.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from outrider.runtime.making import serve; serve({number})"],
+            env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            pass_fds=[number],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,  # Ctrl-C is for this process; and the other one ends with all that it has started
+        )
+        theirs.close()
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+
+    def make(self, job: Job) -> Made | str:
+        """A program, or why there is none. Raises EOFError, OSError: it has ended."""
+        self._connection.send(job)
+        answer: Made | str = self._connection.recv()
+        return answer
+
+    def close(self) -> None:
+        """It ends when nobody can send it anything any more."""
+        self._connection.close()
+        self._process.wait()
+        self._output.close()
+
+    def end(self) -> str:
+        """How it has ended."""
+        code = self._process.wait()
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").splitlines()
+        self.close()
+        if code < 0:
+            return f"was ended by signal {-code} (the memory may be full)"
+        return f"has failed: {lines[-1][:300] if lines else f'exit code {code}'}"
+
+
+@lru_cache
+def shared_maker(waits: bool) -> Maker:
+    """The maker of this process: for steps that wait for their programs, and for those that go on meanwhile."""
+    return Maker(niceness=0 if waits else _NICENESS)
+
+
+def _num_threads(model: nn.Module) -> int:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return int(max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD)))

@@ -1,0 +1,154 @@
+"""The process that makes programs: calls come in (``Job``), compiled graphs go out (``Made``).
+
+torch.export traces the model's own code, and Inductor compiles the graph ahead of time. What it makes is kept on disk
+under a hash of the graph, so that it can never be stale; two processes that want the same make it once.
+
+It ends with the process that started it, at once and with all compilers that it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from outrider.runtime.bare import MAX_INLINED, Traced, code_of, unpack, weights_of
+from outrider.runtime.programs import Made, keep_package, package_of
+from outrider.runtime.toolchain import compiler, processor
+from outrider.system.file_lock import alone
+from outrider.system.files import cache_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program to be made.
+
+    Attributes:
+        packed: the call.
+        code: ``code_of`` the model where it runs.
+        num_threads: of the program.
+    """
+
+    packed: bytes
+    code: str
+    num_threads: int
+
+
+def serve(number: int) -> None:
+    """Make one program after the other. A ``Made`` is sent back for each, or the reason why there is none.
+
+    Args:
+        number: of the open file of a connection.
+    """
+    connection = Connection(number)
+    jobs: SimpleQueue[Job] = SimpleQueue()
+
+    def receive() -> None:
+        try:
+            while True:
+                jobs.put(connection.recv())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)  # compilers of C++ are of this group, too
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        job = jobs.get()
+        try:
+            answer: Made | str = make(job)
+        except Exception as error:  # what arbitrary models and compilers may raise has no common type
+            answer = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        connection.send(answer)
+
+
+def make(job: Job) -> Made:
+    """Trace and compile; or take it from disk, in order and nobody else's."""
+    call = unpack(job.packed)
+    if code_of(call.lm.model) != job.code:
+        raise TypeError("the code of its modules is not that of their files: it was changed while it ran")
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        "cpp.threads": job.num_threads,
+        "cpp.enable_floating_point_contract_flag": "fast",
+        **_thin_options(job.num_threads),
+    }
+    weights = weights_of(call)
+    call.lm.model.set_attn_implementation("eager")  # written out, and compiled into the loops around it
+    exported = _trace(Traced(call), call.tensors, call.stores)
+    name = _digest(exported, {**weights, **exported.constants}, options)
+    constants = io.BytesIO()
+    torch.save({key: value for key, value in exported.constants.items() if key not in weights}, constants)
+    with alone(cache_folder("locks") / name):  # others wait for what this process makes
+        package = package_of(name)
+        if package is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "program.pt2"
+                _compile(exported, options, path)
+                package = path.read_bytes()
+            keep_package(name, package)
+    return Made(name, package, constants.getvalue())
+
+
+def _thin_options(num_threads: int) -> dict[str, Any]:
+    from outrider.runtime.thin_kernel import SHIM, library
+    from outrider.runtime.thin_products import KERNEL, MAX_SUMS, ThinProducts
+
+    has_kernel = library() is not None
+    return {
+        "post_grad_custom_pre_pass": ThinProducts(num_threads if has_kernel else None),
+        "cpp.max_horizontal_fusion_size": MAX_SUMS,
+        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM]},
+    }
+
+
+def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
+    """A hash of all that the compiled code follows from."""
+    digest = hashlib.sha256()
+    settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
+    digest.update(repr((torch.__version__, processor(), compiler(), settings)).encode())
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                value = node.meta.get("val")
+                kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+                digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
+    digest.update(repr(exported.graph_signature).encode())
+    # Inductor writes the values of very small tensors into the code, and treats tensors that share memory as one.
+    first_names: dict[Any, str] = {}
+    for name, value in constants.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            numbers = value.tolist() if value.numel() <= MAX_INLINED else None
+            digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
+    return digest.hexdigest()
+
+
+def _trace(module: Traced, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    with _as_torch_compiles():
+        return torch.export.export(module, tuple(list(tensors) for tensors in inputs), strict=False)
+
+
+def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> None:
+    with _as_torch_compiles():
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+@contextmanager
+def _as_torch_compiles() -> Iterator[None]:
+    """Without gradients, and without torch's warnings about itself."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,291 @@
+"""Texts that begin before their programs are there, and the process that makes these.
+
+Compiling is left out here: programs come from a maker that delivers when it is told to. Everything is in float64, so
+that an eager step and a program give the same tokens. (tests/runtime/test_compiled.py compiles.)
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decoder import Decoder
+from outrider.decoding.costs import round_costs
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import CompileError
+from outrider.options import Sampling
+from outrider.records import Request
+from outrider.runtime import maker as maker_module
+from outrider.runtime.bare import code_of, key_of, pack, unpack
+from outrider.runtime.execution import Call
+from outrider.runtime.maker import Maker, Order, Process
+from outrider.runtime.making import Job
+from outrider.runtime.programs import Made
+from outrider.sampling.rules import RULES
+from toys import as_lm, llama_pair, tiny_llama
+
+LIMIT_S = 120.0
+PROMPT = [1, 2, 3]
+
+
+class Recalled:
+    """In the place of a program: the step itself. It counts its runs."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self.num_runs = call, 0
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self.num_runs += 1
+        return self._call.on(tensors, stores)
+
+
+class OnCall(Maker):
+    """Delivers when it is told to, and at once what somebody waits for."""
+
+    def order(self, call: Call, *, is_urgent: bool) -> Order:
+        order = Order(call, is_urgent, call.step.__name__)
+        self.orders.append(order)
+        if is_urgent:
+            self.deliver()
+        return order
+
+    def hurry(self, program: Any) -> None:
+        self.deliver()
+
+    def deliver(self) -> None:
+        for order in self.orders:
+            if not order.program.done():
+                assert order.call is not None
+                order.program.set_result(Recalled(order.call))  # type: ignore[arg-type]
+
+    @property
+    def num_runs(self) -> int:
+        return sum(order.program.result().num_runs for order in self.orders if order.program.done())  # type: ignore[attr-defined]
+
+
+def pair(maker: Maker) -> tuple[Decoder, Decoder]:
+    """Eager, and with programs that texts do not wait for."""
+    target, drafter = llama_pair()
+    assert isinstance(drafter, ModelDrafter)
+    decoder = Decoder(target, None, frozenset(), drafter, num_draft_tokens=2)
+    return decoder, decoder.compiled(waits=False, maker=maker)
+
+
+def test_a_text_begins_eagerly_and_goes_on_with_programs() -> None:
+    maker = OnCall()
+    eager, mixed = pair(maker)
+    options = {"max_new_tokens": 24, "temperature": 0}
+    (want,) = eager.generate([PROMPT], **options)
+    token_ids: list[int] = []
+    for chunk in mixed.stream(PROMPT, **options):
+        if not token_ids:
+            assert maker.num_runs == 0 and {order.what for order in maker.orders} == {"_draft_steps", "verify_step"}
+            maker.deliver()
+        token_ids += chunk.token_ids
+    assert tuple(token_ids) == want.token_ids
+    assert maker.num_runs > 2 and not any(order.is_urgent for order in maker.orders)
+
+
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_a_row_with_a_seed_has_one_execution(is_cold: bool) -> None:
+    """All of its rounds are programs', whatever was there before."""
+    maker = OnCall()
+    eager, mixed = pair(maker)
+    if not is_cold:
+        mixed.generate([PROMPT], max_new_tokens=24)
+        maker.deliver()
+    before = maker.num_runs
+    (text,) = mixed.generate([PROMPT], max_new_tokens=24, seed=1)
+    (want,) = eager.generate([PROMPT], max_new_tokens=24, seed=1)
+    assert text.token_ids == want.token_ids
+    num_drafts = sum(num > 0 for num in (chunk for chunk in text.stats.drafted_histogram[1:]))
+    assert num_drafts and maker.num_runs - before >= 2 * sum(text.stats.drafted_histogram[1:])
+
+
+def test_one_row_with_a_seed_makes_a_round_wait() -> None:
+    maker = OnCall()
+    _, mixed = pair(maker)
+    engine = mixed.engine(num_slots=2, capacity=64)
+    for seed in (None, 3):
+        engine.submit(mixed.job(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
+    engine.step()
+    assert maker.orders and all(order.is_urgent for order in maker.orders)
+
+
+def test_a_program_that_cannot_be_made() -> None:
+    """Rows without a seed go on eagerly; others end with the error."""
+    maker = OnCall()
+    eager, mixed = pair(maker)
+    options = {"max_new_tokens": 24, "temperature": 0}
+    stream = mixed.stream(PROMPT, **options)
+    token_ids = list(next(stream).token_ids)
+    for order in maker.orders:
+        order.program.set_exception(CompileError("no compiler"))
+    token_ids += [token for chunk in stream for token in chunk.token_ids]
+    assert tuple(token_ids) == eager.generate([PROMPT], **options)[0].token_ids
+    with pytest.raises(CompileError, match="no compiler"):
+        mixed.generate([PROMPT], seed=1, **options)
+
+
+def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is kept as a cost of compiled rounds, and nothing waits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    maker = OnCall()
+    _, mixed = pair(maker)
+    costs = round_costs(mixed.target, mixed.drafter, RULES["block"], 1, 64)
+    assert list(costs) == [0, 2, 4] and not maker.orders
+    waiting = mixed.compiled(maker=maker)
+    assert round_costs(waiting.target, waiting.drafter, RULES["block"], 1, 64).keys() == costs.keys()
+    assert maker.orders and all(order.is_urgent for order in maker.orders)
+
+
+class Refuses:
+    """In the place of a process: it compiles nothing."""
+
+    def __init__(self, niceness: int) -> None:
+        pass
+
+    def make(self, job: Job) -> Made | str:
+        return "RuntimeError: no compiler at all"
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def _refusing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(maker_module, "Process", Refuses)
+    monkeypatch.setattr(maker_module, "_HEAD_START_S", 0.0)
+
+
+@pytest.mark.usefixtures("_refusing")
+def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    maker = Maker()
+    _, mixed = pair(maker)
+    mixed.generate([PROMPT, PROMPT], max_new_tokens=[4, 24])
+    for order in maker.orders:
+        with pytest.raises(CompileError):
+            order.program.result(LIMIT_S)
+    assert len(maker.orders) > 3
+    told = sorted(record.message for record in caplog.records if record.levelname == "WARNING")
+    assert told == [
+        f"{name} cannot be compiled here: RuntimeError: no compiler at all; it runs eagerly"
+        for name in ("draft", "target")
+    ]
+
+
+@pytest.mark.usefixtures("_refusing")
+def test_what_cannot_be_compiled_is_an_error_of_one_line() -> None:
+    _, mixed = pair(Maker())
+    with pytest.raises(CompileError, match=r"^draft cannot be compiled here: RuntimeError: no compiler at all$"):
+        mixed.compiled(maker=Maker()).generate([PROMPT], max_new_tokens=4)
+
+
+def test_a_process_that_was_killed() -> None:
+    """Who waits for it hears of it, and the next program is made by another one."""
+    process = Process(niceness=0)
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises((EOFError, OSError)):
+        process.make(Job(b"", "", 1))
+    assert process.end() == "was ended by signal 9 (the memory may be full)"
+
+
+@pytest.mark.slow  # two processes load torch
+def test_no_process_is_left_behind() -> None:
+    """However the one that started it ends."""
+    code = "from outrider.runtime.maker import Process; p = Process(0); print(p._process.pid, flush=True); input()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        number = int(parent.stdout.readline())
+        os.kill(number, 0)
+        parent.kill()
+    end_s = time.monotonic() + LIMIT_S
+    while _is_running(number):
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+def _is_running(number: int) -> bool:
+    try:
+        with open(f"/proc/{number}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# Calls without weights
+
+
+def _call(lm: Any, length: int = 8) -> Call:
+    found: list[Call] = []
+
+    class Looks(OnCall):
+        def order(self, call: Call, *, is_urgent: bool) -> Order:
+            found.append(call)
+            return super().order(call, is_urgent=is_urgent)
+
+    decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm), num_draft_tokens=2)
+    decoder.compiled(maker=Looks()).generate([list(range(1, length))], max_new_tokens=2)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def call() -> Iterator[Call]:
+    yield _call(as_lm(tiny_llama()))
+
+
+def test_the_same_call_is_the_same_bytes(call: Call) -> None:
+    """Whatever tokens it is called on; another model in memory, of the same form, is the same too."""
+    assert pack(_call(as_lm(tiny_llama()))) == pack(_call(as_lm(tiny_llama()), length=5)) == pack(call)
+    other = as_lm(tiny_llama())
+    other.model.model.rotary_emb.inv_freq.mul_(0.5)  # small tensors are part of the code
+    assert pack(_call(other)) != pack(call)
+
+
+def test_no_weights_are_packed(call: Call) -> None:
+    packed = pack(call)
+    num_bytes = sum(p.numel() * p.element_size() for p in call.lm.model.parameters())
+    assert len(packed) < num_bytes / 2
+    other = unpack(packed)
+    assert other.form == call.form and other.static == call.static
+    for (name, mine), (_, its) in zip(
+        call.lm.model.state_dict().items(), other.lm.model.state_dict().items(), strict=True
+    ):
+        assert mine.shape == its.shape and mine.dtype == its.dtype, name
+    torch.testing.assert_close(other.lm.model.model.rotary_emb.inv_freq, call.lm.model.model.rotary_emb.inv_freq)
+
+
+def test_what_a_program_depends_on_is_part_of_its_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack(call)
+    key = key_of(call, packed, 1)
+    assert key_of(call, packed, 1) == key
+    others = [key_of(call, packed, 2), key_of(call, packed + b".", 1)]
+    code = code_of(call.lm.model)
+    mlp = type(call.lm.model.model.layers[0].mlp)
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "forward", lambda self, x: x)
+        assert code_of(call.lm.model) != code
+        others.append(key_of(call, packed, 1))
+    for name in ("processor", "compiler"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"outrider.runtime.bare.{name}", lambda: "another")
+            others.append(key_of(call, packed, 1))
+    assert len({key, *others}) == 6 and code_of(call.lm.model) == code
+
+
+def test_a_model_that_cannot_be_sent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = as_lm(tiny_llama())
+    lm.model.model.layers[0].mlp.forward = lambda x: x
+    request = Request(PROMPT, Sampling(seed=1, max_new_tokens=2))
+    decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm)).compiled(maker=Maker())
+    with pytest.raises(CompileError, match="cannot be compiled here: .*[Pp]ickle"):
+        decoder.generate([request.prompt_ids], max_new_tokens=2)
