@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from makers import OnCall, Refuses
 from outrider.decoder import Decoder
 from outrider.decoding.costs import round_costs
 from outrider.drafters.model import ModelDrafter
@@ -27,47 +27,11 @@ from outrider.runtime.bare import code_of, key_of, pack, unpack
 from outrider.runtime.execution import Call
 from outrider.runtime.maker import Maker, Order, Process
 from outrider.runtime.making import Job
-from outrider.runtime.programs import Made
 from outrider.sampling.rules import RULES
 from toys import as_lm, llama_pair, tiny_llama
 
 LIMIT_S = 120.0
 PROMPT = [1, 2, 3]
-
-
-class Recalled:
-    """In the place of a program: the step itself. It counts its runs."""
-
-    def __init__(self, call: Call) -> None:
-        self._call, self.num_runs = call, 0
-
-    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self.num_runs += 1
-        return self._call.on(tensors, stores)
-
-
-class OnCall(Maker):
-    """Delivers when it is told to, and at once what somebody waits for."""
-
-    def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order(call, is_urgent, call.step.__name__)
-        self.orders.append(order)
-        if is_urgent:
-            self.deliver()
-        return order
-
-    def hurry(self, program: Any) -> None:
-        self.deliver()
-
-    def deliver(self) -> None:
-        for order in self.orders:
-            if not order.program.done():
-                assert order.call is not None
-                order.program.set_result(Recalled(order.call))  # type: ignore[arg-type]
-
-    @property
-    def num_runs(self) -> int:
-        return sum(order.program.result().num_runs for order in self.orders if order.program.done())  # type: ignore[attr-defined]
 
 
 def pair(maker: Maker) -> tuple[Decoder, Decoder]:
@@ -144,19 +108,6 @@ def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypa
     waiting = mixed.compiled(maker=maker)
     assert round_costs(waiting.target, waiting.drafter, RULES["block"], 1, 64).keys() == costs.keys()
     assert maker.orders and all(order.is_urgent for order in maker.orders)
-
-
-class Refuses:
-    """In the place of a process: it compiles nothing."""
-
-    def __init__(self, niceness: int) -> None:
-        pass
-
-    def make(self, job: Job) -> Made | str:
-        return "RuntimeError: no compiler at all"
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

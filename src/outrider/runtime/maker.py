@@ -128,7 +128,8 @@ class Maker:
                 process = process.close()
                 continue
             assert order.job is not None
-            _LOG.info("compiling %s", order.what)
+            num_made = sum(one.program.done() for one in self.orders)
+            _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, len(self.orders))
             try:
                 process = process or Process(self._niceness)
                 made = process.make(order.job)

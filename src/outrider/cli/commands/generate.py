@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -219,6 +220,9 @@ def _continue_all(
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
+    waits = decoder.target.execution.waits or setup.options["seed"] is not None
+    if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
+        logging.getLogger("outrider.runtime.maker").setLevel(logging.WARNING)
     chunks: list[Chunk] = []
     stream = decoder.stream(ids, **setup.options)
     try:
@@ -239,6 +243,8 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
         with _writing_to(console.file):
             console.file.write("\n")
             console.file.flush()
+    if not waits:
+        _tell_missing()
     if has_colours:
         legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
         console.print(legend)
@@ -254,6 +260,20 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     )
     seed = chunks[0].seed if chunks else setup.options["seed"]
     totals.add(row_of(0, PromptLine(1, prompt), ids, seed, made), stats)
+
+
+def _tell_missing() -> None:
+    """How many programs were not there before the text had ended."""
+    from outrider.runtime.maker import shared_maker
+
+    orders = shared_maker(False).orders
+    num_missing = sum(not order.program.done() for order in orders)
+    if num_missing:
+        print(
+            f"{num_missing} of {len(orders)} programs were not compiled by the end of the text: 'outrider compile' "
+            "makes them beforehand",
+            file=sys.stderr,
+        )
 
 
 def _print(stream: IO[str], text: str) -> None:
