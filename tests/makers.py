@@ -26,7 +26,7 @@ class OnCall(Maker):
     """Delivers when it is told to, and at once what somebody waits for."""
 
     def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order(call, is_urgent, call.step.__name__)
+        order = Order.of(call, is_urgent)
         self.orders.append(order)
         if is_urgent:
             self.deliver()

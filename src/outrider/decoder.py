@@ -118,8 +118,9 @@ class Decoder:
             resume_ids: for each prompt the tokens that were generated before (see ``stream``).
             num_slots: prompts at a time. When a row ends, the next prompt takes its place.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
-            is_repeatable: under "auto", keep K constant in rows whose seed is given, if their text depends on K. False
-                lets K adapt there too (for measurements; the law of the output is the same).
+            is_repeatable: the text of a row whose seed is given depends on nothing but the call: under "auto" its K is
+                constant if the text depends on K, and its rounds wait for their programs. False lifts both (for
+                measurements; the law of the output is the same).
             reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
             options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``
                 and ``stop_token_ids``: a list of lists). Without a seed each row draws its own.

@@ -50,7 +50,10 @@ def test_a_text_begins_eagerly_and_goes_on_with_programs() -> None:
     token_ids: list[int] = []
     for chunk in mixed.stream(PROMPT, **options):
         if not token_ids:
-            assert maker.num_runs == 0 and {order.what for order in maker.orders} == {"_draft_steps", "verify_step"}
+            assert maker.num_runs == 0 and {order.what for order in maker.orders} == {
+                "draft_steps of draft",
+                "verify_step of target",
+            }
             maker.deliver()
         token_ids += chunk.token_ids
     assert tuple(token_ids) == want.token_ids
@@ -217,19 +220,19 @@ def test_no_weights_are_packed(call: Call) -> None:
 
 def test_what_a_program_depends_on_is_part_of_its_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack(call)
-    key = key_of(call, packed, 1)
-    assert key_of(call, packed, 1) == key
-    others = [key_of(call, packed, 2), key_of(call, packed + b".", 1)]
+    key = key_of(call.lm.model, packed, 1)
+    assert key_of(call.lm.model, packed, 1) == key
+    others = [key_of(call.lm.model, packed, 2), key_of(call.lm.model, packed + b".", 1)]
     code = code_of(call.lm.model)
     mlp = type(call.lm.model.model.layers[0].mlp)
     with monkeypatch.context() as patch:
         patch.setattr(mlp, "forward", lambda self, x: x)
         assert code_of(call.lm.model) != code
-        others.append(key_of(call, packed, 1))
+        others.append(key_of(call.lm.model, packed, 1))
     for name in ("processor", "compiler"):
         with monkeypatch.context() as patch:
             patch.setattr(f"outrider.runtime.bare.{name}", lambda: "another")
-            others.append(key_of(call, packed, 1))
+            others.append(key_of(call.lm.model, packed, 1))
     assert len({key, *others}) == 6 and code_of(call.lm.model) == code
 
 

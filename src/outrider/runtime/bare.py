@@ -37,26 +37,13 @@ _UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forw
 _STEPS = ("runtime", "sampling", "drafters", "decoding")  # our packages with code that is traced
 
 
-class Traced(nn.Module):
-    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.model = call.lm.model
-        self._call = call
-
-    def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
-        return self._call.on(tensors, stores)
-
-
-def weights_of(call: Call) -> dict[str, Tensor]:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by the names that they have in programs. Those that consist of several tensors (quantized
     ones) are taken apart, under the names that Inductor gives to the parts."""
-    traced = Traced(call)
     found: dict[str, Tensor] = {}
     for name, tensor in (
-        *traced.named_parameters(remove_duplicate=False),
-        *traced.named_buffers(remove_duplicate=False),
+        *model.named_parameters("model", remove_duplicate=False),
+        *model.named_buffers("model", remove_duplicate=False),
     ):
         if not is_traceable_wrapper_subclass(tensor):
             if type(tensor) not in (Tensor, nn.Parameter):
@@ -79,7 +66,7 @@ def pack(call: Call) -> bytes:
     examples = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in call.tensors]
     arguments = put_together(call.arguments, iter(examples), iter(call.stores))
     with call.lm.lock:  # hooks change the model while it runs
-        weights = weights_of(call)
+        weights = weights_of(call.lm.model)
         values = {name: weight.tolist() for name, weight in weights.items() if weight.numel() <= MAX_INLINED}
         buffer = io.BytesIO()
         packer = _Packer(buffer, call.lm.model, [*weights.values(), *examples])
@@ -91,18 +78,18 @@ def unpack(data: bytes) -> Call:
     """The call, on tensors that take no memory as long as nothing is written to them."""
     step, make_lm, parts, static, arguments, values = _Unpacker(io.BytesIO(data)).load()
     call = Call(step, make_lm(*parts), static, arguments)
-    weights = weights_of(call)
+    weights = weights_of(call.lm.model)
     with torch.no_grad():
         for name, value in values.items():
             weights[name].copy_(torch.tensor(value, dtype=weights[name].dtype))
     return call
 
 
-def key_of(call: Call, packed: bytes, num_threads: int) -> str:
-    """A hash of all that its program follows from."""
+def key_of(model: nn.Module, packed: bytes, num_threads: int) -> str:
+    """A hash of all that the program of a call follows from."""
     machine = platform.python_version(), processor(), compiler(), num_threads
     libraries = torch.__version__, transformers.__version__, _our_source()
-    facts = repr((machine, libraries, code_of(call.lm.model))).encode()
+    facts = repr((machine, libraries, code_of(model))).encode()
     return hashlib.sha256(hashlib.sha256(packed).digest() + facts).hexdigest()
 
 

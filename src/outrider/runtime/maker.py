@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import Pipe
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ class Order:
     """A program that is wanted.
 
     Attributes:
+        call: until it is packed: it holds a cache.
         is_urgent: somebody waits for it.
         what: the step and its model.
         program: to come.
@@ -49,11 +51,16 @@ class Order:
     call: Call | None
     is_urgent: bool
     what: str
+    lm: Any
     program: Future[Program] = field(default_factory=Future)
     was_found: bool = False
     ordered_s: float = field(default_factory=time.monotonic)
     job: Job | None = None
     key: str = ""
+
+    @classmethod
+    def of(cls, call: Call, is_urgent: bool) -> Order:
+        return cls(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}", call.lm)
 
 
 class Maker:
@@ -72,7 +79,7 @@ class Maker:
         self._reported: set[str] = set()
 
     def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}")
+        order = Order.of(call, is_urgent)
         with self._changed:
             while self._threads:
                 threading.Thread(target=self._threads.pop(), name="outrider-maker", daemon=True).start()
@@ -103,9 +110,10 @@ class Maker:
             if not order.is_urgent:
                 time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
             try:
-                packed, model = pack(order.call), order.call.lm.model
+                packed, model = pack(order.call), order.lm.model
+                order.call = None
                 num_threads = _num_threads(model)
-                order.key = key_of(order.call, packed, num_threads)
+                order.key = key_of(model, packed, num_threads)
                 made = programs.find(order.key)
                 if made is not None:
                     order.was_found = True
@@ -146,18 +154,15 @@ class Maker:
                 self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _finish(self, order: Order, made: Made) -> None:
-        assert order.call is not None
         # Programs call it by name.
         from outrider.runtime.thin_kernel import library
 
         library()
-        program = Program(made, weights_of(order.call))
-        order.call = order.job = None
-        order.program.set_result(program)
+        order.job = None
+        order.program.set_result(Program(made, weights_of(order.lm.model)))
 
     def _fail(self, order: Order, reason: str) -> None:
-        assert order.call is not None
-        message = f"{order.call.lm.name} cannot be compiled here: {reason}"
+        message = f"{order.lm.name} cannot be compiled here: {reason}"
         if not (order.is_urgent or message in self._reported):
             self._reported.add(message)
             _LOG.warning("%s; it runs eagerly", message)

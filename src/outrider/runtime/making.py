@@ -14,6 +14,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from outrider.runtime.bare import MAX_INLINED, Traced, code_of, unpack, weights_of
+from outrider.runtime.bare import MAX_INLINED, code_of, unpack, weights_of
+from outrider.runtime.execution import Call
 from outrider.runtime.programs import Made, keep_package, package_of
 from outrider.runtime.toolchain import compiler, processor
 from outrider.system.file_lock import alone
@@ -62,7 +64,10 @@ def serve(number: int) -> None:
             while True:
                 jobs.put(connection.recv())
         except (EOFError, OSError):
-            os.killpg(0, signal.SIGKILL)  # compilers of C++ are of this group, too
+            # Compilers of C++ are of this group, too, and take away what they have half written.
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(1.0)
+            os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=receive, daemon=True).start()
     while True:
@@ -85,9 +90,9 @@ def make(job: Job) -> Made:
         "cpp.enable_floating_point_contract_flag": "fast",
         **_thin_options(job.num_threads),
     }
-    weights = weights_of(call)
+    weights = weights_of(call.lm.model)
     call.lm.model.set_attn_implementation("eager")  # written out, and compiled into the loops around it
-    exported = _trace(Traced(call), call.tensors, call.stores)
+    exported = _trace(_Traced(call), call.tensors, call.stores)
     name = _digest(exported, {**weights, **exported.constants}, options)
     constants = io.BytesIO()
     torch.save({key: value for key, value in exported.constants.items() if key not in weights}, constants)
@@ -100,6 +105,18 @@ def make(job: Job) -> Made:
                 package = path.read_bytes()
             keep_package(name, package)
     return Made(name, package, constants.getvalue())
+
+
+class _Traced(nn.Module):
+    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.model = call.lm.model
+        self._call = call
+
+    def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
+        return self._call.on(tensors, stores)
 
 
 def _thin_options(num_threads: int) -> dict[str, Any]:
@@ -136,7 +153,7 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
     return digest.hexdigest()
 
 
-def _trace(module: Traced, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
     with _as_torch_compiles():
         return torch.export.export(module, tuple(list(tensors) for tensors in inputs), strict=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import as_completed
 from dataclasses import replace
@@ -76,13 +75,15 @@ def _compile(
     decoder: Decoder, chosen: list[Any], sampling: Sampling, num_slots: int, num_tokens: int
 ) -> tuple[list[int], list[Order]]:
     """Make the programs; and where K is to be chosen by costs, measure these. Returns the K, and the programs."""
+    import torch
+
     from outrider.decoding.costs import costs_by_load
     from outrider.decoding.rehearsal import rehearse
     from outrider.runtime.maker import Maker
     from outrider.sampling.rules import RULES
 
     rule = RULES[decoder.acceptance]
-    maker = Maker(num_processes=min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    maker = Maker(num_processes=min(_MOST_PROCESSES, torch.get_num_threads()))
     beside = decoder.compiled(waits=False, maker=maker)
     wanted = {0, *(k for k in chosen if k != "auto")}
     if "auto" in chosen:
