@@ -39,7 +39,7 @@ class OnCall(Maker):
         for order in self.orders:
             if not order.program.done():
                 assert order.call is not None
-                order.program.set_result(Recalled(order.call))  # type: ignore[arg-type]
+                order.program.set_result(Recalled(order.call))
 
     @property
     def num_runs(self) -> int:

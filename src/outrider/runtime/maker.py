@@ -25,9 +25,9 @@ from torch import nn
 from outrider.errors import CompileError
 from outrider.runtime import programs
 from outrider.runtime.bare import code_of, key_of, pack, weights_of
-from outrider.runtime.execution import Call
+from outrider.runtime.execution import Call, Program
 from outrider.runtime.making import Job
-from outrider.runtime.programs import Made, Program
+from outrider.runtime.programs import Loaded, Made
 
 _LOG = logging.getLogger(__name__)
 _HEAD_START_S = 0.3  # of a text that does not wait: it is to begin before anything else takes time
@@ -133,7 +133,8 @@ class Maker:
             order = self._take(self._missing, None if process is None else _IDLE_S)
             if order is None:
                 assert process is not None
-                process = process.close()
+                process.close()
+                process = None
                 continue
             assert order.job is not None
             num_made = sum(one.program.done() for one in self.orders)
@@ -159,7 +160,7 @@ class Maker:
 
         library()
         order.job = None
-        order.program.set_result(Program(made, weights_of(order.lm.model)))
+        order.program.set_result(Loaded(made, weights_of(order.lm.model)))
 
     def _fail(self, order: Order, reason: str) -> None:
         message = f"{order.lm.name} cannot be compiled here: {reason}"

@@ -86,7 +86,7 @@ def _read(name: str) -> bytes | None:
     return None
 
 
-class Program:
+class Loaded:
     """A compiled graph with the weights of a model, which it points to."""
 
     def __init__(self, made: Made, weights: Mapping[str, Tensor]) -> None:
