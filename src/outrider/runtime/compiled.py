@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.execution import Call, Prepared, Program
+from outrider.runtime.execution import Call, Prepared, Program, Step
 from outrider.runtime.layers import LayerShape
 from outrider.runtime.maker import Maker, shared_maker
 
@@ -37,6 +37,13 @@ class Compiled(Prepared):
 
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()  # each run makes results of its own
+
+    def run(
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+    ) -> tuple[Tensor, ...]:
+        if not self.waits:
+            self._maker.make_room()
+        return super().run(step, lm, static, arguments, is_repeatable=is_repeatable)
 
     def _key_of(self, stores: Sequence[Tensor]) -> None:
         return None  # they are inputs of the program

@@ -20,7 +20,6 @@ from multiprocessing import Pipe
 from typing import Any
 
 import torch
-from torch import nn
 
 from outrider.errors import CompileError
 from outrider.runtime import programs
@@ -33,7 +32,6 @@ _LOG = logging.getLogger(__name__)
 _HEAD_START_S = 0.3  # of a text that does not wait: it is to begin before anything else takes time
 _IDLE_S = 20.0  # after which a process ends that has nothing to do; it holds some hundred megabytes
 _NICENESS = 10  # of a process that compiles beside a text
-_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +110,7 @@ class Maker:
             try:
                 packed, model = pack(order.call), order.lm.model
                 order.call = None
-                num_threads = _num_threads(model)
+                num_threads = torch.get_num_threads()
                 order.key = key_of(model, packed, num_threads)
                 made = programs.find(order.key)
                 if made is not None:
@@ -220,8 +218,3 @@ class Process:
 def shared_maker(waits: bool) -> Maker:
     """The maker of this process: for steps that wait for their programs, and for those that go on meanwhile."""
     return Maker(niceness=0 if waits else _NICENESS)
-
-
-def _num_threads(model: nn.Module) -> int:
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return int(max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD)))

@@ -34,6 +34,8 @@ from outrider.runtime.toolchain import compiler, processor
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 
+_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -42,7 +44,7 @@ class Job:
     Attributes:
         packed: the call.
         code: ``code_of`` the model where it runs.
-        num_threads: of the program.
+        num_threads: of torch where it runs.
     """
 
     packed: bytes
@@ -84,11 +86,13 @@ def make(job: Job) -> Made:
     call = unpack(job.packed)
     if code_of(call.lm.model) != job.code:
         raise TypeError("the code of its modules is not that of their files: it was changed while it ran")
+    torch.set_num_threads(job.num_threads)  # which is what traced code may ask for
+    num_threads = _num_threads(call.lm.model)
     options = {
         "aot_inductor.package_constants_in_so": False,
-        "cpp.threads": job.num_threads,
+        "cpp.threads": num_threads,
         "cpp.enable_floating_point_contract_flag": "fast",
-        **_thin_options(job.num_threads),
+        **_thin_options(num_threads),
     }
     weights = weights_of(call.lm.model)
     call.lm.model.set_attn_implementation("eager")  # written out, and compiled into the loops around it
@@ -169,3 +173,8 @@ def _as_torch_compiles() -> Iterator[None]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _num_threads(model: nn.Module) -> int:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return int(max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD)))
