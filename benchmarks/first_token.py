@@ -90,7 +90,7 @@ def _switch(decoder: Decoder) -> dict[str, float]:
     _rate(decoder)
     eager = [_rate(decoder) for _ in range(5)]
     begin, before = time.perf_counter(), []
-    while not (before and all(order.program.done() for order in maker.orders)):
+    while not (before and maker.num_open == 0):
         before.append(_rate(mixed))
     compiling_s = time.perf_counter() - begin
     _rate(mixed)
@@ -98,7 +98,7 @@ def _switch(decoder: Decoder) -> dict[str, float]:
     names = {"eager": eager, "while_compiling": before, "after": after}
     return {
         **{f"{name}_tokens_per_s": statistics.median(rates) for name, rates in names.items()},
-        "num_programs": len(maker.orders),
+        "num_programs": maker.num_orders,
         "compiling_s": compiling_s,
     }
 

@@ -25,9 +25,14 @@ class Recalled:
 class OnCall(Maker):
     """Delivers when it is told to, and at once what somebody waits for."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.orders: list[Order] = []
+
     def order(self, call: Call, *, is_urgent: bool) -> Order:
         order = Order.of(call, is_urgent)
         self.orders.append(order)
+        self._on_order(order)
         if is_urgent:
             self.deliver()
         return order

@@ -122,13 +122,14 @@ def _refusing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_refusing")
 def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    maker = Maker()
+    orders: list[Order] = []
+    maker = Maker(on_order=orders.append)
     _, mixed = pair(maker)
     mixed.generate([PROMPT, PROMPT], max_new_tokens=[4, 24])
-    for order in maker.orders:
+    for order in orders:
         with pytest.raises(CompileError):
             order.program.result(LIMIT_S)
-    assert len(maker.orders) > 3
+    assert len(orders) == maker.num_orders > 3 and maker.num_open == 0
     told = sorted(record.message for record in caplog.records if record.levelname == "WARNING")
     assert told == [
         f"{name} cannot be compiled here: RuntimeError: no compiler at all; it runs eagerly"
@@ -149,7 +150,7 @@ def test_a_process_that_was_killed() -> None:
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
         process.make(Job(b"", "", 1))
-    assert process.end() == "was ended by signal 9 (the memory may be full)"
+    assert process.close() == "was ended by signal 9 (the memory may be full)"
 
 
 @pytest.mark.slow  # two processes load torch

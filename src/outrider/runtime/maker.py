@@ -13,7 +13,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import Pipe
@@ -39,7 +41,7 @@ class Order:
     """A program that is wanted.
 
     Attributes:
-        call: until it is packed: it holds a cache.
+        call: until it is packed, since it holds a cache.
         is_urgent: somebody waits for it.
         what: the step and its model.
         program: to come.
@@ -62,26 +64,37 @@ class Order:
 
 
 class Maker:
-    """
+    """Takes orders. What it has made belongs to those who ordered it.
+
     Attributes:
-        orders: all so far.
+        num_orders: so far.
     """
 
-    def __init__(self, *, num_processes: int = 1, niceness: int = 0) -> None:
-        self.orders: list[Order] = []
-        self._niceness = niceness
+    def __init__(
+        self, *, num_processes: int = 1, niceness: int = 0, on_order: Callable[[Order], None] = lambda order: None
+    ) -> None:
+        self.num_orders = 0
+        self._niceness, self._on_order = niceness, on_order
         self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
         self._changed = threading.Condition()
+        self._open: list[Order] = []
         self._new: list[Order] = []
-        self._missing: list[Order] = []  # on disk
+        self._to_compile: list[Order] = []
         self._reported: set[str] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Orders of programs that are not there yet."""
+        return len(self._open)
 
     def order(self, call: Call, *, is_urgent: bool) -> Order:
         order = Order.of(call, is_urgent)
+        self._on_order(order)
         with self._changed:
             while self._threads:
                 threading.Thread(target=self._threads.pop(), name="outrider-maker", daemon=True).start()
-            self.orders.append(order)
+            self.num_orders += 1
+            self._open.append(order)
             self._new.append(order)
             self._changed.notify_all()
         return order
@@ -89,7 +102,7 @@ class Maker:
     def hurry(self, program: Future[Program]) -> None:
         """Somebody waits for it now."""
         with self._changed:
-            for order in self.orders:
+            for order in self._open:
                 order.is_urgent |= order.program is program
 
     def _take(self, orders: list[Order], timeout_s: float | None = None) -> Order | None:
@@ -107,7 +120,7 @@ class Maker:
             assert order is not None and order.call is not None
             if not order.is_urgent:
                 time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
-            try:
+            with self._failing(order):
                 packed, model = pack(order.call), order.lm.model
                 order.call = None
                 num_threads = torch.get_num_threads()
@@ -118,55 +131,66 @@ class Maker:
                     self._finish(order, made)
                     continue
                 order.job = Job(packed, code_of(model), num_threads)
-            except Exception as error:  # what arbitrary models raise has no common type
-                self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                continue
-            with self._changed:
-                self._missing.append(order)
-                self._changed.notify_all()
+                with self._changed:
+                    self._to_compile.append(order)
+                    self._changed.notify_all()
 
     def _compile(self) -> None:
         process: Process | None = None
         while True:
-            order = self._take(self._missing, None if process is None else _IDLE_S)
+            order = self._take(self._to_compile, None if process is None else _IDLE_S)
             if order is None:
                 assert process is not None
                 process.close()
                 process = None
                 continue
             assert order.job is not None
-            num_made = sum(one.program.done() for one in self.orders)
-            _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, len(self.orders))
+            num_made = self.num_orders - self.num_open
+            _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, self.num_orders)
             try:
                 process = process or Process(self._niceness)
                 made = process.make(order.job)
-                if isinstance(made, str):
-                    self._fail(order, made)
-                    continue
-                programs.keep(order.key, made)
-                self._finish(order, made)
             except (EOFError, OSError) as error:
-                reason = str(error) if process is None else process.end()
+                reason = str(error) if process is None else process.close()
                 process = None
                 self._fail(order, f"the process that compiles {reason}")
-            except Exception as error:
-                self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                continue
+            if isinstance(made, str):
+                self._fail(order, made)
+                continue
+            with self._failing(order):
+                programs.keep(order.key, made)
+                self._finish(order, made)
+
+    @contextmanager
+    def _failing(self, order: Order) -> Iterator[None]:
+        """What goes wrong here is why there is no program."""
+        try:
+            yield
+        except Exception as error:  # what arbitrary models raise has no common type
+            self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _finish(self, order: Order, made: Made) -> None:
         # Programs call it by name.
         from outrider.runtime.thin_kernel import library
 
         library()
-        order.job = None
-        order.program.set_result(Loaded(made, weights_of(order.lm.model)))
+        program = Loaded(made, weights_of(order.lm.model))
+        self._close(order)
+        order.program.set_result(program)
 
     def _fail(self, order: Order, reason: str) -> None:
         message = f"{order.lm.name} cannot be compiled here: {reason}"
         if not (order.is_urgent or message in self._reported):
             self._reported.add(message)
             _LOG.warning("%s; it runs eagerly", message)
-        order.call = order.job = None
+        self._close(order)
         order.program.set_exception(CompileError(message))
+
+    def _close(self, order: Order) -> None:
+        order.call = order.job = order.lm = None
+        with self._changed:
+            self._open.remove(order)
 
 
 class Process:
@@ -197,18 +221,13 @@ class Process:
         answer: Made | str = self._connection.recv()
         return answer
 
-    def close(self) -> None:
-        """It ends when nobody can send it anything any more."""
+    def close(self) -> str:
+        """End it; or tell how it has ended. (It ends when nobody can send it anything any more.)"""
         self._connection.close()
-        self._process.wait()
-        self._output.close()
-
-    def end(self) -> str:
-        """How it has ended."""
         code = self._process.wait()
-        self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").splitlines()
-        self.close()
+        with self._output:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").splitlines()
         if code < 0:
             return f"was ended by signal {-code} (the memory may be full)"
         return f"has failed: {lines[-1][:300] if lines else f'exit code {code}'}"

@@ -83,7 +83,8 @@ def _compile(
     from outrider.sampling.rules import RULES
 
     rule = RULES[decoder.acceptance]
-    maker = Maker(num_processes=min(_MOST_PROCESSES, torch.get_num_threads()))
+    orders: list[Order] = []
+    maker = Maker(on_order=orders.append, num_processes=min(_MOST_PROCESSES, torch.get_num_threads()))
     beside = decoder.compiled(waits=False, maker=maker)
     wanted = {0, *(k for k in chosen if k != "auto")}
     if "auto" in chosen:
@@ -91,12 +92,11 @@ def _compile(
     most = decoder.drafter.most_drafted
     ks = sorted({k if most is None else min(k, most) for k in wanted})
     rehearse(beside.target, beside.drafter, rule, sampling, ks, num_slots, num_tokens)
-    orders = list(maker.orders)
     with progress_bar("programs", len(orders)) as advance:
         for program in as_completed([order.program for order in orders]):
             program.result()
             advance(1)
     if "auto" in chosen and most != 0:
-        ready = decoder.compiled(maker=maker)
+        ready = decoder.compiled()
         costs_by_load(ready.target, ready.drafter, rule, num_slots, num_tokens)
     return ks, orders

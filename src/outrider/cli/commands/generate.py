@@ -266,12 +266,11 @@ def _tell_missing() -> None:
     """How many programs were not there before the text had ended."""
     from outrider.runtime.maker import shared_maker
 
-    orders = shared_maker(False).orders
-    num_missing = sum(not order.program.done() for order in orders)
-    if num_missing:
+    maker = shared_maker(False)
+    if maker.num_open:
         print(
-            f"{num_missing} of {len(orders)} programs were not compiled by the end of the text: 'outrider compile' "
-            "makes them beforehand",
+            f"{maker.num_open} of {maker.num_orders} programs were not compiled by the end of the text: "
+            "'outrider compile' makes them beforehand",
             file=sys.stderr,
         )
 
