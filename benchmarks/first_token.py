@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 import torch
 
@@ -49,17 +48,18 @@ def main() -> None:
     for turn in range(arguments.repeats):
         for arm in _ARMS if turn % 2 == 0 else reversed(_ARMS):
             firsts[arm].append(_in_process(arm))
-    rates = _in_process("switch")
-    body: dict[str, Any] = {"target": arguments.target, "firsts": firsts, "rates": rates}
     for key in ("request_s", "process_s"):
         eager, compiled = ([one[key] for one in firsts[arm]] for arm in _ARMS)
         ratio = paired_ratio(compiled, eager)
         print(
             f"{key}: eager {statistics.median(eager):.3f}, compiled {statistics.median(compiled):.3f}, "
-            f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times as long"
+            f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times as long",
+            flush=True,
         )
+    rates = _in_process("switch")
     print(", ".join(f"{key} {value:.1f}" for key, value in rates.items()))
-    print(json.dumps({**body, "provenance": provenance("cpu")}))
+    body = {"target": arguments.target, "firsts": firsts, "rates": rates, "provenance": provenance("cpu")}
+    print(json.dumps(body))
 
 
 def _in_process(arm: str) -> dict[str, float]:
@@ -85,7 +85,7 @@ def _first(decoder: Decoder, arm: str) -> dict[str, float]:
 
 def _switch(decoder: Decoder) -> dict[str, float]:
     """Tokens per second: eager, while programs are compiled, and when they are there."""
-    maker = Maker(niceness=10)
+    maker = Maker(is_beside=True)
     mixed = decoder.compiled(waits=False, maker=maker)
     _rate(decoder)
     eager = [_rate(decoder) for _ in range(5)]

@@ -54,7 +54,7 @@ class OnCall(Maker):
 class Refuses:
     """In the place of a process: it compiles nothing."""
 
-    def __init__(self, niceness: int) -> None:
+    def __init__(self, is_beside: bool) -> None:
         pass
 
     def make(self, job: Job) -> Made | str:

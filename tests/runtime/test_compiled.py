@@ -101,7 +101,7 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
 
         num_made = 0
 
-        def __init__(self, niceness: int) -> None:
+        def __init__(self, is_beside: bool) -> None:
             pass
 
         def make(self, job: Job) -> Made:

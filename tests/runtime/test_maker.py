@@ -146,7 +146,7 @@ def test_what_cannot_be_compiled_is_an_error_of_one_line() -> None:
 
 def test_a_process_that_was_killed() -> None:
     """Who waits for it hears of it, and the next program is made by another one."""
-    process = Process(niceness=0)
+    process = Process(is_beside=False)
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
         process.make(Job(b"", "", 1))
@@ -156,7 +156,7 @@ def test_a_process_that_was_killed() -> None:
 @pytest.mark.slow  # two processes load torch
 def test_no_process_is_left_behind() -> None:
     """However the one that started it ends."""
-    code = "from outrider.runtime.maker import Process; p = Process(0); print(p._process.pid, flush=True); input()"
+    code = "from outrider.runtime.maker import Process; p = Process(False); print(p._process.pid, flush=True); input()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with parent:
         assert parent.stdout is not None

@@ -33,7 +33,7 @@ from outrider.runtime.programs import Loaded, Made
 _LOG = logging.getLogger(__name__)
 _HEAD_START_S = 0.3  # of a text that does not wait: it is to begin before anything else takes time
 _IDLE_S = 20.0  # after which a process ends that has nothing to do; it holds some hundred megabytes
-_NICENESS = 10  # of a process that compiles beside a text
+_NICENESS = 10  # of a process that compiles beside a text, on a single core
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +44,7 @@ class Order:
         call: until it is packed, since it holds a cache.
         is_urgent: somebody waits for it.
         what: the step and its model.
+        num_threads: of torch where it runs.
         program: to come.
         was_found: it was on disk.
     """
@@ -52,6 +53,7 @@ class Order:
     is_urgent: bool
     what: str
     lm: Any
+    num_threads: int
     program: Future[Program] = field(default_factory=Future)
     was_found: bool = False
     ordered_s: float = field(default_factory=time.monotonic)
@@ -59,8 +61,18 @@ class Order:
     key: str = ""
 
     @classmethod
-    def of(cls, call: Call, is_urgent: bool) -> Order:
-        return cls(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}", call.lm)
+    def of(cls, call: Call, is_urgent: bool, num_threads: int = 1) -> Order:
+        return cls(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}", call.lm, num_threads)
+
+
+class _Room(threading.local):
+    """Of a thread that runs steps.
+
+    Attributes:
+        full: its number of threads before it made room; 0 if it has not.
+    """
+
+    full: int = 0
 
 
 class Maker:
@@ -71,10 +83,16 @@ class Maker:
     """
 
     def __init__(
-        self, *, num_processes: int = 1, niceness: int = 0, on_order: Callable[[Order], None] = lambda order: None
+        self, *, num_processes: int = 1, is_beside: bool = False, on_order: Callable[[Order], None] = lambda order: None
     ) -> None:
         self.num_orders = 0
-        self._niceness, self._on_order = niceness, on_order
+        """
+        Args:
+            is_beside: texts are generated meanwhile.
+            on_order: is shown every order.
+        """
+        self._is_beside, self._on_order = is_beside, on_order
+        self._room, self._num_compiling = _Room(), 0
         self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
         self._changed = threading.Condition()
         self._open: list[Order] = []
@@ -88,7 +106,7 @@ class Maker:
         return len(self._open)
 
     def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order.of(call, is_urgent)
+        order = Order.of(call, is_urgent, self._room.full or torch.get_num_threads())
         self._on_order(order)
         with self._changed:
             while self._threads:
@@ -98,6 +116,18 @@ class Maker:
             self._new.append(order)
             self._changed.notify_all()
         return order
+
+    def make_room(self) -> None:
+        """Called by a thread before a step that does not wait: while something is compiled, steps leave one processor
+        to it. (The threads of an operation wait for each other. Where one of them has no processor for a moment, all
+        wait: a text is twenty times as slow then.)"""
+        full, is_compiling = self._room.full, self._num_compiling > 0
+        if is_compiling and not full:
+            self._room.full = torch.get_num_threads()
+            torch.set_num_threads(max(1, self._room.full - 1))
+        elif full and not is_compiling:
+            self._room.full = 0
+            torch.set_num_threads(full)
 
     def hurry(self, program: Future[Program]) -> None:
         """Somebody waits for it now."""
@@ -123,14 +153,13 @@ class Maker:
             with self._failing(order):
                 packed, model = pack(order.call), order.lm.model
                 order.call = None
-                num_threads = torch.get_num_threads()
-                order.key = key_of(model, packed, num_threads)
+                order.key = key_of(model, packed, order.num_threads)
                 made = programs.find(order.key)
                 if made is not None:
                     order.was_found = True
                     self._finish(order, made)
                     continue
-                order.job = Job(packed, code_of(model), num_threads)
+                order.job = Job(packed, code_of(model), order.num_threads)
                 with self._changed:
                     self._to_compile.append(order)
                     self._changed.notify_all()
@@ -147,14 +176,17 @@ class Maker:
             assert order.job is not None
             num_made = self.num_orders - self.num_open
             _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, self.num_orders)
+            self._num_compiling += 1
             try:
-                process = process or Process(self._niceness)
+                process = process or Process(self._is_beside)
                 made = process.make(order.job)
             except (EOFError, OSError) as error:
                 reason = str(error) if process is None else process.close()
                 process = None
                 self._fail(order, f"the process that compiles {reason}")
                 continue
+            finally:
+                self._num_compiling -= 1
             if isinstance(made, str):
                 self._fail(order, made)
                 continue
@@ -196,7 +228,7 @@ class Maker:
 class Process:
     """One that makes programs (making.py)."""
 
-    def __init__(self, niceness: int) -> None:
+    def __init__(self, is_beside: bool) -> None:
         self._connection, theirs = Pipe()
         self._output = tempfile.TemporaryFile()
         number = theirs.fileno()
@@ -212,8 +244,10 @@ class Process:
             start_new_session=True,  # Ctrl-C is for this process; and the other one ends with all that it has started
         )
         theirs.close()
-        if niceness:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        if is_beside and sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
+            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+        elif is_beside:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
     def make(self, job: Job) -> Made | str:
         """A program, or why there is none. Raises EOFError, OSError: it has ended."""
@@ -236,4 +270,4 @@ class Process:
 @lru_cache
 def shared_maker(waits: bool) -> Maker:
     """The maker of this process: for steps that wait for their programs, and for those that go on meanwhile."""
-    return Maker(niceness=0 if waits else _NICENESS)
+    return Maker(is_beside=not waits)
