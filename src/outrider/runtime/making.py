@@ -34,6 +34,7 @@ from outrider.runtime.toolchain import compiler, processor
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 
+_FEW_NUMBERS = 2**15  # a loop over fewer takes less time than to share it among threads
 _BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
 
 
@@ -95,7 +96,7 @@ def make(job: Job) -> Made:
         **_thin_options(num_threads),
     }
     weights = weights_of(call.lm.model)
-    call.lm.model.set_attn_implementation("eager")  # written out, and compiled into the loops around it
+    _set_attention(call.lm, num_threads)
     exported = _trace(_Traced(call), call.tensors, call.stores)
     name = _digest(exported, {**weights, **exported.constants}, options)
     constants = io.BytesIO()
@@ -124,6 +125,7 @@ class _Traced(nn.Module):
 
 
 def _thin_options(num_threads: int) -> dict[str, Any]:
+    from outrider.runtime.thin_attention import ATTENTION, ATTENTION_SHIM
     from outrider.runtime.thin_kernel import SHIM, library
     from outrider.runtime.thin_products import KERNEL, MAX_SUMS, ThinProducts
 
@@ -131,8 +133,19 @@ def _thin_options(num_threads: int) -> dict[str, Any]:
     return {
         "post_grad_custom_pre_pass": ThinProducts(num_threads if has_kernel else None),
         "cpp.max_horizontal_fusion_size": MAX_SUMS,
-        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM]},
+        "cpp.min_chunk_size": max(1, _FEW_NUMBERS // num_threads),
+        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], ATTENTION: [ATTENTION_SHIM]},
     }
+
+
+def _set_attention(lm: Any, num_threads: int) -> None:
+    """Our kernel in the place of torch's, where it is for the same types. Other attention is written out, and is
+    compiled into the loops around it."""
+    from outrider.runtime.thin_attention import KEY_DTYPES, register
+    from outrider.runtime.thin_kernel import library
+
+    has_kernel = lm.model.config._attn_implementation == "sdpa" and lm.dtype in KEY_DTYPES and library() is not None
+    lm.model.set_attn_implementation(register(num_threads) if has_kernel else "eager")
 
 
 def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
