@@ -85,12 +85,12 @@ class Maker:
     def __init__(
         self, *, num_processes: int = 1, is_beside: bool = False, on_order: Callable[[Order], None] = lambda order: None
     ) -> None:
-        self.num_orders = 0
         """
         Args:
             is_beside: texts are generated meanwhile.
             on_order: is shown every order.
         """
+        self.num_orders = 0
         self._is_beside, self._on_order = is_beside, on_order
         self._room, self._num_compiling = _Room(), 0
         self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
