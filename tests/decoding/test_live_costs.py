@@ -102,6 +102,17 @@ def test_a_round_that_was_held_up_decides_nothing() -> None:
     assert costs.seconds(1, 2) / costs.seconds(1, 0) < 2.05
 
 
+def test_a_round_without_a_time_leaves_costs_above_zero() -> None:
+    """A clock may be coarse; and the costs that were measured may be far too high."""
+    costs = LiveCosts({1: {0: 1.0, 2: 2.0}})
+    costs.learn(1, 0, 0.0)
+    assert costs.seconds(1, 0) > 0 and costs.seconds(1, 2) > 0
+    for _ in range(200):
+        costs.learn(1, 0, 0.05)
+        costs.learn(1, 2, 0.1)
+    assert [costs.seconds(1, k) for k in (0, 2)] == pytest.approx([0.05, 0.1], rel=0.01)
+
+
 def test_between_the_numbers_of_rows() -> None:
     """A straight line; and what is learned there counts for both, for the nearer one more."""
     costs = LiveCosts({1: {0: 1.0, 2: 3.0}, 4: {0: 2.0, 2: 6.0}, 8: {0: 3.0, 2: 9.0}})

@@ -1,9 +1,9 @@
-"""What rounds cost while the loop runs: measured costs, corrected by the times of its own rounds.
+"""Costs of rounds while the loop runs: measured ones, corrected by the times of its own rounds.
 
 Costs are measured in an idle process (costs.py). A server shares its cores with clients, and rounds take longer there,
 in other proportions: those that draft less suffer more from work that comes once a round. So each measured cost has a
-factor of its own, a running average of how much longer such rounds took than was expected. How fast the machine is at
-the moment is told apart from it: that changes from second to second, for all K alike, and decides nothing.
+factor of its own, a running average of the time of such rounds over the expected time. The machine's pace is kept
+beside the factors: it changes from second to second, for all K alike, and decides nothing.
 
 This module knows no rows and chooses nothing.
 """
@@ -14,7 +14,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-_MOST = 2.0  # a round that takes longer counts as so many times what was expected: it was held up by something else
+# A round that takes longer counts as so many times the expected time: it was held up by something else. One that takes
+# less than the inverse counts as the inverse, since an average must not reach zero.
+_MOST = 2.0
 _PACE_ROUNDS = 16  # over so many rounds the pace of the machine is averaged
 _MOST_WEIGHT = 64.0  # and each factor over so many rounds of its kind
 _KEPT = 0.999  # weight of a round after the next one of any kind
@@ -90,7 +92,7 @@ class LiveCosts:
         over."""
         if k not in self.ks:
             return
-        error = min(seconds / self.seconds(num_rows, k), _MOST)
+        error = min(max(seconds / self.seconds(num_rows, k), 1 / _MOST), _MOST)
         for size, share in self._around(num_rows):
             size.learn(k, error, share)
 
