@@ -60,5 +60,8 @@ class Refuses:
     def make(self, job: Job) -> Made | str:
         return "RuntimeError: no compiler at all"
 
+    def hurry(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

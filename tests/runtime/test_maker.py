@@ -4,11 +4,13 @@ Compiling is left out here: programs come from a maker that delivers when it is 
 that an eager step and a program give the same tokens. (tests/runtime/test_compiled.py compiles.)
 """
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,6 +144,47 @@ def test_what_cannot_be_compiled_is_an_error_of_one_line() -> None:
     _, mixed = pair(Maker())
     with pytest.raises(CompileError, match=r"^draft cannot be compiled here: RuntimeError: no compiler at all$"):
         mixed.compiled(maker=Maker()).generate([PROMPT], max_new_tokens=4)
+
+
+@pytest.mark.usefixtures("_refusing")
+def test_a_maker_lets_models_go() -> None:
+    """Its threads, which wait for the next order, hold none of the last."""
+    maker = Maker()
+    eager, mixed = pair(maker)
+    mixed.generate([PROMPT], max_new_tokens=4)
+    model = weakref.ref(mixed.target.model)
+    del eager, mixed
+    end_s = time.monotonic() + LIMIT_S
+    while maker.num_open or model() is not None:
+        gc.collect()
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_step_beside_the_compiler_leaves_one_thread_to_it() -> None:
+    """For as long as the step takes: what is repeatable runs on all threads."""
+    maker = Maker()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with maker.room():
+            assert torch.get_num_threads() == 3
+        maker._num_compiling = 1
+        with maker.room():
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    process = Process(is_beside=True)
+    process.hurry()
+    answer = process.make(Job(b"", "", 1))
+    assert isinstance(answer, str) and answer.startswith("EOFError")
+    process.close()
 
 
 def test_a_process_that_was_killed() -> None:

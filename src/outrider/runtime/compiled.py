@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.execution import Call, Prepared, Program, Step
+from outrider.runtime.execution import Call, Prepared, Program
 from outrider.runtime.layers import LayerShape
 from outrider.runtime.maker import Maker, shared_maker
 
@@ -38,18 +38,14 @@ class Compiled(Prepared):
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()  # each run makes results of its own
 
-    def run(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
-    ) -> tuple[Tensor, ...]:
-        if not self.waits:
-            self._maker.make_room()
-        return super().run(step, lm, static, arguments, is_repeatable=is_repeatable)
-
     def _key_of(self, stores: Sequence[Tensor]) -> None:
         return None  # they are inputs of the program
 
     def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
         return self._maker.order(call, is_urgent=is_urgent).program
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return self._maker.room()
 
     def _hurry(self, program: Future[Program]) -> None:
         self._maker.hurry(program)

@@ -202,7 +202,8 @@ class Prepared(ABC):
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
         if not must_wait and (not made.done() or made.exception() is not None):
-            return step(lm, *static, *arguments)
+            with self._beside():
+                return step(lm, *static, *arguments)
         if not made.done():
             self._hurry(made)
         try:
@@ -223,6 +224,10 @@ class Prepared(ABC):
         Args:
             is_urgent: it is waited for.
         """
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """Held while a step runs eagerly that does not wait for its program."""
+        return nullcontext()
 
     def _hurry(self, program: Future[Program]) -> None:  # noqa: B027
         """It is waited for from now on."""

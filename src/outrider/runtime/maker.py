@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import Pipe
@@ -47,6 +47,7 @@ class Order:
         num_threads: of torch where it runs.
         program: to come.
         was_found: it was on disk.
+        process: that makes it now.
     """
 
     call: Call | None
@@ -58,21 +59,12 @@ class Order:
     was_found: bool = False
     ordered_s: float = field(default_factory=time.monotonic)
     job: Job | None = None
+    process: Process | None = None
     key: str = ""
 
     @classmethod
     def of(cls, call: Call, is_urgent: bool, num_threads: int = 1) -> Order:
         return cls(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}", call.lm, num_threads)
-
-
-class _Room(threading.local):
-    """Of a thread that runs steps.
-
-    Attributes:
-        full: its number of threads before it made room; 0 if it has not.
-    """
-
-    full: int = 0
 
 
 class Maker:
@@ -92,7 +84,7 @@ class Maker:
         """
         self.num_orders = 0
         self._is_beside, self._on_order = is_beside, on_order
-        self._room, self._num_compiling = _Room(), 0
+        self._num_compiling = 0
         self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
         self._changed = threading.Condition()
         self._open: list[Order] = []
@@ -106,7 +98,7 @@ class Maker:
         return len(self._open)
 
     def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order.of(call, is_urgent, self._room.full or torch.get_num_threads())
+        order = Order.of(call, is_urgent, torch.get_num_threads())
         self._on_order(order)
         with self._changed:
             while self._threads:
@@ -117,23 +109,29 @@ class Maker:
             self._changed.notify_all()
         return order
 
-    def make_room(self) -> None:
-        """Called by a thread before a step that does not wait: while something is compiled, steps leave one processor
-        to it. (The threads of an operation wait for each other. Where one of them has no processor for a moment, all
-        wait: a text is twenty times as slow then.)"""
-        full, is_compiling = self._room.full, self._num_compiling > 0
-        if is_compiling and not full:
-            self._room.full = torch.get_num_threads()
-            torch.set_num_threads(max(1, self._room.full - 1))
-        elif full and not is_compiling:
-            self._room.full = 0
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Held during a step that does not wait: while something is compiled, it leaves one processor to that. (The
+        threads of an operation wait for each other. Where one of them has no processor for a moment, all wait: a text
+        is twenty times as slow then.)"""
+        full = torch.get_num_threads()
+        if self._num_compiling == 0 or full == 1:
+            yield
+            return
+        torch.set_num_threads(full - 1)
+        try:
+            yield
+        finally:
             torch.set_num_threads(full)
 
     def hurry(self, program: Future[Program]) -> None:
         """Somebody waits for it now."""
         with self._changed:
             for order in self._open:
-                order.is_urgent |= order.program is program
+                if order.program is program:
+                    order.is_urgent = True
+                    if order.process is not None:
+                        order.process.hurry()
 
     def _take(self, orders: list[Order], timeout_s: float | None = None) -> Order | None:
         """The first one, or the first that is urgent."""
@@ -144,25 +142,37 @@ class Maker:
             orders.remove(order)
             return order
 
+    # The two threads keep no order while they wait for the next: its model would stay in memory.
+
     def _look_up(self) -> None:
         while True:
             order = self._take(self._new)
-            assert order is not None and order.call is not None
-            if not order.is_urgent:
-                time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
+            assert order is not None
             with self._failing(order):
-                packed, model = pack(order.call), order.lm.model
-                order.call = None
-                order.key = key_of(model, packed, order.num_threads)
-                made = programs.find(order.key)
-                if made is not None:
-                    order.was_found = True
-                    self._finish(order, made)
-                    continue
-                order.job = Job(packed, code_of(model), order.num_threads)
-                with self._changed:
-                    self._to_compile.append(order)
-                    self._changed.notify_all()
+                self._find(order)
+            del order
+
+    def _find(self, order: Order) -> None:
+        """A program that is on disk. The others are handed on."""
+        if not order.is_urgent:
+            time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
+        assert order.call is not None
+        packed, model = pack(order.call), order.lm.model
+        order.call = None
+        order.key = key_of(model, packed, order.num_threads)
+        made = programs.find(order.key)
+        if made is not None:
+            order.was_found = True
+            try:
+                self._finish(order, made)
+                return
+            except Exception as error:  # whatever the loader makes of a file that another release has written
+                order.was_found = False
+                _LOG.warning("a program on disk cannot be loaded (%s): compiling it again", type(error).__name__)
+        order.job = Job(packed, code_of(model), order.num_threads)
+        with self._changed:
+            self._to_compile.append(order)
+            self._changed.notify_all()
 
     def _compile(self) -> None:
         process: Process | None = None
@@ -173,26 +183,38 @@ class Maker:
                 process.close()
                 process = None
                 continue
-            assert order.job is not None
-            num_made = self.num_orders - self.num_open
-            _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, self.num_orders)
-            self._num_compiling += 1
-            try:
-                process = process or Process(self._is_beside)
-                made = process.make(order.job)
-            except (EOFError, OSError) as error:
-                reason = str(error) if process is None else process.close()
-                process = None
-                self._fail(order, f"the process that compiles {reason}")
-                continue
-            finally:
-                self._num_compiling -= 1
-            if isinstance(made, str):
-                self._fail(order, made)
-                continue
             with self._failing(order):
-                programs.keep(order.key, made)
-                self._finish(order, made)
+                process = self._make(order, process)
+            del order
+
+    def _make(self, order: Order, process: Process | None) -> Process | None:
+        """Returns the process, if it is still there."""
+        assert order.job is not None
+        num_made = self.num_orders - self.num_open
+        _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, self.num_orders)
+        with self._changed:
+            self._num_compiling += 1
+        try:
+            process = process or Process(self._is_beside)
+            order.process = process
+            if order.is_urgent:
+                process.hurry()
+            made = process.make(order.job)
+        except Exception as error:  # it has ended, or there can be none here
+            reason = f"cannot be started: {error}" if process is None else process.close()
+            self._fail(order, f"the process that compiles {reason}")
+            return None
+        finally:
+            order.process = None
+            with self._changed:
+                self._num_compiling -= 1
+        if isinstance(made, str):
+            self._fail(order, made)
+            return process
+        with self._failing(order):
+            programs.keep(order.key, made)
+            self._finish(order, made)
+        return process
 
     @contextmanager
     def _failing(self, order: Order) -> Iterator[None]:
@@ -233,9 +255,10 @@ class Process:
         self._output = tempfile.TemporaryFile()
         number = theirs.fileno()
         # It imports what this process has imported, and compiles without a pool of processes of its own.
-        paths = os.pathsep.join(path for path in sys.path if path)
+        # (-P: nothing from the current folder, unless this process has it among its own.)
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from outrider.runtime.making import serve; serve({number})"],
+            [sys.executable, "-P", "-c", f"from outrider.runtime.making import serve; serve({number})"],
             env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             pass_fds=[number],
             stdin=subprocess.DEVNULL,
@@ -244,10 +267,17 @@ class Process:
             start_new_session=True,  # Ctrl-C is for this process; and the other one ends with all that it has started
         )
         theirs.close()
-        if is_beside and sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
-            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
-        elif is_beside:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+        with suppress(OSError):  # not everywhere is it allowed
+            if is_beside and sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
+                os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+            elif is_beside:
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+
+    def hurry(self) -> None:
+        """Somebody waits for it."""
+        with suppress(OSError):
+            if sys.platform == "linux" and os.sched_getscheduler(self._process.pid) == os.SCHED_IDLE:
+                os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
 
     def make(self, job: Job) -> Made | str:
         """A program, or why there is none. Raises EOFError, OSError: it has ended."""
