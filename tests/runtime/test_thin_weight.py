@@ -1,6 +1,8 @@
 """Weights that keep the type in which they are stored: whatever is done with one is done with the widened matrix."""
 
 import copy
+import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.runtime import thin_weight
 from outrider.runtime.stored import stored_tensors
 from outrider.runtime.thin_kernel import WEIGHT_DTYPES
 from outrider.runtime.thin_weight import ThinWeight
@@ -74,3 +77,75 @@ def test_gradients_pass_through_it() -> None:
     functional.linear(x, weight).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, weight.wide().sum(dim=0).expand(3, -1))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 9), (9,), (0, 9), (2, 0, 9)])
+def test_shapes_of_products(shape: tuple[int, ...]) -> None:
+    """A batch, a vector, and nothing at all, as an expert may be given."""
+    x, weight = torch.randn(shape), _weight(12, 9, torch.bfloat16)
+    got, want = functional.linear(input=x, weight=weight), functional.linear(x, weight.wide())
+    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-3)
+
+
+def test_products_that_do_not_fit_are_errors() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        functional.linear(torch.randn(3, 11), _weight(12, 9, torch.bfloat16))
+
+
+def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads rows one after the other; those of another layout it is given as a copy."""
+    into = thin_weight.into
+
+    def watched(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Callable[[], None]:
+        call, rows = into(y, x, weights, num_threads), weakref.ref(x)
+
+        def run() -> None:
+            assert rows() is not None
+            call()
+
+        return run
+
+    monkeypatch.setattr(thin_weight, "into", watched)
+    x, weight = torch.randn(4, 3, 9)[:, -1:], _weight(12, 9, torch.bfloat16)
+    torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, weight.wide()), rtol=0.0, atol=1e-3)
+
+
+@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+def test_matrices_of_another_layout(stored: torch.dtype) -> None:
+    numbers = _weight(9, 12, stored).stored.T
+    weight = ThinWeight(numbers, torch.float32)
+    assert torch.equal(weight.wide(), numbers.float())
+    x = torch.randn(2, 9)
+    torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, numbers.float()), rtol=0.0, atol=1e-3)
+
+
+def test_it_cannot_be_written_to() -> None:
+    """Not even by loading: the numbers would go into a widened copy, and be lost."""
+    weight = _weight(12, 9, torch.bfloat16)
+    layer = nn.Linear(9, 12, bias=False).requires_grad_(False)
+    state = layer.state_dict()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    for write in (
+        lambda: weight.zero_(),
+        lambda: torch.add(weight, 1, out=weight),
+        lambda: layer.load_state_dict({name: tensor.clone() for name, tensor in state.items()}),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be written to"):
+            write()
+
+
+@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+def test_models_are_moved_and_converted(stored: torch.dtype) -> None:
+    layer = nn.Linear(9, 12, bias=False)
+    layer.weight = nn.Parameter(_weight(12, 9, stored), requires_grad=False)
+    assert stored_tensors(layer.to("cpu").float().weight)[0].dtype == stored
+    wide, x = layer.weight.wide(), torch.randn(3, 9)
+    for dtype in (torch.float64, torch.float16):
+        layer.to(dtype)
+        assert layer.weight.dtype == dtype and torch.equal(
+            layer(x.to(dtype)), functional.linear(x.to(dtype), wide.to(dtype))
+        )
+        wide = wide.to(dtype)
+    layer.to(torch.float32)
+    torch.testing.assert_close(layer(x), functional.linear(x, wide.float()), rtol=0.0, atol=1e-3)
+    assert layer.to("meta")(x.to("meta")).device.type == "meta"

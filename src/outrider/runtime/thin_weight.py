@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from outrider.runtime.thin_kernel import into, thin_products
+from outrider.runtime.thin_kernel import WEIGHT_DTYPES, into, thin_products
 
 _aten = torch.ops.aten
 # Rows of products by the kernel. With more, a library is faster; for stored numbers, even if it needs a widened copy.
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
@@ -38,6 +39,7 @@ class ThinWeight(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> ThinWeight:
+        stored = stored.contiguous()  # as the kernel reads it
         made: ThinWeight = Tensor._make_wrapper_subclass(
             cls, stored.shape, strides=stored.stride(), dtype=dtype, device=stored.device
         )
@@ -67,6 +69,9 @@ class ThinWeight(Tensor):
             result = _product(*args, **kwargs)
             if result is not None:
                 return result
+        if func == _SET_DATA:  # as a module is moved, or converted
+            weight, other = args
+            weight.stored, weight.scale = (other.stored, other.scale) if isinstance(other, cls) else (other, None)
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **kwargs)
 
@@ -77,6 +82,8 @@ class ThinWeight(Tensor):
             (weight,) = args
             with torch.inference_mode(False):
                 return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale)
+        if any(isinstance(one, cls) for one in _written(func, args, kwargs)):
+            raise RuntimeError("a weight that is kept as it is stored cannot be written to; store='plain' loads others")
         if func is _aten.embedding.default and args[0].scale is None:
             weight, *others = args
             return func(weight.stored, *others, **kwargs).to(weight.dtype)
@@ -84,21 +91,40 @@ class ThinWeight(Tensor):
         return func(*args, **kwargs)
 
 
-def _product(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:
-    """x [..., I] -> [..., O] by the kernel, or None if that is not for it."""
-    num_rows = x.numel() // x.shape[-1]
-    if not isinstance(weight, ThinWeight) or x.dtype != torch.float32 or (x.requires_grad and torch.is_grad_enabled()):
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    return [given.get(name) for name in names]
+
+
+def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:
+    """As ``functional.linear``, by the kernel: [..., I] -> [..., O]; or None if that is not for it."""
+    x = input
+    if not isinstance(weight, ThinWeight) or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    if num_rows > (_MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED):
+    stored = weight.stored
+    num_channels, width = stored.shape
+    if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return None
-    rows, num_threads = x.reshape(num_rows, -1), torch.get_num_threads()
+    if x.device.type != "cpu" or stored.device.type != "cpu" or stored.dtype not in WEIGHT_DTYPES:
+        return None
+    num_rows = x.numel() // width
+    if num_rows > (_MAX_ROWS if stored.dtype == weight.dtype else _MAX_ROWS_STORED):
+        return None
+    rows, num_threads = x.reshape(num_rows, width), torch.get_num_threads()
     if type(rows) is Tensor:
         # Past the dispatcher, which takes longer than many a product.
-        result = rows.new_empty(num_rows, weight.shape[0])
-        into(result, rows.contiguous(), [weight.stored], num_threads)()
+        rows, result = (
+            rows.contiguous(),
+            rows.new_empty(num_rows, num_channels),
+        )  # named, so that a copy outlives the call
+        into(result, rows, [stored], num_threads)()
     else:  # traced, or without numbers
-        result = thin_products(rows, [weight.stored], num_threads)
+        result = thin_products(rows, [stored], num_threads)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
-    result = result.view(*x.shape[:-1], weight.shape[0])
+    result = result.view(*x.shape[:-1], num_channels)
     return result if bias is None else result + bias
