@@ -82,6 +82,16 @@ def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert "cannot be compiled" in caplog.text
 
 
+def test_machines_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """And those where what is compiled cannot be run."""
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert thin_kernel.library.__wrapped__() is None
+    assert "No working C++ compiler found" in caplog.text
+    monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler"))
+    monkeypatch.setattr(thin_kernel, "_compile", lambda path: path.write_bytes(b"no library"))
+    assert thin_kernel.library.__wrapped__() is None
+
+
 def test_a_kernel_that_is_damaged_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.exc import CppCompileError
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from outrider.runtime.toolchain import compiler, processor
 from outrider.system.files import cache_folder
@@ -77,7 +77,16 @@ def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, loaded so that programs find their functions; None where they cannot be compiled."""
+    """The compiled kernels, loaded so that programs find their functions; None where they cannot be compiled, for want
+    of a compiler or of a folder that may hold programs."""
+    try:
+        return _library()
+    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
+        _LOG.warning("the kernels for few rows cannot be compiled: %s", str(error).splitlines()[-1])
+        return None
+
+
+def _library() -> ctypes.CDLL:
     sources = [path.read_bytes() for path in _SOURCES]
     name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), sources)).encode()).hexdigest() + ".so"
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
@@ -92,13 +101,10 @@ def library() -> ctypes.CDLL | None:
             except OSError as error:
                 _LOG.warning("%s is damaged (%s): compiling it again", kernels.path / name, error)
         path = Path(folder) / name
-        try:
-            _compile(path)
-        except CppCompileError as error:
-            _LOG.warning("the kernels for few rows cannot be compiled: %s", str(error).splitlines()[-1])
-            return None
+        _compile(path)
+        loaded = _loaded(path)
         kernels.keep(name, path.read_bytes())
-        return _loaded(path)
+        return loaded
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
