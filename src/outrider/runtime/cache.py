@@ -192,7 +192,7 @@ class SlotCache(Cache):
         if self._width:
             self._plan.windows = Windows.at(positions, self._width)
             lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
-            self.anchors.copy_(torch.maximum(self.anchors, lowest))
+            self.anchors.copy_(torch.maximum(self.anchors, lowest.to(self.anchors.device)))
 
     # The same for all layers: some models ask for it by a layer that has no attention.
 

@@ -20,14 +20,17 @@ from torch import Tensor, nn
 def token_by_token(model: nn.Module) -> Iterator[None]:
     """Call the layers with states so, within."""
     mixers = [module for module in model.modules() if "conv1d" in dict(module.named_children())]
-    before = [module.forward for module in mixers]
+    own = [vars(module).get("forward") for module in mixers]  # most have that of their class
     try:
         for module in mixers:
             module.forward = partial(_step, module.forward)
         yield
     finally:
-        for module, forward in zip(mixers, before, strict=True):
-            module.forward = forward
+        for module, forward in zip(mixers, own, strict=True):
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
 
 
 def _step(forward: Callable[..., Tensor], hidden_states: Tensor, **options: Any) -> Tensor:
