@@ -106,13 +106,14 @@ def test_masks_are_added(num_places: int) -> None:
         assert ((got.double() - want).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("hidden", [-torch.inf, _LEAST])
 @pytest.mark.parametrize("num_places", [40, 600])
-def test_rows_that_are_not_finite_stay_alone(num_places: int) -> None:
+def test_rows_that_are_not_finite_stay_alone(num_places: int, hidden: float) -> None:
     query, key, value, mask = inputs(3, 1, 2, 3, num_places, 20, 20, torch.float32, 3)
     mask[..., 0] = 0
     want = thin_attention(query, key, value, mask, 0.2, 1)
     query[0, :, 1] = torch.nan
-    key[1, :, 0], mask[2, :, 2] = torch.inf, -torch.inf
+    key[1, :, 0], mask[2, :, 2] = torch.inf, hidden
     got = thin_attention(query, key, value, mask, 0.2, 1)
     assert got[0, 1].isnan().all() and got[1].isnan().all()
     assert torch.equal(got[0, [0, 2]], want[0, [0, 2]]) and torch.equal(got[2, :2], want[2, :2])

@@ -159,6 +159,7 @@ INLINE void attend(Part& part, const Number* keys, int64_t key_stride, int64_t w
       largest = chosen(values > largest, values, largest);
     }
     part.largest[r] = largest_of(largest);
+    if (part.largest[r] <= HIDDEN) part.largest[r] = -__builtin_inff();  // nothing to see here, whatever others see
     const float base = part.largest[r] == -__builtin_inff() ? 0.0f : part.largest[r];
     for (int64_t i = 0; i < number; i += LANES) {
       Floats weights = exponential(load(row + i) - base);
@@ -296,6 +297,7 @@ AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorH
     aoti_torch_get_data_ptr(tensors[i], &data[i]);
     aoti_torch_get_sizes(tensors[i], &sizes[i]);
     aoti_torch_get_strides(tensors[i], &found);
+    if (found[3] != 1 && sizes[i][3] > 1) return AOTI_TORCH_FAILURE;
     strides[i] = {found[0], found[1], found[2]};
   }
   if (sizes[3][0] == 1) strides[3].row = 0;
