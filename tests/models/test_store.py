@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import outrider
+from outrider.bench.predicted_memory import Predictor, Work
 from outrider.models import store
 from outrider.models.loading import weights_checksum
 from outrider.models.memory import skeleton, weights_bytes
+from outrider.models.placement import Placement
 from outrider.models.quantize import num_bytes
+from outrider.models.registry import ModelSpec
 from outrider.models.room import forms
 from outrider.runtime.thin_weight import ThinWeight
 from pairs import random_llama, save
@@ -112,6 +115,36 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
     store.thin(bare, torch.bfloat16)
     assert weights_bytes(bare, torch.float32) == num_bytes(model) < plain
     assert "--dtype bfloat16" not in forms(bare, torch.bfloat16, "none", 1)  # it would gain nothing
+
+
+@pytest.mark.parametrize(("stated", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model on the hub the configuration is enough."""
+    monkeypatch.setattr(store, "_files", lambda spec: pytest.fail("fetches"))
+    with torch.device("meta"):
+        bare = skeleton(random_llama().config, torch.float32)
+    spec, placed = ModelSpec(name="a", hub="x/y"), Placement(quantization="none")
+    assert store.kept_type(spec, placed, torch.device("cpu"), bare, stated) == kept
+
+
+def test_only_the_form_that_is_kept_is_predicted_so() -> None:
+    """Not quantized, on one device."""
+    config, work = random_llama().config, Work(context=32, num_rows=1, k=2)
+    plain, kept = Predictor(config, work, torch.float32), Predictor(config, work, torch.float32, torch.bfloat16)
+    assert kept.memory().weights < 0.6 * plain.memory().weights
+    assert kept.memory("int4").weights == plain.memory("int4").weights
+    assert kept.memory(parallel=2).weights == plain.memory(parallel=2).weights
+
+
+def test_layers_with_a_product_of_their_own_are_plain() -> None:
+    """Falcon's would widen their weights in each forward."""
+    config = FalconConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
+    )
+    model = random_model(FalconForCausalLM, config, 0)
+    store.thin(model, torch.bfloat16)
+    kept = {name for name, one in model.named_parameters() if isinstance(one, ThinWeight)}
+    assert kept == {"transformer.word_embeddings.weight", "lm_head.weight"}
 
 
 def test_a_model_file_may_state_it(tmp_path: Path) -> None:

@@ -91,11 +91,12 @@ class Predictor:
             raise OptionError("context", work.context, f"this model accepts {longest} tokens")
         self._dtype = dtype
         with FakeTensorMode(), torch.inference_mode():
-            self._model = skeleton(config, dtype)
+            self._plain = self._kept = skeleton(config, dtype)
             if kept is not None:
-                thin(self._model, kept)
+                self._kept = skeleton(config, dtype)
+                thin(self._kept, kept)
             width = config.get_text_config(decoder=True).vocab_size
-            lm = LM(self._model, name=config.model_type, vocab_size=width, context_len=longest)
+            lm = LM(self._kept, name=config.model_type, vocab_size=width, context_len=longest)
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
             cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
             self._cache = sum(store.nbytes for store in cache.storage)
@@ -111,7 +112,8 @@ class Predictor:
             parallel: processes that share each layer; the result is for one of them. Its steps are predicted as if it
                 worked alone, since the largest tensors of a step are not shared.
         """
-        weights = weights_bytes(self._model, self._dtype, quantization, parallel)
+        model = self._kept if quantization == "none" and parallel == 1 else self._plain
+        weights = weights_bytes(model, self._dtype, quantization, parallel)
         return Memory(weights, self._cache // parallel, self._prefill, self._verify)
 
 

@@ -106,15 +106,15 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         kept: torch.dtype | None = None
         needed = stored_bytes(spec)
         smaller: Callable[[], Mapping[str, int]] = dict
+        stated: torch.dtype = config.dtype or torch.float32
         if method in (None, "gguf"):  # Transformers widens GGUF files
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
             if placed.quantization in ("none", "int8") and size == 1 and device_map is None:
-                kept = kept_type(spec, placed, device, bare)
+                kept = kept_type(spec, placed, device, bare, stated)
             if kept is not None:
                 thin(bare, kept)
-                how["dtype"] = kept
             needed = weights_bytes(bare, dtype, str(placed.quantization), size)
             if method is None:
                 smaller = partial(forms, bare, kept or dtype, str(placed.quantization), size)
@@ -124,6 +124,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             device = fastest_with_room(needed) or device
         limits = max_memory_of(placed.max_memory)
         check_fits(name, needed, room_of(device, device_map, limits), smaller)
+        if kept is not None:
+            kept = how["dtype"] = kept_type(spec, placed, device, bare)  # by its files, which may be fetched now
         if size == 1:
             how |= {"device_map": device_map or {"": device}, "max_memory": limits}
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

@@ -16,12 +16,16 @@ _LEAST_NUMBERS = 2**18  # of a matrix: products with smaller ones take no longer
 _LEAST_IN_ALL = 2**24  # smaller models are not worth the seconds in which the kernel is compiled
 
 
-def kept_type(spec: ModelSpec, placed: Placement, device: torch.device, bare: Any) -> torch.dtype | None:
+def kept_type(
+    spec: ModelSpec, placed: Placement, device: torch.device, bare: Any, stated: torch.dtype | None = None
+) -> torch.dtype | None:
     """The type in which the large matrices of a checkpoint stay; None if the model is to be one of plain tensors.
 
     Args:
         placed: neither spread over devices nor over processes; not quantized, or in int8.
         bare: the model without its numbers, in the type of the arithmetic.
+        stated: the type that the checkpoint's configuration states, which stands for that of its files where they are
+            not on this disk; None to fetch them.
     """
     if placed.store == "plain" or device.type != "cpu" or bare.dtype != torch.float32 or not thin_layers(bare):
         return None
@@ -29,9 +33,11 @@ def kept_type(spec: ModelSpec, placed: Placement, device: torch.device, bare: An
 
     if library() is None:
         return None
-    if spec.gguf is None and placed.quantization == "none" and only_type(_files(spec)) == "BF16":
-        return torch.bfloat16  # which loses nothing
-    return torch.float32
+    if spec.gguf is not None or placed.quantization != "none":
+        return torch.float32
+    if stated is not None and spec.path is None:
+        return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if only_type(_files(spec)) == "BF16" else torch.float32  # neither loses anything
 
 
 def _files(spec: ModelSpec) -> list[Path]:
@@ -48,10 +54,15 @@ def thin_layers(model: nn.Module) -> dict[str, Any]:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and module.weight.numel() >= _LEAST_NUMBERS
+        if (isinstance(module, nn.Embedding) or _is_linear(module)) and module.weight.numel() >= _LEAST_NUMBERS
     }
     numbers = {id(layer.weight): layer.weight.numel() for layer in layers.values()}  # shared ones once
     return layers if sum(numbers.values()) >= _LEAST_IN_ALL else {}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Those with a product of their own (Falcon's) would widen their weights in each forward."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def thin(model: nn.Module, stored: torch.dtype) -> None:
@@ -90,7 +101,11 @@ def widened(narrow: Any, config: Any) -> Any:
     kept = {f"{name}.weight" for name in thin_layers(wide)}
     numbers: dict[str, Tensor] = narrow.state_dict()
     wide.load_state_dict(
-        {name: tensor if name in kept else tensor.float() for name, tensor in numbers.items()}, assign=True
+        {
+            name: tensor if name in kept or not tensor.is_floating_point() else tensor.float()
+            for name, tensor in numbers.items()
+        },
+        assign=True,
     )
     wide.tie_weights()
     wide.generation_config = narrow.generation_config

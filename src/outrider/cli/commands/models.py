@@ -149,13 +149,15 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
     method = "gguf" if spec.gguf is not None else method_of(config)
     if method is not None:
         raise OptionError("model", spec.name, f"its checkpoint is in {method}: predictions are for plain checkpoints")
-    device = pick_device("auto")
+    device, stated = pick_device("auto"), config.dtype or torch.float32
     for size in sizes:
         if size > 1:
             check_shares(spec.name, size, Placement().over(spec), device, config, None)
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
-    predictor = Predictor(config, work, DTYPES[dtype], kept_type(spec, Placement().over(spec), device, bare))
+    alone = Placement(quantization="none", device_map="none").over(spec)
+    kept = kept_type(spec, alone, device, bare, stated)  # nothing is fetched
+    predictor = Predictor(config, work, DTYPES[dtype], kept)
     free = available_bytes(device)
     rows = []
     for size in sizes:
