@@ -25,6 +25,7 @@ from outrider.drafters.base import Altered, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
+from outrider.runtime.stored import stored_tensors
 from outrider.sampling.rules import Rule
 from outrider.system.files import cache_folder, keep_in_cache
 from outrider.system.provenance import processor_name
@@ -186,8 +187,11 @@ def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
 
 def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
     def facts(lm: LM) -> tuple[Any, ...]:
-        num_params = sum(parameter.numel() for parameter in lm.model.parameters())
-        return lm.name, num_params, str(lm.dtype), str(lm.device), lm.execution.name
+        weights = list(lm.model.parameters())
+        num_params = sum(weight.numel() for weight in weights)
+        # Kept as they are stored, they are read in another time.
+        kinds = sorted({(type(weight).__name__, str(stored_tensors(weight)[0].dtype)) for weight in weights})
+        return lm.name, num_params, kinds, str(lm.dtype), str(lm.device), lm.execution.name
 
     lms = [target, *drafter.models]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
