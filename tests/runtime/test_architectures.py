@@ -5,7 +5,7 @@ sliding window it is shorter than the text.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -165,15 +165,15 @@ def test_a_window_off_by_one_shows(name: str) -> None:
     """The control: one place more or less in the mask."""
     for window in (5, 7):
         lm = as_lm(_model(name))
-        assert lm._window == 6
-        lm._window = window
+        assert lm.visibility.window == 6
+        lm.visibility = replace(lm.visibility, window=window)
         assert _distance(lm) > 1e-3
 
 
 def test_a_chunk_off_by_one_shows() -> None:
     lm = as_lm(_model("Llama 4"))
     for chunk in (5, 7):
-        lm._chunk = chunk
+        lm.visibility = replace(lm.visibility, chunk=chunk)
         assert _distance(lm) > 1e-3
 
 

@@ -2,17 +2,16 @@
 
     logits = lm.forward(ids, positions, cache, view_len)
 
-The model itself is Hugging Face's own modelling code. What is added here is the mask (made from positions alone, since
-place and position are one in a SlotCache), the width of the vocabulary, and for models with states the way from the
-anchors of the cache to the tokens that are fed. How steps are run (eager, compiled, captured) is decided by its
-execution. This module does not know sampling, drafts or text, nor where a model comes from.
+The model itself is Hugging Face's own modelling code. What is added here is the mask (visibility.py), the width of the
+vocabulary, and for models with states the way from the anchors of the cache to the tokens that are fed. How steps are
+run (eager, compiled, captured) is decided by its execution. This module does not know sampling, drafts or text, nor
+where a model comes from.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from outrider.runtime.execution import Eager, Execution, Step
 from outrider.runtime.layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.maker import Maker
 from outrider.runtime.stepping import token_by_token
+from outrider.runtime.visibility import Visibility
 
 PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
 
@@ -48,6 +48,7 @@ class LM:
         lock: held while the model runs in Python, or is traced; compiled programs need it not.
         least_columns: of a forward, where the model has states: 2 if it gives a single token other logits than it would
             give the same token among several.
+        visibility: which tokens a token sees.
         is_stepped: layers with states are called once for each token, since they go on from a state by one only.
     """
 
@@ -62,18 +63,7 @@ class LM:
         # Quantized weights are whole numbers; what masks must match is the type of the activations.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.num_shares: int = getattr(model, "tp_size", None) or 1
-        config: Any = model.config
-        text_config = config.get_text_config(decoder=True)
-        self._window: int | None = getattr(text_config, "sliding_window", None)
-        self._chunk: int | None = getattr(text_config, "attention_chunk_size", None)
-        # Models with both kinds of layers take a dict of masks, by kind; the others take one tensor.
-        layer_types = set(getattr(text_config, "layer_types", None) or ())
-        if not layer_types:
-            is_windowed = self._window is not None and _makes_windows(model)
-            layer_types = {"sliding_attention" if is_windowed else "full_attention"}
-        # Layers without attention need no mask: what is fed is padded at its end alone.
-        attending = {"full_attention", "sliding_attention", "chunked_attention"}
-        self._layer_types = tuple(sorted(layer_types & attending or {"full_attention"}))
+        self.visibility = Visibility.of(model)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.least_columns = 1
@@ -252,7 +242,7 @@ class LM:
             arguments: dict[str, Any] = {self._cache_name: cache}
             output = self.model(
                 input_ids=ids,
-                attention_mask=self._mask(positions, view_len) if self._has_attention else None,
+                attention_mask=self.visibility.masks(positions, view_len, self.dtype) if self._has_attention else None,
                 position_ids=positions.clamp_min(0),
                 use_cache=True,
                 logits_to_keep=num_logits,
@@ -341,26 +331,6 @@ class LM:
             view_len = self.view_len(max(at for at, _ in late) + width, cache)
             run(_advance_step, (width, view_len), cache, lengths)
 
-    def _mask(self, positions: Tensor, view_len: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
-
-        Additive, since eager attention adds what it is given; scaled-dot-product attention takes both forms.
-        """
-        places = torch.arange(view_len, device=positions.device)
-        queries = positions[..., None]
-        masks = {}
-        for layer_type in self._layer_types:
-            is_hidden = places > queries  # [B, T, view_len]
-            if layer_type == "sliding_attention":
-                assert self._window is not None
-                is_hidden = is_hidden | (places <= queries - self._window)
-            elif layer_type == "chunked_attention":
-                assert self._chunk is not None
-                is_hidden = is_hidden | (places // self._chunk != queries // self._chunk)
-            mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=positions.device)
-            masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(self.dtype).min)[:, None]
-        return masks if len(masks) > 1 else masks[self._layer_types[0]]
-
 
 def _advance_step(lm: LM, width: int, view_len: int, cache: SlotCache, lengths: Tensor) -> tuple[Tensor, ...]:
     """Move the states of rows that are so many tokens behind, or more.
@@ -405,9 +375,3 @@ def _hidden_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Te
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _makes_windows(model: nn.Module) -> bool:
-    """Whether the modelling code makes masks with a sliding window. A configuration may state one that it ignores."""
-    homes = {type(module).__module__ for module in model.modules()}
-    return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
