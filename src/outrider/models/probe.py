@@ -60,7 +60,10 @@ def probe(lm: LM, kind: str) -> None:
         _compare_with_states(lm, kind)
     else:
         # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
-        _compare(lm, kind, _LENGTH, _VIEW, "its cache cannot be rolled back, or it looks at later tokens")
+        # Rows of different lengths where inputs of convolutions are kept, which padding must not spoil.
+        has_windows = any(state.width for shape in lm.layer_shapes for state in shape.states)
+        what = "its cache cannot be rolled back, or it looks at later tokens"
+        _compare(lm, kind, _LENGTH, _VIEW, what, _BEHIND if has_windows else (0,))
     window = window_of(lm)
     length = min(lm.context_len, num_tokens_across(window))
     if window < length and window <= _LONGEST_WINDOW and _is_affordable(lm, length):

@@ -165,10 +165,11 @@ class Windows:
         """
         num_rows, num_columns = positions.shape
         offsets = torch.arange(-width, num_columns, device=positions.device)
-        begins = (positions - offsets[width:]).amax(dim=1, keepdim=True)  # where padding at the left end would begin
+        is_fed = positions >= 0
+        # Where padding at the left end would begin; before every text in a row of nothing else.
+        begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
         seen = begins + offsets
         row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
-        is_fed = positions >= 0
         is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # places are written once
         return cls(
             is_fed,
