@@ -1,10 +1,11 @@
 """Makers of programs that compile nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from outrider.errors import CompileError
 from outrider.runtime.execution import Call
 from outrider.runtime.maker import Maker, Order
 from outrider.runtime.making import Job
@@ -49,6 +50,20 @@ class OnCall(Maker):
     @property
     def num_runs(self) -> int:
         return sum(order.program.result().num_runs for order in self.orders if order.program.done())  # type: ignore[attr-defined]
+
+
+class Fails(OnCall):
+    """It cannot make some programs, as those who wait for one are told."""
+
+    def __init__(self, fails: Callable[[Call], bool]) -> None:
+        super().__init__()
+        self._fails = fails
+
+    def deliver(self) -> None:
+        for order in self.orders:
+            if not order.program.done() and order.call is not None and self._fails(order.call):
+                order.program.set_exception(CompileError("no compiler"))
+        super().deliver()
 
 
 class Refuses:

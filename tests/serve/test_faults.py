@@ -17,11 +17,15 @@ import openai
 import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
+from makers import Fails
 from outrider.api import load
+from outrider.decoder import Decoder
+from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
 from outrider.serve import app, generation, worker
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
+from toys import random_table, table_lm
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 
@@ -225,6 +229,35 @@ def test_a_text_that_fails_alone(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError, match="NaN"):
             client.completions.create(model="toy", prompt="w7 w8", echo=True, logprobs=1, max_tokens=0)
         assert client.completions.create(model="toy", prompt="w1 w2", max_tokens=1).choices
+
+
+def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
+    """Texts with a seed need them, and end with an error. The others go on, and so do those that wait."""
+    target = table_lm(random_table(50, 0), context_len=1_000_000)
+    decoder = Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
+    beside = decoder.compiled(waits=False, maker=Fails(lambda call: True))
+    short = {"prompt": "w2", "max_tokens": 8, "temperature": 0}
+    with running(beside, num_slots=2, context_len=1_000_000) as server, server.http() as http:
+        unseeded = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
+        with http.stream("POST", "/v1/completions", json=unseeded) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            response = http.post("/v1/completions", json=LONG)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "seed"
+            assert "leave the seed out" in response.json()["error"]["message"]
+            text = http.post("/v1/completions", json=short).json()["choices"][0]["text"]
+            assert all("error" not in next(lines) for _ in range(20))
+        assert server.metric('outrider:requests_total{finished_reason="error"}') == 1
+        wait_until(lambda: is_free(server))
+        # Nothing runs, and a text waits for the slots of others that end.
+        assert http.post("/v1/completions", json=LONG | {"n": 2}).status_code == 400
+        with ThreadPoolExecutor(3) as pool:
+            bodies = [LONG, LONG, short]
+            codes = [one.status_code for one in pool.map(lambda body: http.post("/v1/completions", json=body), bodies)]
+        assert codes == [400, 400, 200]
+        assert http.post("/v1/completions", json=short).json()["choices"][0]["text"] == text
+    assert text == decoder.generate(["w2"], max_new_tokens=8, temperature=0)[0].text
+    assert "texts with a seed end: no compiler" in caplog.text
 
 
 def test_before_it_is_ready() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
+from outrider.errors import CompileError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -236,7 +237,11 @@ class ModelSession(Session):
         for i in range(k):
             is_wanted = (rows.num_wanted - i).clamp(0, 1)
             arguments = (states, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
-            made = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
+            try:
+                made = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
+            except CompileError:
+                masks.lead_back()  # others of the rows may go on
+                raise
             # Copied, since a prepared step writes over its results.
             fed, is_good, is_drafted, cached, *probs = (part.clone() for part in made)
             columns.append((fed, is_good, *probs))

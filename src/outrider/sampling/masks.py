@@ -71,8 +71,15 @@ class Masks:
             if walk is not None:
                 for token_id in ids[len(walk.masks) - 1 : num_drafted]:
                     walk.push(token_id)
-                walk.constraint.pop(walk.num_pushed)
+        self.lead_back()
         return self._tensor([() if walk is None else walk.masks for walk in self._walks], draft.ids.shape[1] + 1)
+
+    def lead_back(self) -> None:
+        """Lead the constraints back to the committed text."""
+        for walk in self._walks:
+            if walk is not None:
+                walk.constraint.pop(walk.num_pushed)
+                walk.num_pushed = 0
 
     def _tensor(self, masks: Sequence[Sequence[NDArray[np.bool_] | None]], num_places: int) -> Tensor:
         """[B, T, V]; True where there is no mask."""

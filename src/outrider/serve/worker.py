@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import Schedule
-from outrider.errors import NumericsError, OutriderError
+from outrider.errors import CompileError, NumericsError, OutriderError
 from outrider.jobs import Job, chunk_of
 from outrider.records import Chunk, Round, Timing, TokenLogprob
 from outrider.serve.fingerprint import fingerprint_of
@@ -35,6 +35,7 @@ from outrider.serve.tickets import Event, Ticket, TicketRow, Work
 _LOG = logging.getLogger("outrider.serve")
 _LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
 _NO_LOAD = Load(0, 0, 0, 0)
+_NO_PROGRAMS = "a text with a seed needs compiled programs, which cannot be made on this server: leave the seed out"
 
 _NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
 
@@ -242,11 +243,11 @@ class Worker:
             while self._take_in_on_thread(is_idle):
                 self._give_up_late_on_thread()
                 self._begin_on_thread()
-                round_ = self._engine.step()
+                round_ = self._step_on_thread()
                 if round_ is not None:
                     self._deliver_on_thread(round_)
                 self._work_on_thread()
-                is_idle = round_ is None and not self._works_on_thread
+                is_idle = round_ is None and not (self._works_on_thread or self._waiting)
         except Exception as error:  # whatever it is, clients must hear of it
             if not isinstance(error, OutriderError):
                 _LOG.exception("the engine has failed")
@@ -317,6 +318,23 @@ class Worker:
         self.metrics.count_end("abort", len(ticket.indices))
         ticket.indices.clear()
         self._drop_waiting_on_thread({ticket}, "abort")
+
+    def _step_on_thread(self) -> Round | None:
+        """Where programs cannot be made, texts with a seed end, which need them; the others go on eagerly."""
+        while True:
+            try:
+                return self._engine.step()
+            except CompileError as error:
+                ended = {index: row for index, row in self._rows.items() if row.job.request.is_repeatable}
+                if not ended:
+                    raise
+                _LOG.warning("%d texts with a seed end: %s", len(ended), error)
+                for index, row in ended.items():
+                    self._engine.cancel(index)
+                    del self._rows[index], row.ticket.indices[row.which]
+                self.metrics.count_end("error", len(ended))
+                refusal = Refusal(_NO_PROGRAMS, param="seed")  # with a status that clients do not retry
+                self._call(self._deliver, [(row.ticket, (row.which, refusal)) for row in ended.values()])
 
     def _deliver_on_thread(self, round_: Round) -> None:
         now_s, timing = time.perf_counter(), round_.timing
