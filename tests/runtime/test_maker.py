@@ -4,36 +4,45 @@ Compiling is left out here: programs come from a maker that delivers when it is 
 that an eager step and a program give the same tokens. (tests/runtime/test_compiled.py compiles.)
 """
 
+import functools
 import gc
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers.models.llama import modeling_llama as llama
 
-from makers import OnCall, Refuses
+from languages import Remainders
+from makers import Fails, OnCall, Refuses
 from outrider.decoder import Decoder
 from outrider.decoding.costs import round_costs
+from outrider.decoding.verify import verify_step
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import CompileError
 from outrider.options import Sampling
-from outrider.records import Request
+from outrider.records import Request, RowRound
 from outrider.runtime import maker as maker_module
 from outrider.runtime.bare import code_of, key_of, pack, unpack
 from outrider.runtime.execution import Call
 from outrider.runtime.maker import Maker, Order, Process
-from outrider.runtime.making import Job
+from outrider.runtime.making import Job, check_constants
 from outrider.sampling.rules import RULES
 from toys import as_lm, llama_pair, tiny_llama
 
 LIMIT_S = 120.0
 PROMPT = [1, 2, 3]
+
+helpers: Any = None  # a module; see test_code_that_modules_call_is_covered
 
 
 def pair(maker: Maker) -> tuple[Decoder, Decoder]:
@@ -101,6 +110,35 @@ def test_a_program_that_cannot_be_made() -> None:
     assert tuple(token_ids) == eager.generate([PROMPT], **options)[0].token_ids
     with pytest.raises(CompileError, match="no compiler"):
         mixed.generate([PROMPT], seed=1, **options)
+
+
+def _second_draft(call: Call) -> bool:
+    """Where drafts are made one by one, the first is fed two tokens."""
+    return call.step.__name__ == "_draft_steps" and call.arguments[1].shape[1] == 1
+
+
+@pytest.mark.parametrize("fails", [lambda call: call.step is verify_step, _second_draft], ids=["verify", "draft"])
+def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> None:
+    """The row that needs the programs is cancelled; the other has the same rounds as alone."""
+
+    def rounds(is_alone: bool) -> list[RowRound]:
+        maker = Fails(fails)
+        _, mixed = pair(maker)
+        engine = mixed.engine(num_slots=2, capacity=64)
+        plain = mixed.job(PROMPT, {"max_new_tokens": 40, "temperature": 0}).request
+        engine.submit(replace(plain, constraint=Remainders(mixed.target.vocab_size)))
+        found = []
+        while (round_ := engine.step()) is not None:
+            found += round_.rows
+            if len(found) in (3, 7) and not is_alone:
+                index = engine.submit(mixed.job(PROMPT[:2], {"max_new_tokens": 8, "seed": 3}).request)
+                with pytest.raises(CompileError, match="no compiler"):
+                    engine.step()
+                engine.cancel(index)
+        return found
+
+    alone = rounds(is_alone=True)
+    assert rounds(is_alone=False) == alone and {one.num_accepted for one in alone} > {0, 2}
 
 
 def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +316,78 @@ def test_what_a_program_depends_on_is_part_of_its_key(call: Call, monkeypatch: p
             patch.setattr(f"outrider.runtime.bare.{name}", lambda: "another")
             others.append(key_of(call.lm.model, packed, 1))
     assert len({key, *others}) == 6 and code_of(call.lm.model) == code
+
+
+class Calls(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _helped(x) if x.shape[0] in {"a", "b"} else [helpers.double(one) for one in (x,)][0]
+
+
+def _helped(x: torch.Tensor) -> torch.Tensor:
+    return 2.5 * x
+
+
+def _helped_otherwise(x: torch.Tensor) -> torch.Tensor:
+    return 3.5 * x
+
+
+def test_code_that_modules_call_is_covered(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is in memory, and in its file."""
+    file = tmp_path / "helpers_of_a_test.py"
+    file.write_text("def double(x):\n    return 2 * x\n\n\ndef forward(x):\n    return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(globals(), "helpers", importlib.import_module("helpers_of_a_test"))
+    model = Calls()
+    codes = [code_of(model)]
+    assert code_of(Calls()) == codes[0]
+    for owner, name, other in (
+        (sys.modules[__name__], "_helped", _helped_otherwise),
+        (_helped, "__code__", _helped_otherwise.__code__.replace(co_name="_helped", co_qualname="_helped")),
+        (helpers, "double", functools.wraps(helpers.double)(lambda x: 3 * x)),
+        (llama, "apply_rotary_pos_emb", helpers.forward),
+    ):
+        with monkeypatch.context() as patch:
+            one = tiny_llama() if owner is llama else model
+            before = code_of(one)
+            patch.setattr(owner, name, other)
+            assert code_of(one) != before, name
+        assert code_of(one) == before
+    file.write_text(file.read_text() + "# changed\n")
+    codes.append(code_of(model))
+    # The forward of a single module.
+    lonely = nn.Sequential(nn.Identity())
+    lonely[0].forward = helpers.forward
+    codes.append(code_of(lonely))
+    file.write_text(file.read_text() + "# again\n")
+    codes.append(code_of(lonely))
+    assert len(set(codes)) == 4
+
+
+@pytest.mark.slow  # a process loads torch
+def test_the_same_code_in_another_process() -> None:
+    code = "from outrider.runtime.bare import code_of; from toys import tiny_llama; print(code_of(tiny_llama()))"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    out = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE)
+    assert out.stdout.decode().strip() == code_of(tiny_llama())
+
+
+def test_the_default_dtype_goes_with_the_call(call: Call) -> None:
+    packed, default = pack(call), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert pack(call) != packed
+        unpack(packed)
+        assert torch.get_default_dtype() is default
+    finally:
+        torch.set_default_dtype(default)
+
+
+def test_constants_that_share_memory_with_weights_are_refused() -> None:
+    """Where programs are made, weights have no values."""
+    weights = {"large": torch.zeros(100), "small": torch.zeros(4)}
+    check_constants({**weights, "own": torch.ones(100), "small_too": weights["small"][:2]}, weights)
+    with pytest.raises(TypeError, match="the tensor lifted shares memory with a weight"):
+        check_constants({"lifted": weights["large"][5:7]}, weights)
 
 
 def test_a_model_that_cannot_be_sent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,11 @@ import inspect
 import io
 import pickle
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from types import MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -70,13 +71,16 @@ def pack(call: Call) -> bytes:
         values = {name: weight.tolist() for name, weight in weights.items() if weight.numel() <= MAX_INLINED}
         buffer = io.BytesIO()
         packer = _Packer(buffer, call.lm.model, [*weights.values(), *examples])
-        packer.dump((call.step, call.lm.from_parts, call.lm.parts, call.static, arguments, values))
+        made_of = call.lm.from_parts, call.lm.parts
+        packer.dump((torch.get_default_dtype(), call.step, *made_of, call.static, arguments, values))
     return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Call:
-    """The call, on tensors that take no memory as long as nothing is written to them."""
-    step, make_lm, parts, static, arguments, values = _Unpacker(io.BytesIO(data)).load()
+    """The call, on tensors that take no memory as long as nothing is written to them. torch's default dtype becomes the
+    one with which it was packed, since traced code may depend on it."""
+    default_dtype, step, make_lm, parts, static, arguments, values = _Unpacker(io.BytesIO(data)).load()
+    torch.set_default_dtype(default_dtype)
     call = Call(step, make_lm(*parts), static, arguments)
     weights = weights_of(call.lm.model)
     with torch.no_grad():
@@ -94,16 +98,76 @@ def key_of(model: nn.Module, packed: bytes, num_threads: int) -> str:
 
 
 def code_of(model: nn.Module) -> str:
-    """A hash of the code of a model's modules: as it is in their files, and as it is in memory."""
-    digest = hashlib.sha256()
-    kinds = {type(module) for module in model.modules()}
-    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        words = (kind.__module__, kind.__qualname__, code and (code.co_code, code.co_names))
-        digest.update(repr(words).encode())
-    for path in sorted({inspect.getfile(kind) for kind in kinds}):
-        digest.update(Path(path).read_bytes())
+    """A hash of the code of a model's modules, and of the functions that it calls by name: as it is in their files, and
+    as it is in memory."""
+    modules = list(model.modules())
+    kinds = {type(module) for module in modules}
+    words = {repr((kind.__module__, kind.__qualname__, *map(_name, _functions(kind.forward)))) for kind in kinds}
+    paths = {inspect.getfile(kind) for kind in kinds}
+    found: set[FunctionType] = set()
+    new = {function for kind in kinds for function in _functions(kind.forward)}
+    # Those that hooks put there while a model runs are local, and are not packed.
+    own = {function for module in modules for function in _functions(vars(module).get("forward"))}
+    new |= {function for function in own if "<locals>" not in function.__code__.co_qualname}
+    while new:
+        function = new.pop()
+        found.add(function)
+        called = _called_by(function)
+        code = [*_words(function.__code__)]
+        words.add(repr((_name(function), code, [(name, _name(one)) for name, one in called])))
+        paths.add(function.__code__.co_filename)
+        new |= {one for _, one in called} - found
+    digest = hashlib.sha256(repr(sorted(words)).encode())
+    for path in sorted(paths):
+        if (file := Path(path)).is_file():
+            digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """A function, and those that it is wrapped around."""
+    found = []
+    while value is not None:
+        value = getattr(value, "__func__", getattr(value, "func", value))
+        if isinstance(value, FunctionType):
+            found.append(value)
+        value = getattr(value, "__wrapped__", None)
+    return found
+
+
+def _name(function: FunctionType) -> str:
+    return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """With those that are written inside it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _codes(value)
+
+
+def _words(code: CodeType) -> Iterator[Any]:
+    for one in _codes(code):
+        values = [value for value in one.co_consts if not isinstance(value, CodeType)]
+        # The order of a set differs from process to process.
+        yield one.co_code, one.co_names, [sorted(map(repr, v)) if isinstance(v, frozenset) else repr(v) for v in values]
+
+
+def _called_by(function: FunctionType) -> list[tuple[str, FunctionType]]:
+    """The functions that a function may call by a name of its module, or of another that it names; without those of
+    torch and Python, which go with their versions."""
+    names = sorted({name for code in _codes(function.__code__) for name in code.co_names})
+    values = [function.__globals__.get(name) for name in names]
+    spaces = [function.__globals__, *(vars(value) for value in values if isinstance(value, ModuleType))]
+    named = [(name, value) for space in spaces for name in names if isinstance(value := space.get(name), FunctionType)]
+    called = [(name, one) for name, value in named for one in _functions(value)]
+    return [(name, one) for name, one in called if not _is_of_library(one)]
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    package = str(function.__globals__.get("__name__")).partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 @lru_cache

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -98,6 +98,7 @@ def make(job: Job) -> Made:
     weights = weights_of(call.lm.model)
     _set_attention(call.lm, num_threads)
     exported = _trace(_Traced(call), call.tensors, call.stores)
+    check_constants(exported.constants, weights)
     name = _digest(exported, {**weights, **exported.constants}, options)
     constants = io.BytesIO()
     torch.save({key: value for key, value in exported.constants.items() if key not in weights}, constants)
@@ -122,6 +123,19 @@ class _Traced(nn.Module):
 
     def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
         return self._call.on(tensors, stores)
+
+
+def check_constants(constants: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """A tensor that is neither parameter nor buffer goes with the program, with its values. There are none here if it
+    shares memory with a weight.
+
+    Raises:
+        TypeError
+    """
+    bare = {weight.untyped_storage().data_ptr() for weight in weights.values() if weight.numel() > MAX_INLINED}
+    for name, value in constants.items():
+        if name not in weights and type(value) in (Tensor, nn.Parameter) and value.untyped_storage().data_ptr() in bare:
+            raise TypeError(f"the tensor {name} shares memory with a weight, and is neither parameter nor buffer")
 
 
 def _thin_options(num_threads: int) -> dict[str, Any]:
