@@ -32,6 +32,7 @@ from outrider.errors import CompileError
 from outrider.options import Sampling
 from outrider.records import Request, RowRound
 from outrider.runtime import maker as maker_module
+from outrider.runtime import making
 from outrider.runtime.bare import code_of, key_of, pack, unpack
 from outrider.runtime.execution import Call
 from outrider.runtime.maker import Maker, Order, Process
@@ -298,6 +299,14 @@ def test_no_weights_are_packed(call: Call) -> None:
     ):
         assert mine.shape == its.shape and mine.dtype == its.dtype, name
     torch.testing.assert_close(other.lm.model.model.rotary_emb.inv_freq, call.lm.model.model.rotary_emb.inv_freq)
+
+
+def test_a_program_holds_nothing_but_the_step(call: Call) -> None:
+    """Two drafted tokens are two forwards. What else the other process may ask the model is not traced with them."""
+    other = unpack(pack(call))
+    exported = making._trace(making._Traced(other), other.tensors, other.stores)
+    names = [str(node.target) for node in exported.graph_module.graph.nodes]
+    assert names.count("aten.embedding.default") == 2
 
 
 def test_what_a_program_depends_on_is_part_of_its_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,16 +95,18 @@ class LM:
         return lm
 
     @property
-    def parts(self) -> tuple[dict[str, Any], int, bool]:
-        """Of which ``from_parts`` makes the same model again, in another process."""
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of which ``from_parts`` makes the same model again, in another process: what it is made of, and what was
+        learned about it (there, a forward to learn it would be traced with the step)."""
         made_of = dict(model=self.model, name=self.name, vocab_size=self.vocab_size, context_len=self.context_len)
-        return made_of, self.least_columns, self.is_stepped
+        learned = dict(layer_shapes=self.layer_shapes, least_columns=self.least_columns, is_stepped=self.is_stepped)
+        return made_of, learned
 
     @classmethod
-    def from_parts(cls, made_of: dict[str, Any], least_columns: int, is_stepped: bool) -> LM:
+    def from_parts(cls, made_of: dict[str, Any], learned: dict[str, Any]) -> LM:
         """It runs eagerly."""
         lm = cls(**made_of)
-        lm.least_columns, lm.is_stepped = least_columns, is_stepped
+        vars(lm).update(learned)
         return lm
 
     def eager(self) -> LM:
