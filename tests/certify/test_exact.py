@@ -84,8 +84,13 @@ def test_the_yardstick_is_held_against_a_plain_forward() -> None:
     target, drafter = llama_pair()
     text = (3, 1, 4, 1, 5, 9, 3, 1)
     assert forcing_gap(target, text) < 1e-12
-    right = target._mask
-    target._mask = lambda positions, view_len: right(positions, view_len).index_fill(3, torch.tensor([0]), -1e9)
+    right = target.visibility
+
+    class BlindToTheFirst:
+        def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor:
+            return right.masks(positions, view_len, dtype).index_fill(3, torch.tensor([0]), -1e9)
+
+    target.visibility = BlindToTheFirst()
     assert forcing_gap(target, text) > 1e-3
     report = check_exactly(target, drafter, Sampling(), REJECTION, [Text(text)])
     assert report.forcing > 1e-3 and not report.is_ok

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM
 
 from commands import Outrider
 from pairs import broken_model, random_llama, save, word_tokenizer
@@ -59,8 +59,8 @@ def test_folders_that_are_no_causal_language_model(refused: Refused, tmp_path: P
     config = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     bert = save(tmp_path / "bert", random_model(BertForMaskedLM, config, 0))
     assert "is not a causal language model" in refused("generate", "Once", "--target", bert)
-    mamba = random_model(MambaForCausalLM, MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1), 0)
-    assert "cannot be verified" in refused("generate", "Once", "--target", save(tmp_path / "mamba", mamba))
+    bloom = random_model(BloomForCausalLM, BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4), 0)
+    assert "uses ALiBi" in refused("generate", "Once", "--target", save(tmp_path / "bloom", bloom))
 
 
 @pytest.mark.parametrize("option", ["--target", "--draft"])

@@ -204,7 +204,7 @@ def test_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded().tokenizer, "chat_template", "{{ messages[0].role }}: {{ messages[0].content }} #")
     monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     plain = embedded().plain()
-    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self, num_tokens: plain)
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self, num_tokens, waits: plain)
     ended = outrider("generate", "Hello", "--chat", *SHORT, "--draft", "none")
     want = embedded().plain().generate("user: Hello #", seed=1, max_new_tokens=10)[0].text
     assert ended.out == want + "\n"
@@ -234,7 +234,7 @@ def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest
 def test_ctrl_c_before_the_first_token(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is read."""
 
-    def interrupted(self: Any, num_tokens: int) -> None:
+    def interrupted(self: Any, *_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", interrupted)

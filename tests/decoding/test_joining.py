@@ -186,8 +186,8 @@ def test_a_row_that_is_left_high_up_is_moved_down_once() -> None:
     engine = _engine(target, drafter, REJECTION)
     widths: list[int] = []
     inner = target.run
-    target.run = lambda step, static, cache, ids, *rest: (  # type: ignore[method-assign]
-        widths.append(len(ids)) or inner(step, static, cache, ids, *rest)
+    target.run = lambda step, static, cache, ids, *rest, **how: (  # type: ignore[method-assign]
+        widths.append(len(ids)) or inner(step, static, cache, ids, *rest, **how)
     )
     played = play(engine, requests, [0] * 4)
     assert widths[0] == 4 and widths[-1] == 1

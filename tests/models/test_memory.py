@@ -20,7 +20,7 @@ def cache_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
     lm = LM(model, name="model", vocab_size=2, context_len=num_tokens)
     cache = lm.new_cache(num_rows, num_tokens)
     positions = torch.arange(num_tokens).expand(num_rows, -1)
-    cache.at(positions, num_tokens)
+    cache.at(positions, num_tokens, is_single=False)
     with torch.inference_mode():
         model(input_ids=positions % 7, position_ids=positions, past_key_values=cache, use_cache=True)
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

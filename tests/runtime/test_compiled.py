@@ -109,6 +109,9 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
             programs.keep_package(made.name, made.package)
             return made
 
+        def hurry(self) -> None:
+            pass
+
         def close(self) -> None:
             pass
 
