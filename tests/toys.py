@@ -197,6 +197,26 @@ class MadeUpTimes:
         self.inner.forget(index)
 
 
+class InTurn:
+    """A schedule: K from a list, which repeats, by the number of the round."""
+
+    def __init__(self, *ks: int) -> None:
+        self._ks, self._num_rounds, self.max_k = ks, 0, max(ks)
+
+    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        self._num_rounds += 1
+        return self._ks[self._num_rounds % len(self._ks)]
+
+    def learn(self, rounds: Sequence[RowRound]) -> None:
+        pass
+
+    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
+        pass
+
+    def forget(self, index: int) -> None:
+        pass
+
+
 def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int | Schedule) -> list[Output]:
     """The loop to its end; one output for each request."""
     outputs = [Output([]) for _ in requests]

@@ -3,7 +3,7 @@ alone."""
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
-from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
-from outrider.records import Request, RowRound
+from outrider.records import Request
 from outrider.runtime import layers
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.captured import Captured
@@ -28,7 +27,7 @@ from outrider.runtime.layers import WINDOW
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text, force
-from toys import as_lm, perturbed, request, run, tiny_llama, tokens
+from toys import InTurn, as_lm, perturbed, request, run, tiny_llama, tokens
 
 NUM_TOKENS = 24
 PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 12, tuple(range(20, 41))]
@@ -201,28 +200,6 @@ def test_a_row_that_is_not_finite_leaves_no_state_behind() -> None:
     assert [tuple(texts[index]) for index in (indices[1], *indices[4:])] == expected
 
 
-@dataclass
-class NowAndThen:
-    """Drafts in the rounds of a list, which repeats."""
-
-    ks: Sequence[int]
-    max_k: int = 3
-    num_rounds: int = 0
-
-    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        self.num_rounds += 1
-        return self.ks[self.num_rounds % len(self.ks)]
-
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        pass
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        pass
-
-    def forget(self, index: int) -> None:
-        pass
-
-
 @pytest.mark.each_execution
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
 @pytest.mark.parametrize("ks", [(0, 3), (0, 0, 3, 2, 0, 1), (0,) * 9 + (3, 3)], ids=str)
@@ -231,7 +208,7 @@ def test_a_draft_that_lags_catches_up(ks: Sequence[int], name: str) -> None:
     target, drafter = _pair(name)
     expected = tokens(target, NoDrafter(), _greedy(), BLOCK, 0)
     texts: list[list[int]] = [[] for _ in PROMPTS]
-    for round_ in decode(target, drafter, _greedy(), BLOCK, num_draft_tokens=NowAndThen(ks)):
+    for round_ in decode(target, drafter, _greedy(), BLOCK, num_draft_tokens=InTurn(*ks)):
         for row in round_.rows:
             texts[row.row] += row.token_ids
     assert [tuple(text) for text in texts] == expected

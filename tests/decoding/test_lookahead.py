@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
-from outrider.decoding.batch import Row
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
 from outrider.drafters.base import Altered, Drafter, NoDrafter, Rows
@@ -24,7 +23,7 @@ from outrider.runtime.captured import Captured
 from outrider.runtime.clock import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES, Rule
-from toys import StopAt, as_lm, llama_pair, perturbed, request, run, table_lm, table_pair, tiny_llama
+from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, table_lm, table_pair, tiny_llama
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
@@ -85,26 +84,8 @@ def test_a_draft_with_a_shorter_context(lookahead: int) -> None:
     assert rounds(lookahead) == rounds(0)
 
 
-class _Pausing:
-    """Drafts, and at times does not, by the number of the round."""
-
-    max_k = 4
-
-    def __init__(self) -> None:
-        self.num_rounds = 0
-
-    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        self.num_rounds += 1
-        return (4, 1, 0, 2, 0, 0, 3)[self.num_rounds % 7]
-
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        pass
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        pass
-
-    def forget(self, index: int) -> None:
-        pass
+def _pausing() -> InTurn:
+    return InTurn(4, 1, 0, 2, 0, 0, 3)
 
 
 class _Watched:
@@ -123,7 +104,7 @@ class _Watched:
 
 
 @LOOKAHEADS
-@pytest.mark.parametrize("schedule", [lambda: 3, _Pausing], ids=["constant", "pausing"])
+@pytest.mark.parametrize("schedule", [lambda: 3, _pausing], ids=["constant", "pausing"])
 def test_lengths_are_within_their_bounds(schedule: Callable[[], int | Schedule], lookahead: int) -> None:
     """And pauses do not lose what the draft's cache lacks: with the target as its own draft all tokens stand."""
     target = as_lm(tiny_llama())
@@ -143,7 +124,7 @@ def test_k_chosen_late_gives_the_same_text() -> None:
     def texts(lookahead: int) -> list[tuple[int, ...]]:
         target, drafter = _pair(lookahead)
         outputs: dict[int, tuple[int, ...]] = {}
-        for round_ in decode(target, drafter, _requests(), GUMBEL, num_draft_tokens=_Pausing()):
+        for round_ in decode(target, drafter, _requests(), GUMBEL, num_draft_tokens=_pausing()):
             for row in round_.rows:
                 outputs[row.row] = outputs.get(row.row, ()) + row.token_ids
         return [outputs[row] for row in sorted(outputs)]
@@ -266,7 +247,7 @@ def test_a_draft_that_pauses_is_caught_up_with_unread(nothing_is_read: _NothingI
     target, drafter = llama_pair()
     target.execution, drafter.lm.execution = Captured(), Captured()
     requests = [request(ids, seed=i, max_new_tokens=100) for i, ids in enumerate(PROMPTS)]
-    _under(nothing_is_read, decode(target, drafter, requests, REJECTION, num_draft_tokens=_Pausing()), 14)
+    _under(nothing_is_read, decode(target, drafter, requests, REJECTION, num_draft_tokens=_pausing()), 14)
 
 
 def test_seconds_of_a_round_that_the_device_did_while_nobody_waited(monkeypatch: pytest.MonkeyPatch) -> None:

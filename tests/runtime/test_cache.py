@@ -14,12 +14,12 @@ from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelSession
 from outrider.drafters.ngram import NgramDrafter
-from outrider.records import Request, RowRound
+from outrider.records import Request
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
-from toys import as_lm, llama_pair, request, tiny_llama
+from toys import InTurn, as_lm, llama_pair, request, tiny_llama
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 12, tuple(range(40))]
 NUM_TOKENS = [30, 25, 8, 60]
@@ -36,27 +36,6 @@ def _assert_holds(lm: LM, cache: SlotCache, row: int, ids: Sequence[int]) -> Non
             for store, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
                 held = store[row, : len(ids)].transpose(0, 1)  # [H, T, D]
                 torch.testing.assert_close(held, states[0], rtol=0.0, atol=1e-12)
-
-
-class Pausing:
-    """Drafts k tokens, and in every third round none."""
-
-    def __init__(self, k: int) -> None:
-        self.max_k = k
-        self.num_rounds = 0
-
-    def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        self.num_rounds += 1
-        return 0 if self.num_rounds % 3 == 0 else self.max_k
-
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        pass
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        pass
-
-    def forget(self, index: int) -> None:
-        pass
 
 
 def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule, num_slots: int = 4) -> Engine:
@@ -94,7 +73,7 @@ def test_both_caches_hold_the_committed_text_after_every_round(
     """Four ragged rows that end at different times, all at once and in two slots. The target's cache holds all
     committed tokens but the last, the draft's as many of them as it counts."""
     target, drafter = llama_pair()
-    engine = _engine(target, drafter, rule, Pausing(k) if is_pausing else ConstantSchedule(k), num_slots)
+    engine = _engine(target, drafter, rule, InTurn(0, k, k) if is_pausing else ConstantSchedule(k), num_slots)
     num_behind = set()
     for rows in _open_rows(engine, _requests()):
         for row in rows:

@@ -87,7 +87,7 @@ def make(job: Job) -> Made:
     call = unpack(job.packed)
     if code_of(call.lm.model) != job.code:
         raise TypeError("the code of its modules is not that of their files: it was changed while it ran")
-    torch.set_num_threads(job.num_threads)  # which is what traced code may ask for
+    torch.set_num_threads(job.num_threads)  # traced code may ask for it
     num_threads = _num_threads(call.lm.model)
     options = {
         "aot_inductor.package_constants_in_so": False,

@@ -117,10 +117,8 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     rows, num_threads = x.reshape(num_rows, width), torch.get_num_threads()
     if type(rows) is Tensor:
         # Past the dispatcher, which takes longer than many a product.
-        rows, result = (
-            rows.contiguous(),
-            rows.new_empty(num_rows, num_channels),
-        )  # named, so that a copy outlives the call
+        rows = rows.contiguous()  # named, so that a copy outlives the call
+        result = rows.new_empty(num_rows, num_channels)
         into(result, rows, [stored], num_threads)()
     else:  # traced, or without numbers
         result = thin_products(rows, [stored], num_threads)
