@@ -5,8 +5,9 @@
 
 Each arm is a server in a process of its own; all are started first, and take the load in turns, so that the weather of
 the machine is the same for all. So many clients send a request each and the next one when it is answered, for so many
-seconds: one of 32 short prompts, at temperature 1 without other options, up to 64 new tokens, end tokens ignored where
-the server can do so. Clients are coroutines of this process, which shares the processor with the server.
+seconds: one of 15 short prompts, at temperature 1 without other options, 16 to 112 new tokens, end tokens ignored where
+the server can do so. (Texts of one length would begin and end together without drafts, and only there, which saves
+forwards in no real load.) Clients are coroutines of this process, which shares the processor with the server.
 
 Outrider's arms: plain, K = 4, auto, and auto with seeds (which keeps K = 4). "auto" is compared with the better of
 plain and K = 4, turn by turn. Time per token is that of a request after its first tokens, over the tokens after those;
@@ -40,7 +41,8 @@ from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
 
-_NUM_TOKENS, _CONTEXT, _SLOTS, _K = 64, 128, 8, 4
+_NUM_TOKENS = (64, 16, 112, 48, 80, 32, 96)  # of the requests, in turn
+_CONTEXT, _SLOTS, _K = 192, 8, 4
 _LIMIT_S = 120.0
 _PLAIN, _CONSTANT, _AUTO, _SEEDED = "plain", f"K = {_K}", "auto", "auto, seeded"
 
@@ -124,7 +126,7 @@ def _outrider(arguments: argparse.Namespace) -> list[Arm]:
     command = [sys.executable, "-c", main_, "serve", "--target", arguments.target, "--device", "cpu"]
     command += ["--slots", str(_SLOTS), "--context", str(_CONTEXT), *(["--compile"] if arguments.compile else [])]
     draft = ["--draft", arguments.draft, "-k"]
-    body = {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "temperature": 1.0}
+    body = {"ignore_eos": True, "temperature": 1.0}
     auto = (*command, *draft, "auto")
     return [
         Arm(_PLAIN, (*command, "--draft", "none"), body),
@@ -142,7 +144,7 @@ def _llama_cpp(arguments: argparse.Namespace) -> list[Arm]:
     command = [arguments.llama_server, "-m", target, "-t", threads, "-tb", threads, "-np", str(_SLOTS)]
     command += ["-c", str(_SLOTS * _CONTEXT), "--cache-ram", "0", "--poll", "0"]
     drafting = ["-md", draft, "--spec-type", "draft-simple", "-td", threads, "-tbd", threads]
-    sampling = {"samplers": ["temperature"], "ignore_eos": True, "temperature": 1.0, "max_tokens": _NUM_TOKENS}
+    sampling = {"samplers": ["temperature"], "ignore_eos": True, "temperature": 1.0}
     return [
         Arm("llama.cpp, plain", tuple(command), sampling),
         Arm(f"llama.cpp, K = {_K}", (*command, *drafting, "--spec-draft-n-max", str(_K)), sampling),
@@ -155,7 +157,7 @@ def _transformers(arguments: argparse.Namespace) -> list[Arm]:
     path = str(resolve(arguments.target).path)
     main_ = "from transformers.cli.transformers import main; main()"
     command = (arguments.transformers, "-c", main_, "serve", path, "--continuous-batching", "--device", "cpu")
-    body = {"model": path, "max_tokens": _NUM_TOKENS, "temperature": 1.0}
+    body = {"model": path, "temperature": 1.0}
     return [Arm("Transformers", (*command, "--dtype", "float32"), body)]
 
 
@@ -198,13 +200,18 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], command: Seque
 
 async def _load(url: str, arm: Arm, num_clients: int, seconds: float) -> Load:
     load = Load()
-    prompts, seeds = itertools.cycle(PROMPTS), itertools.count()
+    requests, seeds = zip(itertools.cycle(PROMPTS), itertools.cycle(_NUM_TOKENS), strict=False), itertools.count()
     begin = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S, limits=httpx.Limits(max_connections=None)) as http:
 
         async def client() -> None:
             while time.perf_counter() < begin + seconds:
-                body = arm.body | {"prompt": next(prompts)} | ({"seed": next(seeds)} if arm.is_seeded else {})
+                prompt, num_tokens = next(requests)
+                body = (
+                    arm.body
+                    | {"prompt": prompt, "max_tokens": num_tokens}
+                    | ({"seed": next(seeds)} if arm.is_seeded else {})
+                )
                 try:
                     await _request(http, body, load)
                 except httpx.ConnectError:  # it has ended

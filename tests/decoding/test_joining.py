@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from outrider.options import Sampling
 from outrider.records import Request, RowRound
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, RULES, Rule
-from toys import MadeUpTimes, StopAt, llama_pair, request, table_pair, tokens
+from toys import InTurn, MadeUpTimes, StopAt, llama_pair, request, table_pair, tokens
 
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 K = 3
@@ -276,6 +277,33 @@ def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
         assert round_ is not None
         alone += [row.row for row in round_.rows] == [0]
     assert alone == 4  # 40 tokens in chunks of 8; with the fifth the row takes part
+
+
+@pytest.mark.each_execution
+@ALL_RULES
+def test_a_draft_reads_a_prompt_when_it_drafts(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing is drafted a draft model reads no prompt; later it drafts as if it had."""
+    target, drafter = llama_pair()
+    read: list[int] = []
+    prefill = LM.prefill
+
+    def noted(lm: LM, *arguments: Any, num_columns: int, **options: Any) -> Any:
+        if lm is drafter.lm:
+            read.append(num_columns)
+        return prefill(lm, *arguments, num_columns=num_columns, **options)
+
+    monkeypatch.setattr(LM, "prefill", noted)
+    asked = [request(tuple(range(1, 9)), max_new_tokens=40), request(tuple(range(20, 41)), seed=1, max_new_tokens=40)]
+
+    def played() -> Played:
+        read.clear()
+        return play(_engine(target, drafter, rule, InTurn(*[3] * 4, *[0] * 4, *[3] * 8)), asked, [0, 6])
+
+    late = played()
+    assert 8 not in read
+    monkeypatch.setattr("outrider.drafters.model.PREFILL_COLUMNS", 0)  # no prompt is short enough to be left
+    assert late.outputs == played().outputs
+    assert 8 in read  # the chunks of the second prompt
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

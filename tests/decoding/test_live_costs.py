@@ -20,11 +20,11 @@ NUM_TEXTS, TEXT_LENGTH = 100, 64
 
 
 def _rate(schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: int) -> float:
-    """Tokens per second of the later texts, where rounds cost ``costs`` in truth. Times scatter by 15%; one in fifty is
-    five times as long. Drafted tokens stand with the probability of their text, about ``alpha``; the token at each
-    place would stand or fall under every schedule alike."""
+    """Tokens per second of the later texts, where rounds cost ``costs`` in truth, and a plain step's quarter more after
+    a change of K. Times scatter by 15%; one in fifty is five times as long. Drafted tokens stand with the probability
+    of their text, about ``alpha``; the token at each place would stand or fall under every schedule alike."""
     rng, noise = random.Random(seed), random.Random(seed + 1)
-    num_tokens, total = 0, 0.0
+    num_tokens, total, last_k = 0, 0.0, 0
     for index in range(NUM_TEXTS):
         row, acceptance = Row(index, Request([1]), 1 + TEXT_LENGTH), rng.gauss(alpha, 0.1)
         stands = [rng.random() < acceptance for _ in range(row.limit)]
@@ -35,7 +35,11 @@ def _rate(schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: in
             row.token_ids += [0] * (num_accepted + 1)
             schedule.learn([RowRound(index, (), (), k, num_accepted, False, None, None, None)])
             held_up = 5 if noise.random() < 0.02 else 1
-            schedule.learn_cost(1, k, seconds * held_up * math.exp(noise.gauss(0.0, 0.15)))
+            if k == last_k:
+                schedule.learn_cost(1, k, seconds * held_up * math.exp(noise.gauss(0.0, 0.15)))
+            else:
+                seconds += costs[0] / 4
+            last_k = k
             if index >= 0.4 * NUM_TEXTS:
                 num_tokens, total = num_tokens + num_accepted + 1, total + seconds
         schedule.forget(index)
@@ -43,7 +47,7 @@ def _rate(schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: in
 
 
 def test_costs_that_were_measured_wrong_are_put_right() -> None:
-    """Each K costs 0.7 to 1.5 times what was measured. The schedule ends up within 3% of the best constant K; on the
+    """Each K costs 0.7 to 1.5 times what was measured. The schedule ends up within 4% of the best constant K; on the
     measured costs alone, it would stay a tenth below."""
     rng = random.Random(0)
     learned, measured_only = [], []
@@ -53,7 +57,7 @@ def test_costs_that_were_measured_wrong_are_put_right() -> None:
         best = max(_rate(ConstantSchedule(k), costs, alpha, draw) for k in costs)
         learned.append(_rate(AdaptiveSchedule({1: MEASURED}), costs, alpha, draw) / best)
         measured_only.append(_rate(_Deaf(), costs, alpha, draw) / best)
-    assert min(learned) > 0.97 and fmean(learned) > 0.985
+    assert min(learned) > 0.96 and fmean(learned) > 0.98
     assert fmean(measured_only) < 0.92
 
 
@@ -128,7 +132,7 @@ def test_between_the_numbers_of_rows() -> None:
 
 def test_what_was_tried_often_is_doubted_less() -> None:
     costs = LiveCosts({1: {0: 1.0, 2: 2.0}})
-    assert costs.least_seconds(1, 2) == pytest.approx(0.7)
+    assert costs.least_seconds(1, 2) == pytest.approx(1.0)
     for _ in range(60):
         costs.learn(1, 0, 1.0)
         costs.learn(1, 2, 2.0)
@@ -140,7 +144,7 @@ def test_what_was_tried_often_is_doubted_less() -> None:
 
 
 class _Noting:
-    """K = 3, then 0; notes what rounds are said to have taken."""
+    """Three times K = 3, three times 0; notes what rounds are said to have taken."""
 
     max_k = 3
 
@@ -150,7 +154,7 @@ class _Noting:
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         self.num_rounds += 1
-        return 3 * (self.num_rounds % 2)
+        return 3 if self.num_rounds % 6 in (1, 2, 3) else 0
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
         pass
@@ -164,18 +168,21 @@ class _Noting:
 
 @pytest.mark.each_execution
 def test_rounds_that_did_something_else_are_not_learned_from() -> None:
-    """Those with a prefill, and the last one, which may have to wait for a round too many."""
+    """Those with a prefill, the first ones of another K, and the last one, which may have to wait for a round too
+    many."""
     target, drafter = llama_pair()
     schedule = _Noting()
     engine = Engine(target, drafter, REJECTION, num_slots=2, capacity=128, schedule=schedule)
-    engine.submit(request((1, 2, 3), max_new_tokens=40))
+    engine.submit(request((1, 2, 3), max_new_tokens=60))
     rounds: list[Round] = []
     while (round_ := engine.step()) is not None:
         rounds.append(round_)
         if len(rounds) == 5:
-            engine.submit(request((4, 5, 6), seed=1, max_new_tokens=40))
-    usual = [one for one in rounds[:-1] if one.timing.prefill_s == 0]
-    assert len(usual) == len(rounds) - 3
-    assert [seconds for *_, seconds in schedule.noted] == [one.timing.decode_s for one in usual]
+            engine.submit(request((4, 5, 6), seed=1, max_new_tokens=60))
+    noted = [seconds for *_, seconds in schedule.noted]
+    for number, one in enumerate(rounds[:15]):  # all before the first row comes to its end
+        is_usual = number % 3 > 0 and one.timing.prefill_s == 0
+        assert (one.timing.decode_s in noted) is is_usual, number
+    assert rounds[-1].timing.decode_s not in noted
     assert {num_rows for num_rows, *_ in schedule.noted} == {1, 2}
     assert {0, 3} <= {k for _, k, _ in schedule.noted}

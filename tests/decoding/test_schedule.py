@@ -43,7 +43,7 @@ def _seconds(make: Callable[[], Schedule], costs: dict[int, float], alpha: float
     """Cost of texts of 128 tokens whose drafted tokens stand with probability alpha, each alone."""
     rng, total = random.Random(0), 0.0
     for _ in range(num_texts):
-        schedule, row = make(), _row(1, 129)
+        schedule, row, last_k = make(), _row(1, 129), -1
         while row.length < row.limit:
             k = schedule.next_k([row], 1)
             num_accepted = 0
@@ -52,7 +52,9 @@ def _seconds(make: Callable[[], Schedule], costs: dict[int, float], alpha: float
             total += costs[k]
             row.token_ids += [0] * (num_accepted + 1)
             schedule.learn([_round(k, num_accepted)])
-            schedule.learn_cost(1, k, costs[k])
+            if k == last_k:
+                schedule.learn_cost(1, k, costs[k])
+            last_k = k
     return total
 
 

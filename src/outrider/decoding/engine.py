@@ -133,6 +133,7 @@ class Engine:
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
         self._slots = Slots(num_slots, self._cache.take_over)
+        self._last_k = -1
         self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be
         self._agreement = Agreement()
         self._clock = Clock(target.device)
@@ -211,8 +212,10 @@ class Engine:
         # The consumer's work between rounds is not counted; but a device that worked on meanwhile is not faster for it.
         total_s = max(time.perf_counter() - begin_s, prefill_s + self._clock.seconds(drafting, end))
         timing = Timing(prefill_s, draft_s, verify_s, total_s)
-        # A prefill sweeps the processor's caches, and the last round may have waited for one too many.
-        if not (started.prefills or is_idle):
+        # A prefill sweeps the processor's caches, a change of K as well, and the last round may have waited for one too
+        # many.
+        is_like_the_last, self._last_k = self._last_k == started.num_columns, started.num_columns
+        if is_like_the_last and not (started.prefills or is_idle):
             self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
         return Round(tuple(row_rounds), timing)
 
@@ -376,6 +379,9 @@ class Engine:
         shortest = [0 if row is None else row.shortest for row in rows.bounds]
         longest = [0 if row is None else row.longest for row in rows.bounds]
         noise = self._noise.at(batch.seeds[:num_rows], rows.lengths, shortest, longest, k)
+        mark = self._clock.mark()
+        if self._session.catch_up(rows):
+            self._prefills.append((mark, self._clock.mark()))
         with execution.turn():
             drafting = self._clock.mark()
             draft = self._session.propose(rows, k, self._rule, noise)

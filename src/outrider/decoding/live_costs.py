@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 # A round that takes longer counts as so many times the expected time: it was held up by something else. One that takes
 # less than the inverse counts as the inverse, since an average must not reach zero.
-_MOST = 2.0
+_MOST = 1.5
 _PACE_ROUNDS = 16  # over so many rounds the pace of the machine is averaged
 _MOST_WEIGHT = 64.0  # and each factor over so many rounds of its kind
-_KEPT = 0.999  # weight of a round after the next one of any kind
-_DOUBT = 0.65  # the part of a cost that may be missing in truth, before any round has shown it
+_KEPT = 0.9995  # weight of a round after the next one of any kind
+_DOUBT = 0.5  # the part of a cost that may be missing in truth, before any round has shown it
 
 
 @dataclass(slots=True)

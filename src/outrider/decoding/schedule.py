@@ -30,7 +30,7 @@ _OTHERS_WEIGHT = 8.0
 _MEMORY = 0.95  # weight of a round after the next one, so that the estimate follows the text
 _MEMORY_OF_ALL = 0.98  # of rows that may be many
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # rounds without drafts before another try; doubled with each that fails
-_TRY_EVERY = 16  # rounds, at most, a K whose cost may be lower than it seems
+_TRY_EVERY = 32  # rounds, at most, a K whose cost may be lower than it seems
 
 
 class Schedule(Protocol):
@@ -52,7 +52,8 @@ class Schedule(Protocol):
         ...
 
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        """See what a round took that was computed for so many rows with k drafted tokens, and did nothing else."""
+        """See what a round took that was computed for so many rows with k drafted tokens, as the one before it was, and
+        did nothing else."""
         ...
 
     def forget(self, index: int) -> None:
@@ -135,8 +136,8 @@ class AdaptiveSchedule:
     K above it is tried, since a draft that does not draft cannot show that it has become useful. Each try that fails
     doubles the while.
 
-    Costs are corrected by the rounds that are run. At most one round in 16 tries a K that would be the best if its cost
-    were as much lower as so few rounds of it leave possible.
+    Costs are corrected by the rounds that are run. At most every 32 rounds a K is tried that would be the best if its
+    cost were as much lower as so few rounds of it leave possible.
 
     Args:
         costs: number of rows -> K -> seconds of a round of so many rows with K drafted tokens, measured before the run;
@@ -150,6 +151,7 @@ class AdaptiveSchedule:
     _pause: int = field(default=_FIRST_PAUSE, init=False)
     _num_idle: int = field(default=0, init=False)
     _num_since_try: int = field(default=0, init=False)
+    _again: int | None = field(default=None, init=False)  # a K that is being tried
 
     def __post_init__(self) -> None:
         self._live_costs = LiveCosts(self.costs)
@@ -160,6 +162,9 @@ class AdaptiveSchedule:
         return max(max(costs) for costs in self.costs.values())
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        if self._again is not None:
+            k, self._again = self._again, None
+            return k
         own = [row.request.num_draft_tokens for row in rows]
         least = max((k for k in own if k is not None), default=0)  # columns that are verified in any case
         totals = [0.0] * (self.max_k + 1)
@@ -178,6 +183,7 @@ class AdaptiveSchedule:
             tried = (k for k in costs.ks if k >= least)  # those that show what they cost
             tried_k = max(tried, key=lambda k: totals[k] / costs.least_seconds(num_rows, k), default=best)
             if tried_k != best:
+                self._again = tried_k  # only the second round in a row shows what it costs
                 return tried_k
         if best > 0:
             self._num_idle, self._pause = 0, _FIRST_PAUSE

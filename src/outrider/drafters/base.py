@@ -134,6 +134,14 @@ class Session(ABC):
             noise: of this round, for at least k tokens.
         """
 
+    def catch_up(self, rows: Rows) -> bool:
+        """Before ``propose``: read what was left out while nothing was drafted.
+
+        Returns:
+            Whether there was anything to read.
+        """
+        return False
+
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:  # noqa: B027
         """The text of a slot now begins with the first ``num_tokens`` tokens of the text of slot ``source``, and holds
         no others. (A row that moves may have fewer.) A source of None keeps the slot's own first ``num_tokens``, and
@@ -281,6 +289,7 @@ class _AlteredSession(Session):
     def __init__(self, inner: Session, alter: Callable[[Rows, int, Draft], Draft]) -> None:
         self._inner, self._alter = inner, alter
         self.assign, self.prefill, self.observe = inner.assign, inner.prefill, inner.observe  # type: ignore[method-assign]
+        self.catch_up = inner.catch_up  # type: ignore[method-assign]
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         return self._alter(rows, k, self._inner.propose(rows, k, rule, noise))

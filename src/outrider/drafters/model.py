@@ -13,7 +13,7 @@ from outrider.drafters.base import Prefill, Rows, Session, empty_draft
 from outrider.errors import CompileError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.lm import LM
+from outrider.runtime.lm import LM, PREFILL_COLUMNS
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings, is_finite, to_probs
@@ -143,7 +143,8 @@ class ModelSession(Session):
     also in rows and rounds without drafts: a round later the length has grown, and would hide the rejected token.
 
     So the cache of a row that is drafted for lacks one token if its last draft was accepted whole, since the last
-    token was never fed, and one more for each round without drafts since then.
+    token was never fed, and one more for each round without drafts since then. A prompt that joins while no row is
+    drafted for is lacking as well: where drafts do not pay, they should not be paid for. ``catch_up`` feeds all that.
     """
 
     def __init__(self, lm: LM, is_greedy: bool, num_slots: int, capacity: int, device: torch.device) -> None:
@@ -151,7 +152,8 @@ class ModelSession(Session):
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
-        self._num_idle = [0] * num_slots  # rounds since the last in which the row was drafted for
+        self._num_idle = [0] * num_slots  # tokens that were not fed since the row was last drafted for, at most
+        self._is_idle = False  # nothing was drafted in the last round
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         num_idle = 0
@@ -168,11 +170,16 @@ class ModelSession(Session):
         self._num_idle[slot] = num_idle
 
     def prefill(self, chunk: Prefill) -> None:
-        """A prompt that is longer than the draft's context is left out: nothing is drafted for it."""
+        """A prompt that is longer than the draft's context is left out: nothing is drafted for it. While nothing is
+        drafted for any row, all but long prompts are left for later."""
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
         is_fed = [length <= self._lm.context_len for length in chunk.lengths]
         starts = self._filled[begin:end]
         ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
+        num_columns = max(to - start for start, to in zip(starts, ends, strict=True))
+        if self._is_idle and num_columns <= PREFILL_COLUMNS and not self._lm.has_states:
+            self._num_idle[begin:end] = [to - start for start, to in zip(starts, ends, strict=True)]
+            return
         self._filled[begin:end] = ends
         self._num_idle[begin:end] = [0] * len(ends)
         device = chunk.ids.device
@@ -182,27 +189,36 @@ class ModelSession(Session):
             torch.tensor(ends, device=device),
             self._cache.rows(begin, end),
             latest=max(starts),
-            num_columns=max(to - start for start, to in zip(starts, ends, strict=True)),
+            num_columns=num_columns,
         )
         self._cached[begin:end] = torch.tensor(ends, device=device)
 
+    def catch_up(self, rows: Rows) -> bool:
+        """What a row lacks beyond one token, which is fed with its drafts."""
+        num_lacking = self._num_lacking(rows)
+        if num_lacking <= 1:
+            return False
+        cached, cache = self._cached[: len(rows)], self._cache.head(len(rows))
+        starts = torch.minimum(cached, rows.lengths - 1)
+        ends = torch.where(self._is_drafting(rows), rows.lengths - 1, starts)
+        latest = min(rows.longest, self._lm.context_len)
+        self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=num_lacking)
+        cached.copy_(ends)
+        return True
+
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         lm, num_rows = self._lm, len(rows)
-        wanted = [row is not None and row.most_drafted > 0 and row.shortest <= lm.context_len for row in rows.bounds]
+        wanted = self._wanted(rows)
         cached = self._cached[:num_rows]
-        if not any(wanted):
+        self._is_idle = not any(wanted)
+        if self._is_idle:
             cached.copy_(torch.minimum(cached, rows.lengths - 1))
             self._count_idle(wanted)
             return empty_draft(rows)
-        most_lacking = max(
-            self._num_idle[slot] + row.may_lack_one
-            for slot, (row, is_wanted) in enumerate(zip(rows.bounds, wanted, strict=True))
-            if row is not None and is_wanted
-        )
         cache = self._cache.head(num_rows)
-        fed = self._fed(rows, cached, cache, most_lacking)
+        fed = self._fed(rows)
         if lm.has_states:
-            known = rows.lengths - 1 if most_lacking > 1 else torch.minimum(cached, rows.lengths - 1)
+            known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(self._is_drafting(rows), known, 0))
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
         shape = rule, self._is_greedy, view_len
@@ -262,20 +278,30 @@ class ModelSession(Session):
         """[B]"""
         return (rows.num_wanted > 0) & (rows.lengths <= self._lm.context_len)
 
-    def _fed(self, rows: Rows, cached: Tensor, cache: SlotCache, most_lacking: int) -> Tensor:
+    def _wanted(self, rows: Rows) -> list[bool]:
+        """Whether a slot's row is drafted for."""
+        most = self._lm.context_len
+        return [row is not None and row.most_drafted > 0 and row.shortest <= most for row in rows.bounds]
+
+    def _num_lacking(self, rows: Rows) -> int:
+        """The most tokens that the cache of a row that is drafted for may lack, besides the last one of its text."""
+        return max(
+            (
+                self._num_idle[slot] + row.may_lack_one
+                for slot, (row, is_wanted) in enumerate(zip(rows.bounds, self._wanted(rows), strict=True))
+                if row is not None and is_wanted
+            ),
+            default=0,
+        )
+
+    def _fed(self, rows: Rows) -> Tensor:
         """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
-        lack that; or always, where each shape has to be prepared. Tokens that a cache may lack beyond these are fed
-        here.
+        lack that; or always, where each shape has to be prepared.
 
         Returns:
             [B, 1 or 2]
         """
-        if most_lacking > 1:
-            starts = torch.minimum(cached, rows.lengths - 1)
-            ends = torch.where(self._is_drafting(rows), rows.lengths - 1, starts)
-            latest = min(rows.longest, self._lm.context_len)
-            self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=most_lacking)
-        if most_lacking != 1 and not self._lm.execution.is_prepared:
+        if self._num_lacking(rows) != 1 and not self._lm.execution.is_prepared:
             return rows.last_ids[:, None]
         columns = torch.stack((rows.lengths - 2, rows.lengths - 1), dim=1)
         return rows.ids.gather(1, columns.clamp_min(0))
