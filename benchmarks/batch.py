@@ -62,9 +62,9 @@ def main() -> None:
     print(json.dumps({"rows": rows, "provenance": provenance("cpu")}))
 
 
-def tokens_per_s(decoder: Decoder, size: int, num_tokens: int, turn: int) -> float:
+def tokens_per_s(decoder: Decoder, size: int, num_tokens: int, turn: int, *, is_seeded: bool = True) -> float:
     prompts = [PROMPTS[(turn * size + i) % len(PROMPTS)] for i in range(size)]
-    seeds = [turn * size + i for i in range(size)]
+    seeds = [turn * size + i for i in range(size)] if is_seeded else None
     begin = time.perf_counter()
     decoder.generate(prompts, max_new_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=seeds)
     return size * num_tokens / (time.perf_counter() - begin)
