@@ -29,13 +29,22 @@ from outrider.models.registry import resolve
 _RANDOM_STD = 0.02
 
 
-def grow(model: LlamaForCausalLM, *, hidden_size: int, num_layers: int, intermediate_size: int) -> LlamaForCausalLM:
+def grow(
+    model: LlamaForCausalLM,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    intermediate_size: int,
+    context_len: int | None = None,
+) -> LlamaForCausalLM:
     """A bigger Llama with the same logits, made where ``model`` is and in its dtype.
 
     Args:
         hidden_size: D, a multiple of the head size. Attention gets one head for each head size of it.
         num_layers: at least those of ``model``.
         intermediate_size: of the feed-forward layers.
+        context_len: tokens that it accepts; None for as many as ``model``. Beyond those that ``model`` was trained on,
+            it has a cost, and no meaning.
 
     Raises:
         ValueError: a size is smaller than the model's, or does not fit its heads.
@@ -58,6 +67,7 @@ def grow(model: LlamaForCausalLM, *, hidden_size: int, num_layers: int, intermed
             "num_key_value_heads": num_kv_heads,
             "head_dim": small.head_dim,
             "rms_norm_eps": small.rms_norm_eps * ratio,
+            "max_position_embeddings": context_len or small.max_position_embeddings,
         }
     )
     with torch.device(model.device):
@@ -115,6 +125,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, required=True)
     parser.add_argument("--num-layers", type=int, required=True)
     parser.add_argument("--intermediate-size", type=int, required=True)
+    parser.add_argument("--context-len", type=int, help="tokens that it accepts; those of the source unless given")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     arguments = parser.parse_args()
     location = resolve(arguments.source).location
@@ -124,6 +135,7 @@ def main() -> None:
         hidden_size=arguments.hidden_size,
         num_layers=arguments.num_layers,
         intermediate_size=arguments.intermediate_size,
+        context_len=arguments.context_len,
     ).to(getattr(torch, arguments.dtype))
     big.save_pretrained(arguments.output)
     AutoTokenizer.from_pretrained(location).save_pretrained(arguments.output)

@@ -11,6 +11,7 @@ from hybrids import hybrid, hybrid_lm
 from outrider.bench.predicted_memory import Memory, Predictor, Work
 from outrider.errors import OptionError
 from outrider.models.quantize import num_bytes
+from outrider.runtime.lm import PREFILL_TOKENS
 from pairs import zoo
 
 WORK = Work(context=512, num_rows=4, k=4)
@@ -39,18 +40,22 @@ def test_states_are_predicted_too() -> None:
 
 
 def test_steps_take_what_is_predicted() -> None:
-    """By the allocator of torch: the most that is alive while a chunk of prefill runs."""
+    """By the allocator of torch: the most that is alive while prompts are fed, one or several at a time."""
     predicted = Predictor(config(), WORK, torch.float32).memory()
     lm = outrider.load("fable", device="cpu").target
     cache = lm.new_cache(WORK.num_rows, WORK.context)
-    positions = torch.arange(WORK.context).expand(WORK.num_rows, -1)
-    with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
-        lm.forward(torch.zeros_like(positions), positions, cache, WORK.context, num_logits=1)
-    alive = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            most = max(most, alive)
+    most = 0
+    for num_rows in (1, WORK.num_rows):
+        width = min(WORK.context, PREFILL_TOKENS // num_rows)
+        positions = torch.arange(WORK.context - width, WORK.context).expand(num_rows, -1)
+        rows = cache.rows(0, num_rows)
+        with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
+            lm.forward(torch.zeros_like(positions), positions, rows, WORK.context, num_logits=1)
+        alive = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                most = max(most, alive)
     assert predicted.prefill == pytest.approx(most, rel=0.05)
 
 

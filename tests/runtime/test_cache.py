@@ -199,7 +199,7 @@ def test_padding_writes_to_no_place_in_view() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 512])
 def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From ragged starts to ragged ends, whatever the chunk; a row with nothing to do stays as it is."""
-    monkeypatch.setattr(lm_module, "PREFILL_COLUMNS", chunk)
+    monkeypatch.setattr(lm_module, "PREFILL_TOKENS", chunk)
     lm = as_lm(tiny_llama())
     ids, cache = _random_ids(4, 70), lm.new_cache(4, 70)
     middles, ends = torch.tensor([3, 0, 12, 70]), torch.tensor([20, 0, 66, 70])

@@ -25,7 +25,7 @@ from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.store import thin
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.lm import LM, PREFILL_COLUMNS
+from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.shape_buckets import eager_length, prepared_length
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings, to_probs
@@ -56,8 +56,7 @@ class Memory:
     Attributes:
         weights: with buffers and, if quantized, scales.
         cache: keys and values of all rows, and states.
-        prefill: the most that a chunk of prompts needs at a time, if all rows start together. (Rows that join others
-            take turns.)
+        prefill: the most that a forward of prompts needs: it feeds PREFILL_TOKENS at most, of one row or of several.
         verify: the most that a verify needs: activations, logits, and probabilities of K + 1 tokens in each row. (A
             graph on a CUDA device takes the same once more, in a pool that all graphs share.) Both are None for models
             whose forward depends on numbers, as some mixtures of experts do.
@@ -101,7 +100,10 @@ class Predictor:
             cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
             self._cache = sum(store.nbytes for store in cache.storage)
             # As in programs: shapes follow from bounds, since there are no numbers.
-            self._prefill = _most_at_a_time(_prefill(lm, cache.on(cache.storage), work))
+            # One long prompt has the most activations, and many short ones look at the most keys.
+            shapes = {1, min(work.num_rows, PREFILL_TOKENS)}
+            needed = [_most_at_a_time(_prefill(lm, cache.on(cache.storage), n, work.context)) for n in shapes]
+            self._prefill = max((most for most in needed if most is not None), default=None)
             self._verify = _most_at_a_time(_verify(lm, cache.on(cache.storage), work))
 
     def memory(self, quantization: str = "none", parallel: int = 1) -> Memory:
@@ -117,12 +119,13 @@ class Predictor:
         return Memory(weights, self._cache // parallel, self._prefill, self._verify)
 
 
-def _prefill(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:
-    """A chunk of the prompts of all rows, which start together, at their end."""
-    width = min(PREFILL_COLUMNS, work.context)
-    positions = torch.arange(work.context - width, work.context).expand(work.num_rows, -1)
+def _prefill(lm: LM, cache: SlotCache, num_rows: int, context: int) -> Callable[[], Any]:
+    """A forward of the last tokens of prompts, in so many rows."""
+    width = min(PREFILL_TOKENS // num_rows, context)
+    positions = torch.arange(context - width, context).expand(num_rows, -1)
     ids = torch.zeros_like(positions)
-    return lambda: lm.forward(ids, positions, cache, lm.view_len(work.context, cache), num_logits=1)
+    rows, view_len = cache.rows(0, num_rows), lm.view_len(context, cache)
+    return lambda: lm.forward(ids, positions, rows, view_len, num_logits=1)
 
 
 def _verify(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:

@@ -78,6 +78,11 @@ class Row:
         return len(self.request.prompt_ids)
 
     @property
+    def num_missing(self) -> int:
+        """Tokens of the prompt that are still to be fed. (The first round feeds the last one.)"""
+        return self.prompt_length - 1 - self.num_filled
+
+    @property
     def shortest(self) -> int:
         """The least that the length on the device may be: every round commits a token, up to the limit."""
         return min(self.length + len(self._unread), self.limit)

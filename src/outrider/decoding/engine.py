@@ -28,6 +28,7 @@ import torch
 
 from outrider.decoding.batch import Batch, Row, final_length
 from outrider.decoding.host import Started, read, report_of
+from outrider.decoding.prompts import PREFILL_CHUNK, next_forward
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.decoding.slots import Slots
 from outrider.decoding.verify import Judged, verify_step
@@ -35,7 +36,7 @@ from outrider.drafters.base import Committed, Drafter, Prefill, padded
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, Timing
 from outrider.runtime.clock import Clock
-from outrider.runtime.lm import LM, PREFILL_COLUMNS
+from outrider.runtime.lm import LM
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import Agreement
@@ -110,7 +111,7 @@ class Engine:
         num_slots: int,
         capacity: int,
         schedule: Schedule,
-        prefill_chunk: int | None = PREFILL_COLUMNS,
+        prefill_chunk: int | None = PREFILL_CHUNK,
     ) -> None:
         """
         Args:
@@ -311,36 +312,15 @@ class Engine:
         follow one another."""
         num_left = self._prefill_chunk
         while self._filling and (num_left is None or num_left > 0 or not self._batch.running):
-            rows = self._adjacent(num_left)
-            width = self._width(rows, num_left)
+            rows, width = next_forward(self._filling, self._target.device, chunk=self._prefill_chunk, num_left=num_left)
             self._feed(rows, width)
             if num_left is not None:
                 num_left -= max(1, width * len(rows))
             for row in rows:
-                if row.num_filled == row.prompt_length - 1:
+                if row.num_missing == 0:
                     self._batch.start(row)
                     with self._lock:
                         self._filling.remove(row)
-
-    def _adjacent(self, num_left: int | None) -> list[Row]:
-        """The row that has waited longest, with those after it that are in the next slots: one forward feeds them."""
-        rows: list[Row] = []
-        width = 0
-        for row in self._filling:
-            width = max(width, self._missing(row))
-            is_too_much = num_left is not None and (len(rows) + 1) * width > num_left
-            if rows and (row.slot != rows[-1].slot + 1 or is_too_much):
-                break
-            rows.append(row)
-        return rows
-
-    def _width(self, rows: Sequence[Row], num_left: int | None) -> int:
-        most = PREFILL_COLUMNS if num_left is None or self._prefill_chunk is None else self._prefill_chunk
-        return min(max(map(self._missing, rows)), most, PREFILL_COLUMNS)
-
-    @staticmethod
-    def _missing(row: Row) -> int:
-        return row.prompt_length - 1 - row.num_filled
 
     def _feed(self, rows: Sequence[Row], width: int) -> None:
         """The next tokens of prompts in slots next to one another, at most ``width`` of each."""

@@ -53,7 +53,7 @@ class _Slot:
         if self.row is None:
             return self.token_ids
         row = self.row
-        return row.token_ids[: row.num_filled if row.num_filled < row.prompt_length - 1 else row.length - 1]
+        return row.token_ids[: row.num_filled if row.num_missing else row.length - 1]
 
 
 class Slots:

@@ -31,7 +31,9 @@ from outrider.runtime.maker import Maker
 from outrider.runtime.stepping import token_by_token
 from outrider.runtime.visibility import Visibility
 
-PREFILL_COLUMNS = 512  # tokens per row in one forward of a long prompt; bounds the memory of activations and masks
+PREFILL_TOKENS = 1024
+"""Most tokens of prompts in one forward, all rows together. On the CPU products are at their fastest then, and more
+would only take more memory (docs/log.md)."""
 
 
 class LM:
@@ -272,23 +274,24 @@ class LM:
             starts, ends: [B]
             latest: at least ``starts``.
             num_columns: T, at least ``ends - starts``. (Numbers of the host: it need not wait for the device.)
-            features: see ``forward``. They are for at most PREFILL_COLUMNS columns.
+            features: see ``forward``. They are for at most PREFILL_TOKENS tokens.
 
         Returns:
             The hidden states of ``features``, from the column ``starts`` on. [B, T, F]
         """
-        assert not features or num_columns <= PREFILL_COLUMNS
+        most = max(1, PREFILL_TOKENS // len(ids))
+        assert not features or num_columns <= most
         if cache.has_states:
             assert not features, "no drafter that wants them drafts for such a model yet"
             positions = starts[:, None] + torch.arange(num_columns, device=ids.device)
             tokens = ids.gather(1, positions.clamp_max(ids.shape[1] - 1))
             positions = torch.where(positions < ends[:, None], positions, -1)
             cache.remember(tokens.to(self.device), positions.to(self.device))
-            self._catch_up(cache, ends, PREFILL_COLUMNS, lambda step, static, *rest: step(self, *static, *rest))
+            self._catch_up(cache, ends, most, lambda step, static, *rest: step(self, *static, *rest))
             return None
         found = None
-        for offset in range(0, num_columns, PREFILL_COLUMNS):
-            width = min(PREFILL_COLUMNS, num_columns - offset)
+        for offset in range(0, num_columns, most):
+            width = min(most, num_columns - offset)
             positions = starts[:, None] + torch.arange(offset, offset + width, device=ids.device)
             is_there = positions < ends[:, None]
             columns = positions.clamp_max(ids.shape[1] - 1)
@@ -307,16 +310,15 @@ class LM:
             lengths: tokens of each row that the cache remembers, and that are committed; 0 where a row is to be left as
                 it is. [B]
         """
-        most_behind = self._catch_up(
-            cache, lengths, STRIDE if self.execution.is_prepared else PREFILL_COLUMNS, self.run
-        )
+        most = STRIDE if self.execution.is_prepared else PREFILL_TOKENS // len(lengths)
+        most_behind = self._catch_up(cache, lengths, most, self.run)
         cache.bound = STRIDE - 1 if most_behind else 0  # few different numbers
 
     def _catch_up(self, cache: SlotCache, lengths: Tensor, most: int, run: Callable[..., Any]) -> int:
         """Forwards from the anchors over whole multiples of STRIDE, whose states stay.
 
         Args:
-            most: columns of a forward.
+            most: columns of a forward; STRIDE if it is less.
 
         Returns:
             How far the row that is furthest behind is behind now.
@@ -329,7 +331,7 @@ class LM:
                 furthest: int = max(0, *(num for _, num in behind))
                 return furthest
             # As many as the row that is least late can keep: then none of them is padded.
-            width = min(most, min(num for _, num in late) // STRIDE * STRIDE)
+            width = max(1, min(most, min(num for _, num in late)) // STRIDE) * STRIDE
             view_len = self.view_len(max(at for at, _ in late) + width, cache)
             run(_advance_step, (width, view_len), cache, lengths)
 
