@@ -5,7 +5,7 @@
 
 The target writes texts at temperature 1, without a draft; tau is predicted from them for each law
 (outrider.export.laws) and each K. Then Outrider, Transformers, llama.cpp and mlx-lm generate with the draft, on the
-same prompts with other seeds, and the tokens per round are counted (how: peer_arms.py; how to get the server is said in
+same prompts with other seeds, and the tokens per round are counted (how: peer_arms/; how to get the server is said in
 peers.py). Both count rounds that the end of a text cuts short. Weights are float32, llama.cpp's cache is float16;
 intervals are over the prompts, 95%. The last line of standard output is the result in JSON.
 """
@@ -23,7 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from peer_arms import hf_arms, llama_cpp_arms
+from peer_arms.hugging_face import hf_arms
+from peer_arms.llama_cpp import llama_cpp_arms
 
 from outrider.api import load, load_drafter
 from outrider.drafters.base import Drafter

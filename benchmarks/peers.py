@@ -1,37 +1,48 @@
-"""Outrider beside other programs, same weights and same prompts: tokens per second on the CPU, with float32 arithmetic.
+"""Outrider beside other programs, same weights and same prompts: tokens per second on the CPU.
 
-    pip install gguf openvino-genai
+    pip install gguf openvino-genai ctranslate2
     python benchmarks/grow.py fable grown-110m --hidden-size 768 --num-layers 14 --intermediate-size 2304
     python benchmarks/peers.py --llama-server llama-build/bin/llama-server \\
         --openvino-target ov-fable --openvino-draft ov-draft > peers_fable.txt
     python benchmarks/peers.py --target grown-110m --k 2,3,4,6,8 --own-k 4,7 --max-new-tokens 64 --prompts 5 \\
         --llama-server llama-build/bin/llama-server --openvino-target ov-110m --openvino-draft ov-draft > peers_110m.txt
 
-``--weights int8`` takes the target in 8 bits, by each program's own scheme (for OpenVINO, ``--weight-format int8``).
+``--weights bfloat16`` takes a target that is stored in it (grow.py has ``--dtype``; the embedded pair is so), and
+OpenVINO's folders in float32; ``--weights int8`` takes the target in 8 bits, by each program's own scheme (for OpenVINO,
+``--weight-format int8``). peer_arms/ describes the arms, and which part of the arithmetic is narrow in each.
+
 Programs that are missing are left out and named. llama.cpp is to be built for the machine, since a build for all
 machines is far slower; its source comes with several Python packages, and is the newer in this one:
 
     pip download --no-deps --no-binary :all: xllamacpp && tar xzf xllamacpp-*.tar.gz
     cmake -S xllamacpp-*/thirdparty/llama.cpp -B llama-build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
-        -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+        -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF \\
+        -DCMAKE_CXX_FLAGS="-fno-tree-dse -fno-dse"
     cmake --build llama-build --target llama-server
+
+(The flags are for GCC 12 and processors with AMX, where the server crashes otherwise with weights of 8 bits: GCC's
+``_tile_loadconfig`` states that 8 of the 64 bytes are read, and the rest is never written. ``--no-repack`` is llama.cpp's
+own way around it, without AMX.)
 
 OpenVINO wants its own format. ``optimum-cli`` makes it, best from another virtual environment (``pip install
 optimum-intel nncf``), where each MODEL is a folder:
 
     optimum-cli export openvino --model MODEL --task text-generation-with-past --weight-format fp32 ov-target
 
-The arms are described in peer_arms.py. Every arm that drafts does so at its own best K: a pilot runs it at each of
-``--k`` (Outrider: of ``--own-k``, fewer, since each takes minutes to compile the first time; then they are kept) on two
-prompts which are not measured, and the K that took least time at this temperature takes part in the measurement. There,
-each prompt is one measurement of each arm, all arms in turn. A time is the wall clock of one whole call, prefill
-included; all have the same number of threads.
+Where it crashes with bfloat16, ``--openvino-isa AVX512_CORE_BF16`` forbids AMX to it. CTranslate2 needs nothing else.
 
-"plain / it" is the speed of Outrider's compiled plain arm over the arm's, with its 95% interval: above 1, Outrider is
-faster; "best / it" is the same for Outrider's compiled speculative arm. "as HF" counts the prompts whose greedy tokens
-are those of HF generate. "law" says whether the rule of the arm samples from the model's own distribution: "other" is
-not the published rule. Who is faster than Outrider's best is said once more below. The last line of standard output is
-one JSON document.
+Every arm that drafts does so at its own best K: a pilot runs it at each of ``--k`` (Outrider: of ``--own-k``, fewer,
+since each takes minutes to compile the first time; then they are kept) on two prompts which are not measured, and the K
+that took least time at this temperature takes part in the measurement. There, each prompt is one measurement of each
+arm, all arms in turn. A time is the wall clock of one whole call, prefill included; all have the same number of
+threads.
+
+"plain / it" is the speed of Outrider's fastest plain arm over the arm's, with its 95% interval: above 1, Outrider is
+faster; "best / it" is the same for Outrider's fastest speculative arm. "as HF" counts the prompts whose greedy tokens
+are those of Hugging Face's first arm, which computes in bfloat16 if the weights are so: one near-tie changes the rest
+of a text. "law" says whether the rule of the arm samples from the distribution of the model as the program has loaded
+it: "other" is not the published rule. Who is faster than Outrider's best is said once more below. The last line of
+standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,31 +54,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peer_arms import (
-    EXACT,
-    TEMPERATURES,
-    Arm,
-    Output,
-    Worker,
-    hf_arms,
-    llama_cpp_arms,
-    llama_cpp_build,
-    openvino_arms,
-    outrider_arms,
-)
+from peer_arms.base import EXACT, TEMPERATURES, Arm, Output
+from peer_arms.programs import add_arguments, find_programs
+from peer_arms.worker import Worker
 from rich.console import Console
 
 from outrider.api import load
 from outrider.bench.report import interval_text, new_table
 from outrider.evals.prompts import PROMPTS
-from outrider.models.registry import resolve
 from outrider.options import DEFAULT_ACCEPTANCE
 from outrider.sampling.rules import RULES
 from outrider.stats.intervals import paired_ratio
@@ -76,7 +75,6 @@ from outrider.system.provenance import provenance
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next
 _NUM_PILOTS = 2  # prompts
 _NUM_WARM_UP_TOKENS = 8
-_BEST = "Outrider compiled, draft"
 
 Prompt = Sequence[int]
 
@@ -160,14 +158,18 @@ def choose_k(
     return [entry for entry in entries if entry.arm.k == best.get(entry.arm.family)], speeds
 
 
+def _fastest_of_ours(records: Sequence[Record], is_drafting: bool) -> Record:
+    ours = (record for record in records if record.arm.package == "outrider")
+    return min((one for one in ours if (one.arm.k is not None) == is_drafting), key=lambda one: sum(one.seconds))
+
+
 def _marked(speed: float | None, is_best: bool) -> str:
     return "- " if speed is None else f"{speed:.1f}{'*' if is_best else ' '}"
 
 
 def report(records: Sequence[Record], temperature: float, console: Console, num_tokens: int) -> dict[str, Any]:
     """Print a table; the same as a document."""
-    plain = records[0]
-    best = next(record for record in records if record.arm.family == _BEST)
+    plain, best = (_fastest_of_ours(records, is_drafting) for is_drafting in (False, True))
     reference = next(record for record in records if record.arm.package == "transformers")
     title = f"temperature {temperature:g}, each arm at its own best K; best is {best.arm.name}"
     last = "law" if temperature else "as HF"
@@ -215,60 +217,39 @@ def report(records: Sequence[Record], temperature: float, console: Console, num_
 def main() -> None:
     most = len(PROMPTS) - _NUM_PILOTS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="fable", help="a known name, or a folder")
-    parser.add_argument("--draft", default="fable-draft", help="a known name, or a folder")
+    add_arguments(parser)
     parser.add_argument("--k", default="1,2,3,4,6", help="drafted tokens per round to choose among, by commas")
     parser.add_argument("--own-k", default="2,4", help="the same for Outrider")
     parser.add_argument("--acceptance", default=DEFAULT_ACCEPTANCE, choices=RULES, help="Outrider's rule")
-    parser.add_argument("--weights", default="float32", choices=["float32", "int8"], help="of the target")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument(
         "--prompts", type=int, default=8, help=f"to measure, up to {most}; {_NUM_PILOTS} more are for K"
     )
-    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, built for this machine")
-    parser.add_argument("--openvino-target", type=Path, help="folder of the target as OpenVINO wants it")
-    parser.add_argument("--openvino-draft", type=Path, help="the same for the draft")
     arguments = parser.parse_args()
     if not 2 <= arguments.prompts <= most:
         parser.error(f"--prompts {arguments.prompts}: from 2 to {most}")
     begin_s = time.perf_counter()
     num_threads, num_tokens = arguments.threads, arguments.max_new_tokens
     torch.set_num_threads(num_threads)
-    target, draft = (Path(resolve(name).location) for name in (arguments.target, arguments.draft))
     ks, own_ks = ([int(k) for k in text.split(",")] for text in (arguments.k, arguments.own_k))
-    encode = load(target).encode
+    encode = load(arguments.target).encode
     prompts = [encode(prompt) for prompt in PROMPTS]
     measured, pilots = prompts[: arguments.prompts], prompts[-_NUM_PILOTS:]
     context_len = max(map(len, prompts)) + num_tokens + max(ks) + 1
 
-    left_out: dict[str, str] = {}
-    versions = {"transformers": version("transformers")}
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     results = {}
-    with TemporaryDirectory() as folder:
-        workers = [
-            Worker(outrider_arms, (target, draft, own_ks, arguments.acceptance, arguments.weights), num_threads),
-            Worker(hf_arms, (target, draft, ks, arguments.weights), num_threads),
-        ]
-        if find_spec("gguf") is None or arguments.llama_server is None:
-            left_out["llama.cpp"] = "gguf is not installed, or no --llama-server was given"
-        else:
-            more = arguments.llama_server.resolve(), num_threads, context_len, Path(folder), arguments.weights
-            workers.append(Worker(llama_cpp_arms, (target, draft, ks, *more), num_threads))
-            versions |= {"gguf": version("gguf"), "llama.cpp": llama_cpp_build(arguments.llama_server.resolve())}
-        if find_spec("openvino_genai") is None or arguments.openvino_target is None:
-            left_out["OpenVINO GenAI"] = "it is not installed, or no --openvino-target was given"
-        else:
-            folders = arguments.openvino_target, arguments.openvino_draft
-            workers.append(Worker(openvino_arms, (*folders, ks, num_threads), num_threads))
-            versions |= {name: version(name) for name in ("openvino", "openvino-genai")}
+    with TemporaryDirectory() as name:
+        found = find_programs(arguments, ks, own_ks, context_len, Path(name), arguments.acceptance)
+        workers = [Worker(make, given, num_threads) for make, given in found.makers]
         origin = provenance("cpu")
-        console.print(f"{origin['processor']}, {num_threads} threads; torch {origin['torch']}; {arguments.acceptance}")
-        for name, text in versions.items():
-            console.print(f"{name}: {text}")
-        for name, reason in left_out.items():
-            console.print(f"left out: {name}: {reason}")
+        facts = f"{num_threads} threads", f"torch {origin['torch']}", arguments.acceptance, arguments.weights
+        console.print(f"{origin['processor']}; {'; '.join(facts)}")
+        for program, text in found.versions.items():
+            console.print(f"{program}: {text}")
+        for program, reason in found.left_out.items():
+            console.print(f"left out: {program}: {reason}")
         try:
             entries = [Entry(arm, worker, index) for worker in workers for index, arm in enumerate(worker.arms)]
             for temperature in TEMPERATURES:
@@ -284,8 +265,9 @@ def main() -> None:
     document = {
         "results": results,
         "acceptance": arguments.acceptance,
-        "left_out": left_out,
-        "versions": versions,
+        "weights": arguments.weights,
+        "left_out": found.left_out,
+        "versions": found.versions,
         "total_s": time.perf_counter() - begin_s,
         "provenance": origin,
     }
