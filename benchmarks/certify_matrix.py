@@ -30,7 +30,8 @@ from rich.console import Console
 from outrider.api import load, load_drafter
 from outrider.bench.report import new_table
 from outrider.certify.design import num_tests
-from outrider.certify.run import Job, certify, fly
+from outrider.certify.job import Job
+from outrider.certify.run import certify, fly
 from outrider.decoder import Decoder
 from outrider.evals.prompts import PROMPTS
 from outrider.options import Sampling

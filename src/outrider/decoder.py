@@ -26,7 +26,7 @@ from outrider.options import (
     check_num_draft_tokens,
     check_num_slots,
 )
-from outrider.records import Chunk, Completion, Request, Round, Timing
+from outrider.records import Chunk, Completion, Constraint, Request, Round, Timing
 from outrider.runtime.lm import LM
 from outrider.runtime.maker import Maker
 from outrider.sampling.rules import RULES, Rule
@@ -345,9 +345,7 @@ class Decoder:
         self.check_tokens(sampling)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        constraint = None
-        if sampling.is_constrained:
-            constraint = Structure(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids)
+        constraint = self.constraint_of(sampling)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
         eos_ids = () if sampling.ignore_eos else self.eos_ids
         text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
@@ -366,6 +364,12 @@ class Decoder:
         law = sampling.with_ends(self.eos_ids)
         request = Request([*ids, *resume_ids], law, text, num_resumed=len(resume_ids), constraint=constraint)
         return Job(request, text, len(ids), len(resume_ids), has_seed)
+
+    def constraint_of(self, sampling: Sampling) -> Constraint | None:
+        """What one text with these options has to match, if anything. Raises OptionError, MissingExtra."""
+        if not sampling.is_constrained:
+            return None
+        return Structure(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids)
 
     def check_tokens(self, sampling: Sampling) -> None:
         """Whether this target has the tokens that the options name, and one is left to be generated. Raises

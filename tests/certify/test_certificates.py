@@ -17,8 +17,9 @@ from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design
 from outrider.certify.divergence import plain_batches
+from outrider.certify.job import Job
 from outrider.certify.observed import Observed
-from outrider.certify.run import Job, Pilot, Sample, certify, check_greedily, fly, plain_texts
+from outrider.certify.run import Pilot, Sample, certify, check_greedily, fly, plain_texts
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter

@@ -1,50 +1,46 @@
-"""The statistical tests of a certificate on a masked pair: the loop with constrained rows, against teacher forcing with
-logits that are masked by walking along the finished texts."""
+"""Certificates under constraints: the loop with constrained rows, against masks from walks along finished texts."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from languages import Remainders
+from outrider.certify.constrained import Unenforced
 from outrider.certify.controls import ACCEPT_ALL
 from outrider.certify.design import Design
+from outrider.certify.divergence import explain
+from outrider.certify.exact import check_exactly
 from outrider.certify.observed import Observed, Written, observe
 from outrider.drafters.base import Altered, Drafter, Rows
+from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.records import Draft
-from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings
 from outrider.sampling.rules import REJECTION, RULES, Rule
-from outrider.scoring.teacher_forcing import Forced, Text, force
+from outrider.scoring.teacher_forcing import Text
 from toys import request, run, table_pair
 
 PROMPTS = [(1, 2), (3,), (4, 4, 0, 1)]
 LENGTH = 20
 LEVEL = 1e-6
 TARGET, DRAFTER = table_pair(6)
+PLAIN = Sampling()
+OPTIONS = Sampling(temperature=0.9, top_k=4, presence_penalty=0.5)
 
 
-@pytest.fixture(autouse=True)
-def _masked_forcing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def masked(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> Iterator[Forced]:
-        walks = [Remainders(lm.vocab_size) for _ in texts]
-        for chunk in force(lm, texts, settings):
-            allowed = []
-            for row, token_id in zip(chunk.rows.tolist(), chunk.ids.tolist(), strict=True):
-                allowed.append(walks[row].allowed())
-                walks[row].push(token_id)
-            yield replace(chunk, logits=chunk.logits.masked_fill(~torch.from_numpy(np.stack(allowed)), -torch.inf))
-
-    monkeypatch.setattr("outrider.certify.observed.force", masked)
+def _new() -> Remainders:
+    return Remainders(6)
 
 
-def _observed(drafter: Drafter, rule: Rule, first: int, num_texts: int) -> Observed:
+def _observed(drafter: Drafter, rule: Rule, first: int, num_texts: int, sampling: Sampling) -> Observed:
     numbers = range(first, first + num_texts)
     requests = [
-        replace(request(PROMPTS[i % 3], seed=i, max_new_tokens=LENGTH), constraint=Remainders(6)) for i in numbers
+        replace(
+            request(PROMPTS[i % 3]),
+            sampling=replace(sampling, seed=i, max_new_tokens=LENGTH),
+            constraint=Unenforced(_new()),
+        )
+        for i in numbers
     ]
     written = [
         Written(
@@ -56,20 +52,29 @@ def _observed(drafter: Drafter, rule: Rule, first: int, num_texts: int) -> Obser
         )
         for i, output in zip(numbers, run(TARGET, drafter, requests, rule, 4), strict=True)
     ]
-    return observe(TARGET, DRAFTER, Sampling(), written, seed=0, batch_size=num_texts)
+    return observe(TARGET, DRAFTER, sampling, written, seed=0, batch_size=num_texts, new_constraint=_new)
 
 
-def _findings(drafter: Drafter, rule: Rule) -> tuple[bool, bool]:
+def _findings(drafter: Drafter, rule: Rule, sampling: Sampling = PLAIN) -> tuple[bool, bool]:
     """Whether a test alarms, and whether a token came that the mask forbids."""
-    pilot, tested = _observed(DRAFTER, REJECTION, 10**6, 30), _observed(drafter, rule, 0, 200)
+    pilot, tested = (_observed(*args, sampling) for args in ((DRAFTER, REJECTION, 10**6, 30), (drafter, rule, 0, 200)))
     design = Design.of(pilot, len(tested), LEVEL, len(PROMPTS))
     return any(test.is_alarm for test in design.tests(tested, LEVEL)), bool(tested.is_forbidden.any())
 
 
+@pytest.mark.parametrize("sampling", [PLAIN, OPTIONS], ids=["plain", "options"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_right_rules_pass(rule: Rule) -> None:
+def test_right_rules_pass(rule: Rule, sampling: Sampling) -> None:
     """4,000 tokens. False alarm: 1e-6 each."""
-    assert _findings(DRAFTER, rule) == (False, False)
+    assert _findings(DRAFTER, rule, sampling) == (False, False)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_the_exact_layer_sees_the_masks(rule: Rule) -> None:
+    """Contexts with output before them, some tokens of which forbid others."""
+    texts = [Text((1, 2, 3, 5, 0), 2), Text((3,)), Text((4, 4, 0, 1, 2), 4)]
+    report = check_exactly(TARGET, DRAFTER, OPTIONS, rule, texts, _new)
+    assert report.is_ok and report.distance != check_exactly(TARGET, DRAFTER, OPTIONS, rule, texts).distance
 
 
 def _unmasked(rows: Rows, k: int, draft: Draft) -> Draft:
@@ -81,3 +86,39 @@ def _unmasked(rows: Rows, k: int, draft: Draft) -> Draft:
 def test_mistakes_alarm() -> None:
     assert _findings(Altered(DRAFTER, "unmasked q", _unmasked), REJECTION)[0]
     assert _findings(DRAFTER, ACCEPT_ALL)[0]
+
+
+def test_a_forbidden_token_is_detected_and_does_not_end_the_text() -> None:
+    """Proposals of a look-up are not masked, and here all are kept."""
+    observed = _observed(NgramDrafter(), ACCEPT_ALL, 0, 100, PLAIN)
+    assert observed.is_forbidden.any() and len(observed) == 100 * LENGTH
+
+
+def test_a_constraint_that_is_not_enforced_can_be_led_back() -> None:
+    inner = _new()
+    constraint = Unenforced(inner)
+    assert all(map(constraint.push, (2, 2, 5, 1))) and inner.ids == [2]  # the second leaves a remainder of 1
+    assert constraint.allowed() is None
+    constraint.pop(2)
+    assert constraint.allowed() is None
+    constraint.pop(1)
+    assert inner.ids == [2] and (constraint.allowed() == inner.allowed()).all()
+    constraint.pop(1)
+    assert inner.ids == [] and constraint.error is None
+
+
+def test_greedy_texts_under_a_constraint() -> None:
+    """A forbidden token where texts part is a fault, however near it is."""
+    sampling = Sampling(temperature=0.0, max_new_tokens=LENGTH)
+    one = replace(request((1, 2)), sampling=replace(sampling, seed=0), constraint=_new())
+    [output] = run(TARGET, DRAFTER, [one], REJECTION, 4)
+    [plain] = run(TARGET, DRAFTER, [replace(one, constraint=_new())], REJECTION, 0)
+    assert output.token_ids == plain.token_ids
+    at, walk = 3, _new()
+    assert all(map(walk.push, plain.token_ids[:at]))
+    forbidden = [token_id for token_id, is_allowed in enumerate(walk.allowed()) if not is_allowed]
+    for token_id, has_margin in [(forbidden[0], False), ((plain.token_ids[at] + 3) % 6, True)]:
+        other = [*plain.token_ids[:at], token_id]
+        found = explain(TARGET, 0, (1, 2), plain.token_ids, other, sampling, 4, constraint=_new())
+        assert found is not None and found.position == at and found.verdict == "bug"
+        assert (found.margin is not None) == has_margin

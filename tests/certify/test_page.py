@@ -13,8 +13,9 @@ import pytest
 
 from outrider.certify import run as module
 from outrider.certify.controls import ACCEPT_ALL, Control
+from outrider.certify.job import Job, write
 from outrider.certify.page import TESTS, render_certificate, render_samples
-from outrider.certify.run import Job, certify, fly, write
+from outrider.certify.run import certify, fly
 from outrider.certify.samples import Sample, SamplesReport, judge, judge_greedily
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.output import make_document, options_json

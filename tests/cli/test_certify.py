@@ -47,6 +47,27 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
         assert f"{name} = {value!r} is missing or has changed" in outrider("certify", "--again", file).error
 
 
+def test_a_certificate_of_structured_output(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Texts end where they are complete; the mistakes are caught; and once more, from the document alone."""
+    grammar, file, page = (tmp_path / name for name in ("grammar.lark", "certificate.json", "page.html"))
+    grammar.write_text('start: (" " /[a-z]{1,8}/){3,6} "."')
+    arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 32, "-k", 3, "--grammar", grammar
+    ended = outrider("certify", *arguments, "--json", file, "--html", page)
+    assert ended.code == 0 and "MISSED" not in ended.out and "caught" in ended.out, ended
+    first = only_document(file.read_text(), "certify")
+    assert first["options"]["grammar"] == grammar.read_text() and first["options"]["regex"] is None
+    assert first["statistical"]["num_forbidden"] == 0 and first["statistical"]["num_texts"] > 300 / 32
+    assert "under a grammar" in page.read_text(encoding="utf-8")
+    grammar.unlink()
+    again = only_document(outrider("certify", "--again", file, "--json", "-").out, "certify")
+    for key in ("exact", "statistical", "controls", "greedy", "options"):
+        assert again[key] == first[key], key
+    assert "leave it out" in outrider("certify", "--again", file, "--regex", "a").error
+    assert (
+        "--regex" in outrider("certify", "--regex", "(").error or "regex" in outrider("certify", "--regex", "(").error
+    )
+
+
 def test_what_was_asked_for_is_asked_for_again(
     outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,12 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert "Not consistent" in text and "The law of the text is pushed towards a sharper law" in text
 
 
+def test_texts_under_a_constraint_are_refused(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
+    row = _lines(samples)[2]
+    path = _write(tmp_path / "masked", [row | {"settings": row["settings"] | {"regex": "[a-z]+"}}])
+    assert "line 1: texts under a regex are not judged here" in outrider("certify-samples", "fable", path).error
+
+
 def test_options_that_lines_have_of_their_own(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
     for row in rows[::2]:

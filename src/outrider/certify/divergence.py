@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
-from outrider.records import Request
+from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
@@ -92,7 +92,7 @@ def against_plain(
     """Compare texts with those of plain decoding.
 
     Args:
-        requests: of all texts.
+        requests: of all texts, not used before.
         batches: the texts of plain decoding.
         texts: the other text for each request.
         num_draft_tokens: K of these.
@@ -106,7 +106,16 @@ def against_plain(
     for batch in batches:
         for plain in batch:
             one = requests[index]
-            found = explain(target, index, one.prompt_ids, plain, texts[index], one.sampling, num_draft_tokens)
+            found = explain(
+                target,
+                index,
+                one.prompt_ids,
+                plain,
+                texts[index],
+                one.sampling,
+                num_draft_tokens,
+                constraint=one.constraint,
+            )
             if found is not None:
                 differences.append(found)
             index += 1
@@ -125,12 +134,15 @@ def explain(
     other: Sequence[int],
     sampling: Sampling,
     num_draft_tokens: int,
+    *,
+    constraint: Constraint | None = None,
 ) -> Divergence | None:
     """The first difference between the text of plain decoding and another; None if they are equal.
 
     Args:
         sampling: of both. Above temperature 0 it has a seed, and the texts are those of ``gumbel``.
         num_draft_tokens: K of the other.
+        constraint: of both, at the beginning of the text. It is led along.
     """
     at = first_difference(plain, other)
     if at is None:
@@ -144,15 +156,15 @@ def explain(
     history = settings.with_room(NO_HISTORY, 1, target.vocab_size)
     history.begin(0, torch.tensor(prefix), len(prompt_ids))
     history = history.map(itemgetter(0))
-    logits = _logits(target, prefix, begin, 1, 0)
     # The token fed last may be anywhere in a verify forward.
     num_after = min(num_draft_tokens, target.context_len - len(prefix))
-    blocks = [(1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
-    others = [_logits(target, prefix, begin, *block) for block in blocks]
+    blocks = [(1, 0), (1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
+    is_allowed = _allowed(constraint, plain[:at], target.vocab_size)
+    logits, *others = (_logits(target, prefix, begin, *block).masked_fill(~is_allowed, -torch.inf) for block in blocks)
     scores = [_scores(one, settings, history)[[a, b]] for one in (logits, *others)]
     gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
     margin = float(scores[0][0] - scores[0][1])
-    if not all(score.isfinite().all() for score in scores):  # a token that a bias forbids
+    if not all(score.isfinite().all() for score in scores):  # a token that a bias or the constraint forbids
         return Divergence(prompt, at, a, b, None, None, "bug")
     if sampling.temperature > 0:
         assert sampling.seed is not None
@@ -166,6 +178,16 @@ def explain(
         # In any case, a filter may admit one of them in one forward, and not in another.
         is_near = any(is_at_edge(logits, history, token_id, sampling) for token_id in (a, b))
     return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
+
+
+def _allowed(constraint: Constraint | None, token_ids: Sequence[int], vocab_size: int) -> Tensor:
+    """The tokens that may follow the first ones of a text. [V]"""
+    mask = None
+    if constraint is not None:
+        for token_id in token_ids:
+            constraint.push(token_id)
+        mask = constraint.allowed()
+    return torch.ones(vocab_size, dtype=torch.bool) if mask is None else torch.from_numpy(mask)
 
 
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:

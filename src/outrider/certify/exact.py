@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.certify.constrained import NewConstraint
 from outrider.certify.observed import draft_rows
 from outrider.drafters.base import Drafter
 from outrider.options import Sampling
@@ -111,13 +112,18 @@ def comparisons(exact: Mapping[str, Any]) -> Iterator[tuple[str, float | None, f
 
 
 def check_exactly(
-    target: LM, drafter: Drafter, sampling: Sampling, rule: Rule, contexts: Sequence[Text]
+    target: LM,
+    drafter: Drafter,
+    sampling: Sampling,
+    rule: Rule,
+    contexts: Sequence[Text],
+    new_constraint: NewConstraint = lambda: None,
 ) -> ExactReport:
     """The rule after these contexts, each shorter by three tokens than both models can take. What comes after their
-    given tokens is output."""
+    given tokens is output, under a constraint if there is one."""
     identities, laws, distances, num_rows = [], [], [], 0
     for context in contexts:
-        tree, p, q = _tree(target, drafter, sampling, context)
+        tree, p, q = _tree(partial(_rows_after, target, drafter, sampling, new_constraint), context)
         identities.append(identity_gap(p, q))
         distances.append(float((p - q).abs().sum(1).mean() / 2))
         laws.append(coupling_gap(tree) if rule.name == GUMBEL.name else round_gap(rule, tree))
@@ -283,17 +289,19 @@ def coupling_gap(tree: Tree) -> float:
     return float(((committed != alone) & (offsets <= n)).any(dim=1).double().mean())
 
 
-def _tree(target: LM, drafter: Drafter, sampling: Sampling, context: Text) -> tuple[Tree, Tensor, Tensor]:
+def _tree(
+    rows_after: Callable[[Sequence[tuple[int, ...]], int], tuple[Tensor, Tensor]], context: Text
+) -> tuple[Tree, Tensor, Tensor]:
     """The tree of a context; and the full rows of p and of q behind it. [N, V] each"""
-    m = min(NUM_LIKELY, target.vocab_size)
     root, num_prompt = tuple(context.ids), context.num_given
-    p0, q0 = _rows_after(target, drafter, sampling, [root], num_prompt)
+    p0, q0 = rows_after([root], num_prompt)
+    m = min(NUM_LIKELY, p0.shape[1])
     first = _likely(p0, q0, m)[0].tolist()
     prefixes = [(*root, a) for a in first]
-    p1, q1 = _rows_after(target, drafter, sampling, prefixes, num_prompt)
+    p1, q1 = rows_after(prefixes, num_prompt)
     second = _likely(p1, q1, m)
     leaves = [(*prefix, b) for prefix, row in zip(prefixes, second.tolist(), strict=True) for b in row]
-    p2, q2 = _rows_after(target, drafter, sampling, leaves, num_prompt)
+    p2, q2 = rows_after(leaves, num_prompt)
     tree = Tree(
         p=(
             _cut(p0, _likely(p0, q0, m))[0],
@@ -318,7 +326,12 @@ def _cut(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def _rows_after(
-    target: LM, drafter: Drafter, sampling: Sampling, prefixes: Sequence[tuple[int, ...]], num_prompt: int
+    target: LM,
+    drafter: Drafter,
+    sampling: Sampling,
+    new_constraint: NewConstraint,
+    prefixes: Sequence[tuple[int, ...]],
+    num_prompt: int,
 ) -> tuple[Tensor, Tensor]:
     """p and q after each prefix, which begins with so many tokens of a prompt. [N, V], [N, V]"""
     p_rows: list[Tensor] = []
@@ -326,7 +339,7 @@ def _rows_after(
     for begin in range(0, len(prefixes), _ROWS):
         # Judging needs a token in that place; any will do.
         texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes[begin : begin + _ROWS]]
-        for _, p, q in draft_rows(target, drafter, sampling, texts):
+        for _, p, q in draft_rows(target, drafter, sampling, texts, new_constraint):
             p_rows.append(p)
             q_rows.append(q)
     return torch.cat(p_rows), torch.cat(q_rows)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import starmap
 from operator import itemgetter
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.certify.constrained import Masking, NewConstraint
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
@@ -110,19 +112,27 @@ _Columns = dict[str, Tensor]  # [M] each
 
 
 def observe(
-    target: LM, drafter: Drafter, sampling: Sampling, written: Sequence[Written], *, seed: int, batch_size: int
+    target: LM,
+    drafter: Drafter,
+    sampling: Sampling,
+    written: Sequence[Written],
+    *,
+    seed: int,
+    batch_size: int,
+    new_constraint: NewConstraint = lambda: None,
 ) -> Observed:
     """Judge texts by the target's own law under ``sampling``.
 
     Args:
         written: not longer than the context of either model.
         seed: of the w of the probability integral transforms.
+        new_constraint: that the texts were under.
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
     columns: list[_Columns] = []
     for begin in range(0, len(written), batch_size):
         group = written[begin : begin + batch_size]
-        parts = list(_judge(target, drafter, sampling, group, seed))
+        parts = list(_judge(target, drafter, sampling, group, seed, new_constraint))
         rows = torch.cat([part["rows"] for part in parts])
         order = rows.argsort(stable=True)  # chunks hold a piece of every text
         columns.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
@@ -160,16 +170,24 @@ def joined(parts: Sequence[Observed]) -> Observed:
 
 
 def draft_rows(
-    target: LM, drafter: Drafter, sampling: Sampling, texts: Sequence[Text]
+    target: LM,
+    drafter: Drafter,
+    sampling: Sampling,
+    texts: Sequence[Text],
+    new_constraint: NewConstraint = lambda: None,
 ) -> Iterator[tuple[Forced, Tensor, Tensor]]:
     """p and q before the judged tokens of texts, a chunk at a time.
 
     Without a draft q is p squared, normalised: the target at half the temperature, for texts that are too sharp.
 
+    Args:
+        new_constraint: whose masks p and q see. (A look-up proposes without.)
+
     Returns:
         The target's judged tokens; p and q in float64, q = p where a look-up proposes nothing. [M, V], [M, V]
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
+    masking = Masking(texts, new_constraint)
     if drafter.lm is not None:
         draft_settings = Settings.of([q_sampling(drafter, sampling)], target.vocab_size, target.device)
         pairs = zip(
@@ -177,18 +195,18 @@ def draft_rows(
             force(drafter.lm, texts, [draft_settings]),
             strict=True,
         )
-        for chunk, draft in pairs:
+        for chunk, draft in starmap(masking.masked, pairs):
             q = normalised(draft.probs(draft_settings)).to(chunk.ids.device)
             yield chunk, normalised(chunk.probs(settings)), q
         return
     if drafter.most_drafted == 0 or drafter.models:  # a head's q is not a function of the text alone
-        for chunk in force(target, texts, [settings]):
+        for (chunk,) in map(masking.masked, force(target, texts, [settings])):
             p = normalised(chunk.probs(settings))
             yield chunk, p, normalised(p.square())
         return
     proposed = [_look_up(target, drafter, text) for text in texts]
     taken = [0] * len(texts)
-    for chunk in force(target, texts, [settings]):
+    for (chunk,) in map(masking.masked, force(target, texts, [settings])):
         p = normalised(chunk.probs(settings))
         ids = []
         for row in chunk.rows.tolist():
@@ -206,13 +224,18 @@ def _look_up(target: LM, drafter: Drafter, text: Text) -> list[int]:
 
 
 def _judge(
-    target: LM, drafter: Drafter, sampling: Sampling, written: Sequence[Written], seed: int
+    target: LM,
+    drafter: Drafter,
+    sampling: Sampling,
+    written: Sequence[Written],
+    seed: int,
+    new_constraint: NewConstraint,
 ) -> Iterator[_Columns]:
     texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in written]
     # By text and token, so that they do not depend on the batching of texts.
     spread = [np.random.default_rng([seed, one.index]).random(len(one.token_ids)) for one in written]
     taken = [0] * len(written)
-    for chunk, p, q in draft_rows(target, drafter, sampling, texts):
+    for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint):
         w = []
         for row in chunk.rows.tolist():
             w.append(spread[row][taken[row]])

@@ -44,6 +44,7 @@ _SAMPLING = {
     "min_tokens": 0,
     "logit_bias": None,
 }
+_CONSTRAINTS = {"json_schema": "a JSON schema", "regex": "a regular expression", "grammar": "a grammar"}
 
 
 def render_certificate(document: Mapping[str, Any]) -> str:
@@ -158,6 +159,9 @@ def _sampling(options: Mapping[str, Any]) -> Iterator[str]:
     for name, none in _SAMPLING.items():
         if options.get(name, none) != none:
             yield f"{_dashed(name)} {_value(options[name])}"
+    for name, about in _CONSTRAINTS.items():
+        if options.get(name) is not None:
+            yield f"under {about}"
 
 
 def _dashed(name: str) -> str:

@@ -17,26 +17,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from outrider.certify.certificate import Certificate, ControlReport, GreedyReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import against_plain, first_difference, plain_batches
 from outrider.certify.exact import check_exactly
+from outrider.certify.job import Job, eager, write
 from outrider.certify.observed import Observed, Written, joined, observe
-from outrider.decoder import Decoder
-from outrider.decoding.engine import decode
-from outrider.errors import OptionError, PromptError
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
-from outrider.records import Request
-from outrider.runtime.lm import LM
+from outrider.errors import OptionError
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
 from outrider.stats.evidence import rate_bound, tokens_needed
 from outrider.system.ranks import here
-from outrider.text.row_text import RowText
 
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
@@ -47,105 +41,6 @@ _MOST_CONTROL_LEVEL = 1e-3  # at a higher level a right loop would sometimes rai
 _HARDLY_OFF = 0.005  # total variation below which a mistake is excused
 _SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates them
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The task: what to certify, and how.
-
-    Attributes:
-        decoder: with its draft, rule and K.
-        sampling: without a seed.
-        prompts: token ids of each.
-        level: probability of a false alarm of the statistical layer.
-        seed: text i is generated with seed + i.
-    """
-
-    decoder: Decoder
-    sampling: Sampling
-    prompts: Sequence[Sequence[int]]
-    level: float
-    batch_size: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        assert self.prompts and self.batch_size >= 1
-        if not 0 < self.level < 1:
-            raise OptionError("--significance", self.level, "a number between 0 and 1")
-        most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
-        for index, ids in enumerate(self.prompts):
-            if len(ids) >= most:
-                raise PromptError(
-                    f"prompt {index} has {len(ids)} tokens, but a prompt must have fewer than {most} here"
-                )
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """K of the controls, which use a constant one."""
-        k = self.decoder.num_draft_tokens
-        return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature == 0
-
-    @property
-    def law(self) -> Sampling:
-        """The options with the decoder's end tokens: all that the probabilities depend on."""
-        return self.sampling.with_ends(self.decoder.eos_ids)
-
-    def prompt_of(self, text: int) -> int:
-        return text % len(self.prompts)
-
-    def request(self, text: int) -> Request:
-        """The request of a text, with the decoder's own end tokens."""
-        ids = self.prompts[self.prompt_of(text)]
-        most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
-        sampling = replace(self.law, seed=self.seed + text, max_new_tokens=most)
-        stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
-        return Request(ids, sampling, stop)
-
-
-def write(job: Job, texts: Sequence[int], control: Control | None = None) -> list[Written]:
-    """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next.
-
-    Args:
-        control: a mistake to make.
-    """
-    decoder = job.decoder
-    requests = [job.request(text) for text in texts]
-    rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
-    if control is None:
-        names = [one.name for one in fields(Sampling)]
-        prompts = [list(request.prompt_ids) for request in requests]
-        columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
-        columns["stop_token_ids"] = job.sampling.stop_token_ids
-        for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, is_repeatable=False, **columns):
-            rounds[chunk.row].append(chunk.token_ids)
-    else:
-        decoder = _eager(decoder)
-        target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
-        # In batches: a wrong cache is to be wrong about its own text, not about an earlier one in its slot.
-        for begin in range(0, len(requests), job.batch_size):
-            batch = requests[begin : begin + job.batch_size]
-            for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
-                for row in round_.rows:
-                    rounds[begin + row.row].append(row.token_ids)
-    return [
-        Written(
-            index=text,
-            prompt=job.prompt_of(text),
-            prompt_ids=tuple(request.prompt_ids),
-            token_ids=tuple(token for ids in row for token in ids),
-            places=tuple(place for ids in row for place in range(len(ids))),
-        )
-        for text, request, row in zip(texts, requests, rounds, strict=True)
-    ]
-
-
-def _eager(decoder: Decoder) -> Decoder:
-    """For mistakes and their reference: preparing steps for each would take longer than everything else."""
-    return replace(decoder, target=decoder.target.eager(), drafter=decoder.drafter.with_models(LM.eager))
 
 
 class Sample:
@@ -165,7 +60,15 @@ class Sample:
             self._next_text = texts.stop
             batch = write(job, texts, self._control)
             decoder = job.decoder
-            part = observe(decoder.target, decoder.drafter, job.law, batch, seed=job.seed, batch_size=job.batch_size)
+            part = observe(
+                decoder.target,
+                decoder.drafter,
+                job.law,
+                batch,
+                seed=job.seed,
+                batch_size=job.batch_size,
+                new_constraint=job.new_constraint,
+            )
             self.written += batch
             self._parts.append(part)
             on_tokens(min(len(part), num_tokens - num_there))
@@ -253,14 +156,15 @@ def certify(
     """
     decoder = job.decoder
     contexts = list(_contexts(job, pilot.written))
-    exact = check_exactly(decoder.target, decoder.drafter, job.law, RULES[decoder.acceptance], contexts)
+    rule = RULES[decoder.acceptance]
+    exact = check_exactly(decoder.target, decoder.drafter, job.law, rule, contexts, job.new_constraint)
     checks = [(there, list(plain_texts(there))) for there in _deterministic(job)]
     greedy = [check_greedily(there, plain) for there, plain in checks]
     made = CONTROLS if controls is None else controls
     if pilot.observed is None:
         there, plain = checks[0]
         if decoder.target.execution.is_prepared:  # mistakes run eagerly, and rounding is no mistake
-            there = replace(there, decoder=_eager(decoder))
+            there = replace(there, decoder=eager(decoder))
             plain = list(plain_texts(there))
         return Certificate(exact, None, [_greedy_control(there, plain, control) for control in made], greedy)
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts))
@@ -367,7 +271,7 @@ class _Reference:
 
     def __init__(self, job: Job) -> None:
         k = job.num_draft_tokens
-        self._job = replace(job, decoder=replace(_eager(job.decoder), acceptance=REJECTION.name, num_draft_tokens=k))
+        self._job = replace(job, decoder=replace(eager(job.decoder), acceptance=REJECTION.name, num_draft_tokens=k))
         self._written: list[Written] = []
 
     def first(self, num_texts: int) -> Sequence[Written]:

@@ -30,7 +30,9 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     SeedOption,
     SignificanceOption,
+    StructureOptions,
     check_batch_size,
+    check_constraint,
     check_significance,
     flat,
 )
@@ -45,7 +47,7 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +55,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.certify.certificate import Certificate, ControlReport
-    from outrider.certify.run import Job, Pilot
+    from outrider.certify.job import Job
+    from outrider.certify.run import Pilot
     from outrider.decoder import Decoder
 
 _STATISTICS = "Statistics"
@@ -66,6 +69,7 @@ def certify(
     context: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
+    structure: StructureOptions,
     num_draft_tokens: Annotated[
         str,
         typer.Option(
@@ -103,12 +107,15 @@ def certify(
     if len(given) > 1:
         raise OptionError(*given[0], f"give one of {', '.join(sizes)}")
     stored: dict[str, Any] | None = None
-    if again is not None:
+    if again is None:
+        constraint = structure.to_options()
+    else:
         check_alone(context)
-        pair, sampling, own, stored = read_certificate(again)
+        pair, sampling, constraint, own, stored = read_certificate(again)
         prompts, chosen_k, max_new_tokens, significance, detect_tv, num_tokens, batch_size, seed = own
         num_draft_tokens = str(chosen_k)
-    check_outputs({"--html": html, "--json": json_target}, [prompts, pair.models, again])
+    inputs = [prompts, pair.models, again, structure.json_schema, structure.grammar]
+    check_outputs({"--html": html, "--json": json_target}, inputs)
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
@@ -118,7 +125,8 @@ def certify(
     draft = pair.single_draft
     if draft == "none":
         raise OptionError("--draft", draft, "without a draft there is nothing to certify")
-    options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
+    options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens, **constraint)
+    check_constraint(Sampling(**options))
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
 
     from outrider.bench.plots import check_plot_file
@@ -132,9 +140,9 @@ def certify(
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
     decoder, job = job_of(pair, options, k, texts, significance, batch_size, seed)
-    inputs = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
-    if stored is not None and stored != inputs:
-        what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != inputs[name])
+    checksums = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
+    if stored is not None and stored != checksums:
+        what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != checksums[name])
         raise FileError(f"{again}: the {what} have changed, so it cannot be run again")
     pilot = fly(job)
     if num_tokens is None:
@@ -153,7 +161,7 @@ def certify(
         num_tokens=num_tokens,
         batch_size=batch_size,
     )
-    document = make_document("certify", settings, {**certificate.to_json(), **inputs}, decoder.target)
+    document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder.target)
     write_findings(document, json_target, html, render_certificate)
     if not certificate.is_certified:
         raise typer.Exit(1)
@@ -178,9 +186,8 @@ def job_of(
     """
     from dataclasses import replace
 
-    from outrider.certify.run import Job
+    from outrider.certify.job import Job
     from outrider.evals.prompts import PROMPTS
-    from outrider.options import Sampling
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)

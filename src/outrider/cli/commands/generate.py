@@ -24,6 +24,7 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     StructureOptions,
     check_batch_size,
+    check_constraint,
     flat,
 )
 from outrider.cli.shared.output import (
@@ -108,7 +109,7 @@ def generate(
         num_seeds = 1 if lines is None else len(lines)
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
-        _check_options(Sampling(**options))
+        check_constraint(Sampling(**options))
         setup = Setup(pair, draft, k, options, chat)
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
@@ -158,14 +159,6 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _check_options(sampling: Sampling) -> None:
-    """Detect before the work a constraint that is not well formed. Raises OptionError, MissingExtra."""
-    if sampling.is_constrained:
-        from outrider.text.structure import check_structure
-
-        check_structure(sampling)
-
-
 def _check_own_options(options: dict[str, Any], lines: PromptFile) -> None:
     """Find out before the work what no target can take.
 
@@ -174,7 +167,7 @@ def _check_own_options(options: dict[str, Any], lines: PromptFile) -> None:
     """
     for line in lines:
         try:
-            _check_options(Sampling(**options | line.options))
+            check_constraint(Sampling(**options | line.options))
         except OptionError as error:
             raise FileError(f"{lines.path}, line {line.number}: {error}") from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.errors import FileError
-from outrider.options import Sampling
+from outrider.options import CONSTRAINTS, Sampling
 from outrider.system.files import read_text
 from outrider.system.ranks import here
 
@@ -246,6 +246,9 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
     kept = {name: value for name, value in options.items() if name in known}
     if options.get("chat") and "prompt_ids" not in row:
         raise FileError(f"{path}, line {number}: the prompt of a chat is not what was fed: give its 'prompt_ids'")
+    masked = next((name for name in CONSTRAINTS if options.get(name) is not None), None)
+    if masked is not None:
+        raise FileError(f"{path}, line {number}: texts under a {masked} are not judged here: leave it out of the file")
     bias = kept.get("logit_bias")
     if bias is not None and not (isinstance(bias, list) and all(isinstance(item, str) for item in bias)):
         raise FileError(f'{path}, line {number}: logit_bias is a list of texts, like ["42=-5"]')

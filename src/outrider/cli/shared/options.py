@@ -166,6 +166,14 @@ class StructureOptions:
         return {"json_schema": schema, "regex": self.regex, "grammar": grammar}
 
 
+def check_constraint(sampling: Sampling) -> None:
+    """Detect before the work a constraint that is not well formed. Raises OptionError, MissingExtra."""
+    if sampling.is_constrained:
+        from outrider.text.structure import check_structure
+
+        check_structure(sampling)
+
+
 NumDraftTokensOption = Annotated[
     str | None,
     typer.Option(

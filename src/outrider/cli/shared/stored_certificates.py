@@ -12,10 +12,20 @@ import typer
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import FileError, OptionError
+from outrider.options import CONSTRAINTS
 from outrider.system.files import read_text
 
-_LATER = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}  # which 0.1.0 did not have
+# Options that 0.1.0 did not have.
+_LATER = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, **dict.fromkeys(CONSTRAINTS)}
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
+
+
+class _Constraint(NamedTuple):
+    """As ``Sampling`` has it: the contents of files."""
+
+    json_schema: dict[str, Any] | None
+    regex: str | None
+    grammar: str | None
 
 
 class OwnOptions(NamedTuple):
@@ -40,8 +50,10 @@ def check_alone(context: typer.Context) -> None:
             raise OptionError(option, context.params[name], "with --again all options come from the file; leave it out")
 
 
-def read_certificate(path: Path) -> tuple[PairOptions, SamplingOptions, OwnOptions, dict[str, Any]]:
-    """The options of a certificate, and its INPUTS.
+def read_certificate(
+    path: Path,
+) -> tuple[PairOptions, SamplingOptions, dict[str, Any], OwnOptions, dict[str, Any]]:
+    """The options of a certificate, the constraint's as a decoder takes them; and its INPUTS.
 
     Raises:
         FileError: it is not a certificate.
@@ -53,7 +65,8 @@ def read_certificate(path: Path) -> tuple[PairOptions, SamplingOptions, OwnOptio
             raise FileError(f"{path} is not a certificate: give a file written by outrider certify --json")
         options = _LATER | document["options"]
         pair, sampling, own = (_group(kind, options) for kind in (PairOptions, SamplingOptions, OwnOptions))
-        return pair, sampling, own, {name: document[name] for name in INPUTS}
+        constraint: _Constraint = _group(_Constraint, options)
+        return pair, sampling, constraint._asdict(), own, {name: document[name] for name in INPUTS}
     except json.JSONDecodeError as error:
         raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
     except (KeyError, TypeError) as error:
@@ -77,5 +90,7 @@ def _is_of(value: Any, hint: Any) -> bool:
         return any(_is_of(value, one) for one in get_args(hint))
     if get_origin(hint) is list:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict)
     kinds = {float: (int, float), Path: (str,)}.get(hint, (hint,))
     return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))

@@ -1,0 +1,76 @@
+"""Constraints of texts that are judged: the masks along a finished text, without the loop's drafts and rollbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.records import Constraint
+from outrider.scoring.teacher_forcing import Forced, Text
+
+NewConstraint = Callable[[], Constraint | None]
+"""A constraint at the beginning of its text, a new one each time; None for texts without one."""
+
+
+class Unenforced:
+    """A constraint that ends no text: after a token that it forbids any may come. So a mistake may commit such a token,
+    for the tests to detect."""
+
+    def __init__(self, inner: Constraint) -> None:
+        self._inner = inner
+        self._num_beyond = 0  # tokens from the first forbidden one on
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        return None if self._num_beyond else self._inner.allowed()
+
+    def push(self, token_id: int) -> bool:
+        if self._num_beyond or not self._inner.push(token_id):
+            self._num_beyond += 1
+        return True
+
+    def pop(self, num_tokens: int) -> None:
+        num_beyond = min(num_tokens, self._num_beyond)
+        self._num_beyond -= num_beyond
+        if num_tokens > num_beyond:
+            self._inner.pop(num_tokens - num_beyond)
+
+
+class Masking:
+    """Masks the logits of texts that are judged, chunk by chunk."""
+
+    def __init__(self, texts: Sequence[Text], new_constraint: NewConstraint) -> None:
+        self._walks: list[Unenforced] = []
+        for text in texts:
+            constraint = new_constraint()
+            if constraint is None:  # of one, so of all
+                return
+            walk = Unenforced(constraint)
+            for token_id in text.ids[text.num_prompt or text.num_given : text.num_given]:
+                walk.push(token_id)
+            self._walks.append(walk)
+
+    def masked(self, *chunks: Forced) -> Sequence[Forced]:
+        """The next M tokens of all texts, as one model or several judge them, with logits of minus infinity where the
+        constraints forbid a token. (Options that change logits leave these as they are.)"""
+        if not self._walks:
+            return chunks
+        first = chunks[0]
+        allowed = np.ones(first.logits.shape, dtype=np.bool_)
+        for place, row, token_id in zip(allowed, first.rows.tolist(), first.ids.tolist(), strict=True):
+            mask = self._walks[row].allowed()
+            if mask is not None:
+                place[:] = mask
+            self._walks[row].push(token_id)
+        is_forbidden = torch.from_numpy(~allowed)
+        return [
+            replace(chunk, logits=chunk.logits.masked_fill(is_forbidden.to(chunk.logits.device), -torch.inf))
+            for chunk in chunks
+        ]

@@ -1,0 +1,128 @@
+"""The job of a certificate: what to certify, and texts of the real loop, with mistakes or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from outrider.certify.constrained import Unenforced
+from outrider.certify.controls import Control
+from outrider.certify.observed import Written
+from outrider.decoder import Decoder
+from outrider.decoding.engine import decode
+from outrider.errors import OptionError, PromptError
+from outrider.options import CONSTRAINTS, DEFAULT_NUM_DRAFT_TOKENS, Sampling
+from outrider.records import Constraint, Request
+from outrider.runtime.lm import LM
+from outrider.text.row_text import RowText
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The task: what to certify, and how.
+
+    Attributes:
+        decoder: with its draft, rule and K.
+        sampling: without a seed.
+        prompts: token ids of each.
+        level: probability of a false alarm of the statistical layer.
+        seed: text i is generated with seed + i.
+    """
+
+    decoder: Decoder
+    sampling: Sampling
+    prompts: Sequence[Sequence[int]]
+    level: float
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert self.prompts and self.batch_size >= 1
+        if not 0 < self.level < 1:
+            raise OptionError("--significance", self.level, "a number between 0 and 1")
+        most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
+        for index, ids in enumerate(self.prompts):
+            if len(ids) >= most:
+                raise PromptError(
+                    f"prompt {index} has {len(ids)} tokens, but a prompt must have fewer than {most} here"
+                )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of the controls, which use a constant one."""
+        k = self.decoder.num_draft_tokens
+        return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature == 0
+
+    @property
+    def law(self) -> Sampling:
+        """The options with the decoder's end tokens: all that the probabilities depend on, but for the constraint."""
+        free = replace(self.sampling, json_schema=None, regex=None, grammar=None)
+        return free.with_ends(self.decoder.eos_ids)
+
+    def new_constraint(self) -> Constraint | None:
+        """Of a text, at its beginning."""
+        return self.decoder.constraint_of(self.sampling)
+
+    def prompt_of(self, text: int) -> int:
+        return text % len(self.prompts)
+
+    def request(self, text: int) -> Request:
+        """The request of a text, with the decoder's own end tokens."""
+        ids = self.prompts[self.prompt_of(text)]
+        most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
+        sampling = replace(self.law, seed=self.seed + text, max_new_tokens=most)
+        stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
+        return Request(ids, sampling, stop, constraint=self.new_constraint())
+
+
+def write(job: Job, texts: Sequence[int], control: Control | None = None) -> list[Written]:
+    """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next.
+
+    Args:
+        control: a mistake to make.
+    """
+    decoder = job.decoder
+    requests = [job.request(text) for text in texts]
+    rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
+    if control is None:
+        names = [one.name for one in fields(Sampling)]
+        prompts = [list(request.prompt_ids) for request in requests]
+        columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
+        columns |= {name: getattr(job.sampling, name) for name in ("stop_token_ids", *CONSTRAINTS)}
+        for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, is_repeatable=False, **columns):
+            rounds[chunk.row].append(chunk.token_ids)
+    else:
+        decoder = eager(decoder)
+        target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
+        # In batches: a wrong cache is to be wrong about its own text, not about an earlier one in its slot.
+        for begin in range(0, len(requests), job.batch_size):
+            batch = [_unenforced(request) for request in requests[begin : begin + job.batch_size]]
+            for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
+                for row in round_.rows:
+                    rounds[begin + row.row].append(row.token_ids)
+    return [
+        Written(
+            index=text,
+            prompt=job.prompt_of(text),
+            prompt_ids=tuple(request.prompt_ids),
+            token_ids=tuple(token for ids in row for token in ids),
+            places=tuple(place for ids in row for place in range(len(ids))),
+        )
+        for text, request, row in zip(texts, requests, rounds, strict=True)
+    ]
+
+
+def _unenforced(request: Request) -> Request:
+    """For mistakes, which may commit a token that the constraint forbids."""
+    constraint = request.constraint
+    return request if constraint is None else replace(request, constraint=Unenforced(constraint))
+
+
+def eager(decoder: Decoder) -> Decoder:
+    """For mistakes and their reference: preparing steps for each would take longer than everything else."""
+    return replace(decoder, target=decoder.target.eager(), drafter=decoder.drafter.with_models(LM.eager))
