@@ -113,6 +113,23 @@ def test_a_program_that_cannot_be_made() -> None:
         mixed.generate([PROMPT], seed=1, **options)
 
 
+def test_a_failure_is_remembered() -> None:
+    """Who needs the program again is told at once, and so is who needs the same step for another shape; that one is
+    tried meanwhile, and used when it is there."""
+    maker = Fails(lambda call: call.step is verify_step and call.arguments[0].capacity == 128)
+    eager, mixed = pair(maker)
+    options = {"max_new_tokens": 24, "seed": 1}
+    longer = PROMPT * 50
+    for prompt in (PROMPT, PROMPT, longer):
+        with pytest.raises(CompileError, match="^no compiler$"):
+            mixed.generate([prompt], **options)
+    verifies = [order for order in maker.orders if order.what == "verify_step of target"]
+    assert [order.is_urgent for order in verifies] == [True, False]
+    maker.deliver()
+    assert mixed.generate([longer], **options)[0].token_ids == eager.generate([longer], **options)[0].token_ids
+    assert mixed.generate([PROMPT], max_new_tokens=4)[0].token_ids  # eagerly
+
+
 def _second_draft(call: Call) -> bool:
     """Where drafts are made one by one, the first is fed two tokens."""
     return call.step.__name__ == "_draft_steps" and call.arguments[1].shape[1] == 1

@@ -235,7 +235,8 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
     """Texts with a seed need them, and end with an error. The others go on, and so do those that wait."""
     target = table_lm(random_table(50, 0), context_len=1_000_000)
     decoder = Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
-    beside = decoder.compiled(waits=False, maker=Fails(lambda call: True))
+    maker = Fails(lambda call: True)
+    beside = decoder.compiled(waits=False, maker=maker)
     short = {"prompt": "w2", "max_tokens": 8, "temperature": 0}
     with running(beside, num_slots=2, context_len=1_000_000) as server, server.http() as http:
         unseeded = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
@@ -245,9 +246,12 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
             response = http.post("/v1/completions", json=LONG)
             assert response.status_code == 400 and response.json()["error"]["param"] == "seed"
             assert "leave the seed out" in response.json()["error"]["message"]
+            num_orders = len(maker.orders)
+            assert http.post("/v1/completions", json=LONG).status_code == 400
+            assert len(maker.orders) == num_orders, "a program that could not be made is ordered again"
             text = http.post("/v1/completions", json=short).json()["choices"][0]["text"]
             assert all("error" not in next(lines) for _ in range(20))
-        assert server.metric('outrider:requests_total{finished_reason="error"}') == 1
+        assert server.metric('outrider:requests_total{finished_reason="error"}') == 2
         wait_until(lambda: is_free(server))
         # Nothing runs, and a text waits for the slots of others that end.
         assert http.post("/v1/completions", json=LONG | {"n": 2}).status_code == 400

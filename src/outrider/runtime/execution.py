@@ -155,7 +155,7 @@ class Prepared(ABC):
     """Runs steps as programs, which are made when they are first needed. For one model.
 
     Lengths and rows are rounded up to powers of two. Of more than MOST_PROGRAMS programs, those go that were not used
-    for the longest time.
+    for the longest time. A program that could not be made is not tried again.
     """
 
     name: str
@@ -196,22 +196,30 @@ class Prepared(ABC):
         must_wait = self.waits or is_repeatable
         with self._preparing:
             made = self._programs.get(key)
+            error = self._failure(step, made) if must_wait else None
             if made is None:
-                made = self._programs[key] = self._prepare(call, must_wait)
+                made = self._programs[key] = self._prepare(call, must_wait and error is None)
                 if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
         if not must_wait and (not made.done() or made.exception() is not None):
             with self._beside():
                 return step(lm, *static, *arguments)
-        if not made.done():
-            self._hurry(made)
-        try:
-            program = made.result()
-        except CompileError:
-            self._programs.pop(key, None)  # another try is free
-            raise
-        return program.run(call.tensors, call.stores)
+        if error is None:
+            if not made.done():
+                self._hurry(made)
+            error = made.exception()
+        if error is not None:
+            raise CompileError(str(error))  # a new one: one that is raised again and again keeps all frames alive
+        return made.result().run(call.tensors, call.stores)
+
+    def _failure(self, step: Step, made: Future[Program] | None) -> BaseException | None:
+        """Why this program could not be made. As long as that is not known, why the one of the same step that was used
+        last could not: whoever waits would most likely wait for the same failure."""
+        if made is None or not made.done():
+            used = (other for (its_step, *_), other in reversed(self._programs.items()) if its_step is step)
+            made = next((other for other in used if other.done()), None)
+        return None if made is None else made.exception()
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:
