@@ -22,7 +22,7 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
-from outrider.serve import app, generation, worker
+from outrider.serve import app, tickets, worker
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
 from toys import random_table, table_lm
@@ -33,7 +33,7 @@ LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """Texts of it have no end, unless they are asked for. Those who wait hear of it soon."""
-    monkeypatch.setattr(generation, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
         yield one
 

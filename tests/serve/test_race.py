@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Running, running, wait_until, words
+from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.serve import app
+from outrider.serve import app, tickets
+from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -165,6 +166,50 @@ def test_a_race_that_is_left_ends() -> None:
             waiting.start()
             next(lines)
         wait_until(lambda: server.worker.num_open == 0 and not waiting.is_alive())
+
+
+def test_a_race_beside_a_full_queue() -> None:
+    """It is refused as a text is."""
+    options = {"context_len": 1_000_000, "num_slots": 1, "max_queue": 0}
+    with running(words(1_000_000), **options) as server, server.http() as http:
+        body = {"prompt": "w1", "max_tokens": 900_000}
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            next(lines := response.iter_lines())
+            refused = [http.post(f"/v1/{path}", json=body) for path in ("race", "completions")]
+            assert [(one.status_code, one.headers["retry-after"]) for one in refused] == [(503, "1")] * 2
+            assert refused[0].json() == refused[1].json()
+            next(lines)
+
+
+def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it waits for its turn, nor while a model is slow: comments come, which clients ignore."""
+    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)
+    may_end = threading.Event()
+
+    def slow(self: Race) -> Iterator[dict[str, Any]]:
+        yield {"type": "start"}
+        assert may_end.wait(LIMIT_S)
+        yield {"type": "end"}
+
+    monkeypatch.setattr(Race, "events", slow)
+    with running(words()) as server, server.http() as http:
+        with (
+            http.stream("POST", "/v1/race", json={"prompt": "w1"}) as first,
+            http.stream("POST", "/v1/race", json={"prompt": "w2"}) as second,
+        ):
+            lines, waiting = first.iter_lines(), second.iter_lines()
+            assert [next(lines) for _ in range(5)] == [
+                'data: {"type": "start"}',
+                "",
+                ": keep-alive",
+                "",
+                ": keep-alive",
+            ]
+            assert next(waiting) == ": keep-alive"
+            may_end.set()
+            for rest in (lines, waiting):
+                told = [line for line in rest if line.startswith("data:")]
+                assert told[-2:] == ['data: {"type": "end"}', "data: [DONE]"]
 
 
 def test_too_many_races(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,22 @@ def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
         assert not driver.find_element("id", "pause").is_enabled()
 
 
+def test_a_server_with_a_full_queue_says_so(driver: Any) -> None:
+    with running(words(1_000_000), context_len=1_000_000, num_slots=1, max_queue=0) as server, server.http() as http:
+        driver.get(server.url)
+        start, error = (driver.find_element("id", name) for name in ("start", "error"))
+        wait_until(start.is_enabled)
+        body = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            next(lines := response.iter_lines())
+            fill(driver, prompt="w1")
+            start.click()
+            wait_until(lambda: error.text != "")
+            assert error.text == "the queue is full (running or waiting: 1): try again in about 1 s"
+            next(lines)
+    assert all("503" in one for one in complaints(driver))
+
+
 def test_a_key_is_asked_for(driver: Any) -> None:
     """And kept nowhere."""
     with running(words(), api_key="secret") as server:

@@ -57,7 +57,6 @@ class App:
 
     def __init__(self, worker: Worker, names: tuple[str, ...], api_key: str | None) -> None:
         self._worker, self._names = worker, names
-        self._race_turn = asyncio.Lock()  # each race has caches of its own: one at a time
         self._num_races = 0
         self._created = int(time.time())
         self._pool = ThreadPoolExecutor(_NUM_TOKENIZING, thread_name_prefix="outrider-tokenizer")
@@ -125,7 +124,7 @@ class App:
             raise unavailable(f"{self._num_races} races run or wait: try again later", _RACE_RETRY_S)
         self._num_races += 1
         try:
-            async with self._race_turn, aclosing(self._worker.between_rounds(race.events())) as events:
+            async with aclosing(self._worker.between_rounds(race.events(), is_alone=True)) as events:
                 await _send_stream(streamed_race(events), send)
         finally:
             self._num_races -= 1

@@ -22,11 +22,10 @@ from outrider.serve.answers import DONE, KEEP_ALIVE, Form, Judged, event
 from outrider.serve.figures import metrics_of, timings_of, usage_of
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.schemas import Ask
-from outrider.serve.tickets import Ticket
+from outrider.serve.tickets import Ticket, arrivals
 from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
-_KEEP_ALIVE_S = 15.0
 
 _Item = tuple[int, Chunk] | None  # a row's next chunk; nothing for a while
 
@@ -186,17 +185,19 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
 async def _events(ticket: Ticket) -> AsyncIterator[_Item]:
     """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
     num_open = len(ticket.jobs)
-    while num_open:
-        try:
-            async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
-                which, item = await ticket.events.get()
-        except TimeoutError:
+    if not num_open:
+        return
+    async for event_ in arrivals(ticket.events):
+        if event_ is None:
             yield None
             continue
+        which, item = event_
         if isinstance(item, Exception):
             raise item
-        num_open -= item.finish_reason is not None
         yield which, item
+        num_open -= item.finish_reason is not None
+        if not num_open:
+            return
 
 
 async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIterator[_Item]:

@@ -17,7 +17,7 @@ from outrider.bench.run import Arm, Case
 from outrider.decoder import Decoder
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.sampling.rules import RULES
-from outrider.serve.answers import DONE, event
+from outrider.serve.answers import DONE, KEEP_ALIVE, event
 from outrider.serve.prepare import Preparer
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.schemas import parse_body, parse_completions
@@ -86,15 +86,19 @@ def prepare_race(preparer: Preparer, content: bytes) -> Race:
     return Race(arms, Case(0, prompt, options.pop("seed")), options, tuple(ask.unknown))
 
 
-async def streamed_race(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def streamed_race(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
     """In server-sent events, an error among them. Raises Refusal before the first."""
-    yield event(await anext(events))
+    yield _written(await anext(events))
     try:
         async for one in events:
-            yield event(one)
+            yield _written(one)
     except Exception as error:
         yield event(refusal_of(error).to_json())
     yield DONE
+
+
+def _written(one: dict[str, Any] | None) -> bytes:
+    return KEEP_ALIVE if one is None else event(one)
 
 
 def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:

@@ -1,19 +1,37 @@
 """Requests on their way through the worker: their rows, their times, and what has become of them.
 
+Streams do not stay silent, since proxies close a connection on which nothing has come for a minute (nginx, AWS): a
+comment goes to the client every 15 seconds. (vLLM sends such lines if it is told how often, llama.cpp by default.)
+
 This module knows no engine and no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.jobs import Job
 from outrider.records import Chunk
 
+_KEEP_ALIVE_S = 15.0
+
 Event = tuple[int, Chunk | Exception]
+_Item = TypeVar("_Item")
+
+
+async def arrivals(queue: asyncio.Queue[_Item]) -> AsyncIterator[_Item | None]:
+    """What comes, for ever; None where nothing has come for a while."""
+    while True:
+        try:
+            async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
+                item = await queue.get()
+        except TimeoutError:
+            yield None
+        else:
+            yield item
 
 
 @dataclass(slots=True)
@@ -81,18 +99,20 @@ class Work:
 
     Attributes:
         submitted_s: see ``Times``.
-        found: what the steps gave, in order; then an error, or None at the end.
+        is_alone: it has caches of its own, so that it waits for others of this kind to end.
+        found: what the steps gave, in order; then an error, StopIteration at the end.
         has_begun: a step of it has been done.
         is_closed: nobody waits for it any more.
     """
 
     steps: Generator[Any]
     submitted_s: float
+    is_alone: bool = False
     found: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     has_begun: bool = False
     is_closed: bool = False
 
     def step(self) -> Any:
-        """None at the end."""
+        """Raises StopIteration."""
         self.has_begun = True
-        return next(self.steps, None)
+        return next(self.steps)

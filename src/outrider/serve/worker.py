@@ -30,13 +30,12 @@ from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.metrics import Metrics
 from outrider.serve.refusal import Refusal, unavailable
 from outrider.serve.scoring import prompt_logprobs
-from outrider.serve.tickets import Event, Ticket, TicketRow, Work
+from outrider.serve.tickets import Event, Ticket, TicketRow, Work, arrivals
 
 _LOG = logging.getLogger("outrider.serve")
 _LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
 _NO_LOAD = Load(0, 0, 0, 0)
 _NO_PROGRAMS = "a text with a seed needs compiled programs, which cannot be made on this server: leave the seed out"
-
 _NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
 
 State = Literal["loading", "ready", "draining", "failed"]
@@ -159,27 +158,34 @@ class Worker:
         )
         found: list[list[TokenLogprob]] = [[] for _ in prompts]
         async with aclosing(self.between_rounds(steps, is_taken=True)) as parts:
-            async for which, part in parts:
-                found[which] += part
+            async for step in parts:
+                if step is not None:
+                    which, part = step
+                    found[which] += part
         return found
 
-    async def between_rounds(self, steps: Generator[_Step], *, is_taken: bool = False) -> AsyncGenerator[_Step]:
-        """Let the thread run something else: a step after each round, in turn with others like it. To be closed
-        (``aclosing``), so that it ends where the client has gone.
+    async def between_rounds(
+        self, steps: Generator[_Step], *, is_taken: bool = False, is_alone: bool = False
+    ) -> AsyncGenerator[_Step | None]:
+        """Let the thread run something else: a step after each round, in turn with others like it. None where nothing
+        has come for a while. To be closed (``aclosing``), so that it ends where the client has gone.
 
         Args:
             is_taken: it is part of a request that has been taken.
+            is_alone: see ``Work``.
 
         Raises:
             Refusal: not ready, or the queue is full; or it has waited too long.
         """
         if not is_taken:
             self._check_room(1)
-        work = Work(steps, time.perf_counter())
+        work = Work(steps, time.perf_counter(), is_alone)
         self._works.add(work)
         self._inbox.put(lambda: self._works_on_thread.append(work))
         try:
-            while (found := await work.found.get()) is not None:
+            async for found in arrivals(work.found):
+                if isinstance(found, StopIteration):
+                    return
                 if isinstance(found, Exception):
                     raise found
                 yield found
@@ -206,7 +212,8 @@ class Worker:
         self.check_ready()
         num_open = self.num_open
         if num_open + num_rows > self.most_rows:
-            raise unavailable(f"{num_open} texts are being generated or wait: try again later", self._retry_after_s())
+            message = f"the queue is full (running or waiting: {num_open}): try again later"
+            raise unavailable(message, self._retry_after_s())
 
     def _retry_after_s(self) -> int:
         """About when the rows that wait now will have their slots."""
@@ -364,10 +371,13 @@ class Worker:
         self._call(self._deliver, events)
 
     def _work_on_thread(self) -> None:
-        """A step of the work that has waited longest."""
-        if not self._works_on_thread:
+        """A step of the work that has waited longest, and may run."""
+        works = self._works_on_thread
+        if not works:
             return
-        work = self._works_on_thread.popleft()
+        running = next((one for one in works if one.is_alone and one.has_begun), None)
+        work = next(one for one in works if not one.is_alone or running in (None, one))
+        works.remove(work)
         if work.is_closed:
             work.steps.close()
             return
@@ -375,11 +385,11 @@ class Worker:
         try:
             found = work.step()
         except Exception as error:  # of this work alone: the engine goes on
-            if not isinstance(error, OutriderError):
+            if not isinstance(error, OutriderError | StopIteration):
                 _LOG.exception("a work between rounds has failed")
             found = error
-        if found is not None and not isinstance(found, Exception):
-            self._works_on_thread.append(work)
+        if not isinstance(found, Exception):
+            works.append(work)
         self._call(work.found.put_nowait, found)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:

@@ -18,7 +18,9 @@ function headers(key) {
 async function checked(response) {
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new Refused(response.status, body?.error?.message ?? `the server answers ${response.status}`);
+  const message = body?.error?.message ?? `the server answers ${response.status}`;
+  const seconds = response.headers.get("retry-after");
+  throw new Refused(response.status, seconds ? message.replace(/ later$/, ` in about ${seconds} s`) : message);
 }
 
 /** @param {string} path @param {string} key */
