@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
+from outrider.api import load
+from outrider.models import store
 from outrider.models.memory import sizes_of
+from outrider.models.quantize import num_bytes
 from outrider.models.registry import known_models, resolve
 from pairs import random_llama, save
 
@@ -56,6 +59,22 @@ def test_names_of_one_s_own(outrider: Outrider, tmp_path: Path) -> None:
     (line,) = [line for line in ended.err.splitlines() if line.split()[:1] == ["far"]]
     assert line.split()[1:6] == ["-"] * 5 and "org/far" in line
     assert "fable" in rows
+
+
+def test_weights_are_listed_as_they_are_kept(
+    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 on the CPU, where the files are in bfloat16."""
+    monkeypatch.setattr(store, "_LEAST_NUMBERS", 1)
+    monkeypatch.setattr(store, "_LEAST_IN_ALL", 1)
+    folder, models = save(tmp_path / "mine", random_llama().bfloat16()), tmp_path / "models.toml"
+    names = {"mine": "", "plain": 'store = "plain"', "int8": 'quantization = "int8"', "half": 'dtype = "bfloat16"'}
+    models.write_text("".join(f'[models.{name}]\npath = "{folder}"\n{more}\n' for name, more in names.items()))
+    arguments = ("models", "--models", models, "--dtype", "float32", "--json", "-")
+    rows = {row["name"]: row for row in only_document(outrider(*arguments).out, "models")["models"]}
+    found = {name: rows[name]["weights_bytes"] for name in names}
+    assert found["plain"] == found["int8"] == 4 * rows["mine"]["num_params"] == 2 * found["half"]
+    assert found["mine"] == num_bytes(load(folder, device="cpu").target.model) < 0.6 * found["plain"]
 
 
 @pytest.mark.parametrize("content", ["[models.a]\nhub = 'x/y'\ndtype = 'bf16'\n", "[models.fable]\nhub = 3\n", "a ="])

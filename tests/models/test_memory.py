@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
@@ -76,6 +77,17 @@ def test_weights_in_several_files_are_added(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     sizes = sizes_of(ModelSpec(name="tiny", path=tmp_path))
     assert sizes is not None and sizes.num_params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
+def test_weights_that_are_there_twice_count_once(tmp_path: Path, max_shard_size: str) -> None:
+    """In another type, or for other programs."""
+    model = random_llama()
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    want = sizes_of(ModelSpec(name="tiny", path=tmp_path))
+    for name in ("model.fp16", "consolidated"):
+        save_file({key: one.half() for key, one in model.state_dict().items()}, tmp_path / f"{name}.safetensors")
+    assert sizes_of(ModelSpec(name="tiny", path=tmp_path)) == want is not None
 
 
 def test_dtypes_differ_in_bytes_only() -> None:

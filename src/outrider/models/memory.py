@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # beginnings of parameters
 
 
@@ -85,8 +86,18 @@ def _from_files(folder: Path) -> Sizes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Some folders hold the weights twice, for other programs under another name."""
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    """Those that Transformers loads, as far as they are there. Some folders hold the weights twice: in another type, or
+    for other programs. Raises OSError, ValueError, KeyError: their index is damaged."""
+    if (folder / WHOLE).exists():
+        return [folder / WHOLE]
+    if (folder / INDEX).exists():
+        return [path for name in indexed(folder / INDEX) if (path := folder / name).exists()]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def indexed(index: Path) -> list[str]:
+    """The names of the files over which weights are spread."""
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def _num_params(file: Path) -> int:

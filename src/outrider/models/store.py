@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.models.memory import only_type, skeleton, weight_files
+from outrider.models.memory import INDEX, WHOLE, indexed, only_type, skeleton, weight_files
 from outrider.models.placement import Placement
 from outrider.models.registry import ModelSpec
 
@@ -43,10 +43,19 @@ def kept_type(
 def _files(spec: ModelSpec) -> list[Path]:
     if spec.path is not None:
         return weight_files(spec.path)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
 
-    # What Transformers would fetch next.
-    return weight_files(Path(snapshot_download(str(spec.hub), allow_patterns=["model*.safetensors*"])))
+    # What Transformers would fetch next: one file, or those of an index.
+    for name in (WHOLE, INDEX):
+        try:
+            found = Path(hf_hub_download(str(spec.hub), name))
+        except EntryNotFoundError:
+            continue
+        if name == INDEX:
+            snapshot_download(str(spec.hub), allow_patterns=indexed(found))
+        return weight_files(found.parent)
+    return []
 
 
 def thin_layers(model: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, write_json
-from outrider.errors import OptionError
+from outrider.errors import OptionError, OutriderError
 from outrider.options import check_num_draft_tokens
 
 if TYPE_CHECKING:
@@ -94,13 +94,41 @@ def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> li
             row |= {
                 "num_params": sizes.num_params,
                 "context_len": sizes.context_len,
-                "weights_bytes": sizes.weights_bytes(row_dtype),
+                "weights_bytes": _kept_bytes(spec, row_dtype) or sizes.weights_bytes(row_dtype),
                 "cache_bytes": sizes.cache_bytes(row_dtype, length, batch_size),
                 "cache_bytes_compiled": sizes.cache_bytes(row_dtype, length, batch_size, is_prepared=True),
                 "cache_tokens": length * batch_size,
             }
         rows.append(row)
     return rows
+
+
+def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
+    """Bytes of the weights where the large ones stay in bfloat16 though the arithmetic is in float32 (``--store
+    auto``); None where they do not, or the model is not on this disk."""
+    from outrider.models.memory import only_type, skeleton, weight_files, weights_bytes
+
+    if dtype != "float32" or spec.path is None or only_type(weight_files(spec.path)) != "BF16":
+        return None
+    import torch
+
+    from outrider.models.loading import read_config
+    from outrider.models.placement import Placement, pick_device
+    from outrider.models.store import kept_type, thin
+
+    try:
+        placed = Placement(dtype=dtype).over(spec)
+        if (placed.quantization, placed.device_map) != ("none", "none"):
+            return None
+        with torch.device("meta"):
+            bare = skeleton(read_config(spec), torch.float32)
+        kept = kept_type(spec, placed, pick_device(placed.device), bare)
+    except OutriderError:  # it could not be loaded here
+        return None
+    if kept is None:
+        return None
+    thin(bare, kept)
+    return weights_bytes(bare, torch.float32)
 
 
 def _list(rows: list[dict[str, Any]], context: int, batch_size: int) -> Table:
