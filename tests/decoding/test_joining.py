@@ -301,7 +301,7 @@ def test_a_draft_reads_a_prompt_when_it_drafts(rule: Rule, monkeypatch: pytest.M
 
     late = played()
     assert 8 not in read
-    monkeypatch.setattr("outrider.drafters.model.PREFILL_COLUMNS", 0)  # no prompt is short enough to be left
+    monkeypatch.setattr("outrider.drafters.model.PREFILL_TOKENS", 0)  # no prompt is short enough to be left
     assert late.outputs == played().outputs
     assert 8 in read  # the chunks of the second prompt
 

@@ -13,7 +13,7 @@ from outrider.drafters.base import Prefill, Rows, Session, empty_draft
 from outrider.errors import CompileError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.lm import LM, PREFILL_COLUMNS
+from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings, is_finite, to_probs
@@ -154,6 +154,7 @@ class ModelSession(Session):
         self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
         self._num_idle = [0] * num_slots  # tokens that were not fed since the row was last drafted for, at most
         self._is_idle = False  # nothing was drafted in the last round
+        self._most_left = PREFILL_TOKENS // num_slots  # tokens of a prompt: one forward reads what all slots lack
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         num_idle = 0
@@ -177,7 +178,7 @@ class ModelSession(Session):
         starts = self._filled[begin:end]
         ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
         num_columns = max(to - start for start, to in zip(starts, ends, strict=True))
-        if self._is_idle and num_columns <= PREFILL_COLUMNS and not self._lm.has_states:
+        if self._is_idle and num_columns <= self._most_left and not self._lm.has_states:
             self._num_idle[begin:end] = [to - start for start, to in zip(starts, ends, strict=True)]
             return
         self._filled[begin:end] = ends
