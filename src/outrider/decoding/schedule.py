@@ -23,13 +23,14 @@ from outrider.stats.speedup import expected_tokens
 from outrider.system.ranks import here
 
 _PRIOR = 0.6  # a_1 before anything is known
-_PRIOR_WEIGHT = 1.0  # in rounds; each a_i starts from the estimate of the one before it
+_PRIOR_WEIGHT = 2.0  # in rounds; each a_i starts from the estimate of the one before it
 # Of all rows so far, in the estimate of one: texts of a pair differ less than the first rounds of one text do, and with
 # less weight two rejections end a row's drafts.
 _OTHERS_WEIGHT = 8.0
 _MEMORY = 0.95  # weight of a round after the next one, so that the estimate follows the text
 _MEMORY_OF_ALL = 0.98  # of rows that may be many
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # rounds without drafts before another try; doubled with each that fails
+_WORTH_A_CHANGE = 1.03  # times as many tokens per second: the first round of another K takes longer
 _TRY_EVERY = 32  # rounds, at most, a K whose cost may be lower than it seems
 
 
@@ -151,6 +152,7 @@ class AdaptiveSchedule:
     _pause: int = field(default=_FIRST_PAUSE, init=False)
     _num_idle: int = field(default=0, init=False)
     _num_since_try: int = field(default=0, init=False)
+    _usual: int = field(default=0, init=False)  # the K of the last round that tried none
     _again: int | None = field(default=None, init=False)  # a K that is being tried
 
     def __post_init__(self) -> None:
@@ -177,6 +179,9 @@ class AdaptiveSchedule:
         costs = self._live_costs
         rates = {k: totals[k] / costs.seconds(num_rows, max(k, least)) for k in costs.ks}
         best = max(rates, key=rates.__getitem__)
+        if rates[best] < _WORTH_A_CHANGE * rates[self._usual]:
+            best = self._usual
+        self._usual = best
         self._num_since_try += 1
         if self._num_since_try >= _TRY_EVERY:
             self._num_since_try = 0
