@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
 from outrider.decoding.batch import Row
+from outrider.decoding.engine import Engine
 from outrider.decoding.prompts import next_forward
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.records import Request
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.sampling.rules import BLOCK
-from toys import llama_pair, request, tokens
+from toys import InTurn, llama_pair, request, tokens
 
 MOST_PADDING = 64  # on the CPU
 FAR_APART = (150, 20, 230, 90, 1, 240, 160, 77)  # lengths of prompts in slots next to one another
@@ -103,6 +104,20 @@ def test_every_token_is_fed_once_to_a_model_with_states(monkeypatch: pytest.Monk
     tokens(lm, NoDrafter(), _prompts(FAR_APART, 1), BLOCK, 0)
     rests = [(n - 1) % STRIDE for n in FAR_APART]
     assert num_fed() == sum(n - 1 for n in FAR_APART) - sum(rests) + len(FAR_APART) * (max(rests) + 1)
+
+
+def test_a_draft_catches_up_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that joined while nothing was drafted."""
+    target, drafter = llama_pair()
+    engine = Engine(target, drafter, BLOCK, num_slots=9, capacity=256, schedule=InTurn(0, 0, 4), prefill_chunk=None)
+    engine.submit(request([1, 2, 3], max_new_tokens=8))
+    engine.step()
+    num_fed = _count(monkeypatch, drafter.lm)
+    for one in _prompts(FAR_APART, 8):
+        engine.submit(one)
+    engine.step()
+    num_rows = 1 + len(FAR_APART)
+    assert num_fed() == 1 + sum(n - 1 for n in FAR_APART) + 4 * num_rows  # the token of the first round; and the drafts
 
 
 @pytest.mark.parametrize("lengths", [FAR_APART, NEAR])

@@ -14,6 +14,7 @@ from outrider.errors import CompileError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.runtime.padding import num_together
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings, is_finite, to_probs
@@ -196,14 +197,21 @@ class ModelSession(Session):
 
     def catch_up(self, rows: Rows) -> bool:
         """What a row lacks beyond one token, which is fed with its drafts."""
-        num_lacking = self._num_lacking(rows)
-        if num_lacking <= 1:
+        lacking = self._lacking(rows)
+        if max(lacking) <= 1:
             return False
-        cached, cache = self._cached[: len(rows)], self._cache.head(len(rows))
+        cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
         ends = torch.where(self._is_drafting(rows), rows.lengths - 1, starts)
         latest = min(rows.longest, self._lm.context_len)
-        self._lm.prefill(rows.ids, starts, ends, cache, latest=latest, num_columns=num_lacking)
+        begin = 0
+        while begin < len(lacking):
+            end = begin + num_together(lacking[begin:], self._lm.device)
+            cache, num_columns = self._cache.rows(begin, end), max(lacking[begin:end])
+            self._lm.prefill(
+                rows.ids[begin:end], starts[begin:end], ends[begin:end], cache, latest=latest, num_columns=num_columns
+            )
+            begin = end
         cached.copy_(ends)
         return True
 
@@ -284,16 +292,13 @@ class ModelSession(Session):
         most = self._lm.context_len
         return [row is not None and row.most_drafted > 0 and row.shortest <= most for row in rows.bounds]
 
-    def _num_lacking(self, rows: Rows) -> int:
-        """The most tokens that the cache of a row that is drafted for may lack, besides the last one of its text."""
-        return max(
-            (
-                self._num_idle[slot] + row.may_lack_one
-                for slot, (row, is_wanted) in enumerate(zip(rows.bounds, self._wanted(rows), strict=True))
-                if row is not None and is_wanted
-            ),
-            default=0,
-        )
+    def _lacking(self, rows: Rows) -> list[int]:
+        """How many tokens the cache of each row that is drafted for may lack at most, besides the last one of its text;
+        0 for others."""
+        return [
+            self._num_idle[slot] + row.may_lack_one if row is not None and is_wanted else 0
+            for slot, (row, is_wanted) in enumerate(zip(rows.bounds, self._wanted(rows), strict=True))
+        ]
 
     def _fed(self, rows: Rows) -> Tensor:
         """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
@@ -302,7 +307,7 @@ class ModelSession(Session):
         Returns:
             [B, 1 or 2]
         """
-        if self._num_lacking(rows) != 1 and not self._lm.execution.is_prepared:
+        if max(self._lacking(rows)) != 1 and not self._lm.execution.is_prepared:
             return rows.last_ids[:, None]
         columns = torch.stack((rows.lengths - 2, rows.lengths - 1), dim=1)
         return rows.ids.gather(1, columns.clamp_min(0))
