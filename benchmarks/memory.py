@@ -31,6 +31,7 @@ from outrider.bench.report import new_table
 from outrider.decoder import Decoder
 from outrider.models.placement import DTYPES
 from outrider.models.registry import resolve
+from outrider.runtime.thin_weight import ThinWeight
 from outrider.system.provenance import provenance
 
 # dtype, quantization, rows, tokens in each
@@ -97,7 +98,7 @@ def _loaded(target: str, dtype: str, quantization: str) -> Decoder:
 def _leave_file(decoder: Decoder) -> None:
     """Copy the weights that are pages of the checkpoint's file: with them goes the mapping of the whole file."""
     for parameter in decoder.target.model.parameters():
-        if type(parameter) is torch.nn.Parameter:
+        if type(parameter) in (torch.nn.Parameter, ThinWeight):
             parameter.data = parameter.data.clone()
 
 
