@@ -8,7 +8,7 @@
 embedded target accept as much. llama.cpp is built as peers.py describes; ``pip install gguf`` for its format.
 
 A prompt: calls of one greedy token for prompts of random tokens, a new one in each turn, so that no program finds one
-in a cache; wall clock, all programs in turn, each in a process of its own (peer_arms.py). A batch: calls of one token
+in a cache; wall clock, all programs in turn, each in a process of its own (peer_arms/). A batch: calls of one token
 for eight rows of 20 to 500 tokens. ``together`` is one call; ``one by one`` is a call for each row; ``as one row`` is a
 single prompt of as many tokens, whose products are as wide as can be; ``as long as the longest`` is one call for eight
 rows of 500 tokens, which is the cost of padding. The last line of standard output is one JSON document.
@@ -27,7 +27,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from peer_arms import Worker, hf_arms, llama_cpp_arms, llama_cpp_build, outrider_arms
+from peer_arms.hugging_face import hf_arms
+from peer_arms.llama_cpp import llama_cpp_arms, llama_cpp_build
+from peer_arms.own import outrider_arms
+from peer_arms.worker import Worker
 from rich.console import Console
 
 from outrider.api import load
