@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from outrider.runtime.bare import code_of, key_of, pack, unpack
 from outrider.runtime.execution import Call
 from outrider.runtime.maker import Maker, Order, Process
 from outrider.runtime.making import Job, check_constants
+from outrider.runtime.programs import Made
 from outrider.sampling.rules import RULES
 from toys import as_lm, llama_pair, tiny_llama
 
@@ -295,6 +297,36 @@ def _call(lm: Any, length: int = 8) -> Call:
 @pytest.fixture(scope="module")
 def call() -> Iterator[Call]:
     yield _call(as_lm(tiny_llama()))
+
+
+def test_progress_is_told_to_its_end(
+    call: Call, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside texts, where nobody sees otherwise when they stop being slow."""
+    are_ordered = threading.Event()
+
+    class Makes(Refuses):
+        def make(self, job: Job) -> Made:  # type: ignore[override]
+            assert are_ordered.wait(LIMIT_S)
+            return Made("name", b"", b"")
+
+    monkeypatch.setattr(maker_module, "Process", Makes)
+    monkeypatch.setattr(maker_module, "Loaded", lambda made, weights: "a program")
+    monkeypatch.setattr(maker_module.programs, "find", lambda key: None)
+    monkeypatch.setattr(maker_module.programs, "keep", lambda key, made: None)
+    caplog.set_level("INFO", "outrider.runtime.maker")
+    maker = Maker(is_beside=True)
+    orders = [maker.order(call, is_urgent=True) for _ in range(2)]
+    are_ordered.set()
+    for order in orders:
+        assert order.program.result(LIMIT_S) == "a program"
+    end_s = time.monotonic() + LIMIT_S
+    while "left" not in caplog.text:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    *compiling, last = [record.message for record in caplog.records if record.name == "outrider.runtime.maker"]
+    assert last == "nothing is left to compile (2 programs)"
+    assert [message.partition(" (")[0] for message in compiling] == ["compiling draft_steps of target"] * 2
 
 
 def test_the_same_call_is_the_same_bytes(call: Call) -> None:

@@ -214,6 +214,8 @@ class Maker:
         with self._failing(order):
             programs.keep(order.key, made)
             self._finish(order, made)
+        if self._is_beside and not self._open:
+            _LOG.info("nothing is left to compile (%d programs)", self.num_orders)
         return process
 
     @contextmanager

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("outrider.serve")
 _SERVER = "Server"
+_LINES = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @flat
@@ -106,6 +107,8 @@ def serve(
 
     def load() -> Decoder:
         decoder = pair.load(waits=wait)
+        for handler in logging.getLogger("outrider.runtime.maker").handlers:
+            handler.setFormatter(_LINES)
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 
     listener = listen(host, port)
@@ -133,8 +136,8 @@ def serve(
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    # Not "outrider" as a whole: the command's options let compilation speak for itself.
+    handler.setFormatter(_LINES)
+    # Not "outrider" as a whole: the models' options let compilation speak for itself (``load``).
     names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO, "uvicorn": logging.WARNING}
     levels = {logging.getLogger(name): level for name, level in names.items()}
     for logger, level in levels.items():
