@@ -34,8 +34,8 @@ Where it crashes with bfloat16, ``--openvino-isa AVX512_CORE_BF16`` forbids AMX 
 Every arm that drafts does so at its own best K: a pilot runs it at each of ``--k`` (Outrider: of ``--own-k``, fewer,
 since each takes minutes to compile the first time; then they are kept) on two prompts which are not measured, and the K
 that took least time at this temperature takes part in the measurement. There, each prompt is one measurement of each
-arm, all arms in turn. A time is the wall clock of one whole call, prefill included; all have the same number of
-threads.
+arm, all arms in turn. A time is the wall clock of one whole call, prefill included; all have the same number of threads
+(CTranslate2 also has an arm with one).
 
 "plain / it" is the speed of Outrider's fastest plain arm over the arm's, with its 95% interval: above 1, Outrider is
 faster; "best / it" is the same for Outrider's fastest speculative arm. "as HF" counts the prompts whose greedy tokens
