@@ -144,6 +144,20 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("from_disk")
+def test_nothing_is_left_in_the_temporary_folder(
+    plain: Plain, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while the program is in use, since a signal may end the process."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    fast = plain.target.compiled()
+    assert plain.say(fast) == plain.want
+    assert not list(folder.iterdir())
+    assert plain.say(fast) == plain.want
+    assert os.environ["TMPDIR"] == str(folder)
+
+
+@pytest.mark.usefixtures("from_disk")
 def test_weights_are_shared_and_followed(plain: Plain) -> None:
     """No copy: a weight that is changed in place is changed in the program."""
     target, _ = llama_pair()

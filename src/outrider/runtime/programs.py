@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 4 * 2**30  # on disk
+_LOADING = threading.Lock()
 _CHECKSUM_BYTES, _NAME_BYTES = 32, 64
 
 
@@ -86,11 +90,26 @@ def _read(name: str) -> bytes | None:
     return None
 
 
+@contextmanager
+def _unpacked_in(folder: str) -> Iterator[None]:
+    """The loader unpacks into the system's temporary folder, and a process that a signal ends leaves that there. Once
+    it is loaded, a library needs no file."""
+    with _LOADING:
+        usual = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["TMPDIR"]
+            if usual is not None:
+                os.environ["TMPDIR"] = usual
+
+
 class Loaded:
     """A compiled graph with the weights of a model, which it points to."""
 
     def __init__(self, made: Made, weights: Mapping[str, Tensor]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _unpacked_in(folder):
             path = Path(folder) / "program.pt2"
             path.write_bytes(made.package)
             # Inductor's own way to load it would import Inductor, which takes seconds.
