@@ -22,7 +22,7 @@ from outrider.serve.answers import DONE, KEEP_ALIVE, Form, Judged, event
 from outrider.serve.figures import metrics_of, timings_of, usage_of
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.schemas import Ask
-from outrider.serve.tickets import Ticket, arrivals
+from outrider.serve.tickets import Ticket, arrival
 from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
@@ -185,19 +185,16 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
 async def _events(ticket: Ticket) -> AsyncIterator[_Item]:
     """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
     num_open = len(ticket.jobs)
-    if not num_open:
-        return
-    async for event_ in arrivals(ticket.events):
+    while num_open:
+        event_ = await arrival(ticket.events)
         if event_ is None:
             yield None
             continue
         which, item = event_
         if isinstance(item, Exception):
             raise item
-        yield which, item
         num_open -= item.finish_reason is not None
-        if not num_open:
-            return
+        yield which, item
 
 
 async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIterator[_Item]:

@@ -9,7 +9,7 @@ This module knows no engine and no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,16 +22,13 @@ Event = tuple[int, Chunk | Exception]
 _Item = TypeVar("_Item")
 
 
-async def arrivals(queue: asyncio.Queue[_Item]) -> AsyncIterator[_Item | None]:
-    """What comes, for ever; None where nothing has come for a while."""
-    while True:
-        try:
-            async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
-                item = await queue.get()
-        except TimeoutError:
-            yield None
-        else:
-            yield item
+async def arrival(queue: asyncio.Queue[_Item]) -> _Item | None:
+    """The next item; None where nothing has come for a while."""
+    try:
+        async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
+            return await queue.get()
+    except TimeoutError:
+        return None
 
 
 @dataclass(slots=True)

@@ -30,12 +30,13 @@ from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.metrics import Metrics
 from outrider.serve.refusal import Refusal, unavailable
 from outrider.serve.scoring import prompt_logprobs
-from outrider.serve.tickets import Event, Ticket, TicketRow, Work, arrivals
+from outrider.serve.tickets import Event, Ticket, TicketRow, Work, arrival
 
 _LOG = logging.getLogger("outrider.serve")
 _LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
 _NO_LOAD = Load(0, 0, 0, 0)
 _NO_PROGRAMS = "a text with a seed needs compiled programs, which cannot be made on this server: leave the seed out"
+
 _NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
 
 State = Literal["loading", "ready", "draining", "failed"]
@@ -183,9 +184,7 @@ class Worker:
         self._works.add(work)
         self._inbox.put(lambda: self._works_on_thread.append(work))
         try:
-            async for found in arrivals(work.found):
-                if isinstance(found, StopIteration):
-                    return
+            while not isinstance(found := await arrival(work.found), StopIteration):
                 if isinstance(found, Exception):
                     raise found
                 yield found
