@@ -155,7 +155,7 @@ class Prepared(ABC):
     """Runs steps as programs, which are made when they are first needed. For one model.
 
     Lengths and rows are rounded up to powers of two. Of more than MOST_PROGRAMS programs, those go that were not used
-    for the longest time. A program that could not be made is not tried again.
+    for the longest time. A future that has failed stays: its program is not tried again.
     """
 
     name: str

@@ -248,7 +248,7 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
         raise FileError(f"{path}, line {number}: the prompt of a chat is not what was fed: give its 'prompt_ids'")
     masked = next((name for name in CONSTRAINTS if options.get(name) is not None), None)
     if masked is not None:
-        raise FileError(f"{path}, line {number}: texts under a {masked} are not judged here: leave it out of the file")
+        raise FileError(f"{path}, line {number}: texts under a {masked} are not judged here: leave this line out")
     bias = kept.get("logit_bias")
     if bias is not None and not (isinstance(bias, list) and all(isinstance(item, str) for item in bias)):
         raise FileError(f'{path}, line {number}: logit_bias is a list of texts, like ["42=-5"]')
