@@ -13,7 +13,7 @@ from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
-from outrider.records import Request, RowRound
+from outrider.records import Request, Round, RowRound
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, RULES, Rule
 from toys import InTurn, MadeUpTimes, StopAt, llama_pair, request, table_pair, tokens
@@ -304,6 +304,22 @@ def test_a_draft_reads_a_prompt_when_it_drafts(rule: Rule, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.drafters.model.PREFILL_TOKENS", 0)  # no prompt is short enough to be left
     assert late.outputs == played().outputs
     assert 8 in read  # the chunks of the second prompt
+
+
+def test_only_prompts_that_are_read_later_count_as_prefill() -> None:
+    """To read tokens that were generated meanwhile is a part of drafting: else a K that pauses would cost less than it
+    does."""
+    target, drafter = llama_pair()
+    engine = _engine(target, drafter, REJECTION, InTurn(3, 0, 0, 0, 0))
+    engine.submit(request((1, 2, 3), max_new_tokens=40))
+    rounds: list[Round] = []
+    while (round_ := engine.step()) is not None:
+        rounds.append(round_)
+        if len(rounds) == 6:
+            engine.submit(request(tuple(range(20, 27)), seed=1, max_new_tokens=20))
+    drafting = [number for number, one in enumerate(rounds, 1) if any(row.num_drafted for row in one.rows)]
+    assert drafting[:2] == [5, 10]
+    assert [number for number, one in enumerate(rounds, 1) if one.timing.prefill_s > 0] == [1, 7, 10]
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

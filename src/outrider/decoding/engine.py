@@ -359,11 +359,11 @@ class Engine:
         shortest = [0 if row is None else row.shortest for row in rows.bounds]
         longest = [0 if row is None else row.longest for row in rows.bounds]
         noise = self._noise.at(batch.seeds[:num_rows], rows.lengths, shortest, longest, k)
-        mark = self._clock.mark()
+        mark = drafting = self._clock.mark()
         if self._session.catch_up(rows):
-            self._prefills.append((mark, self._clock.mark()))
-        with execution.turn():
             drafting = self._clock.mark()
+            self._prefills.append((mark, drafting))
+        with execution.turn():
             draft = self._session.propose(rows, k, self._rule, noise)
             draft = padded(draft, execution.round_drafts(draft.ids.shape[1], k))
             verifying = self._clock.mark()

@@ -138,7 +138,7 @@ class Session(ABC):
         """Before ``propose``: read what was left out while nothing was drafted.
 
         Returns:
-            Whether there was anything to read.
+            Whether prompts were among it. If so, it counts as prefill, else as drafting.
         """
         return False
 

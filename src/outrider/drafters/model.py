@@ -153,12 +153,13 @@ class ModelSession(Session):
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
-        self._num_idle = [0] * num_slots  # tokens that were not fed since the row was last drafted for, at most
+        self._num_left = [0] * num_slots  # tokens of its prompt that were left for later, at most
+        self._num_idle = [0] * num_slots  # rounds since the last in which the row was drafted for
         self._is_idle = False  # nothing was drafted in the last round
         self._most_left = PREFILL_TOKENS // num_slots  # tokens of a prompt: one forward reads what all slots lack
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        num_idle = 0
+        num_left = num_idle = 0
         if source is None:
             self._cache.erase(slot, num_tokens)
             self._cached[slot].clamp_(max=num_tokens)
@@ -166,10 +167,10 @@ class ModelSession(Session):
         if num_tokens > 0:
             # The one place where the host waits for the device: a prompt joins, or a row moves.
             num_tokens = self._cache.take_over(source, min(num_tokens, int(self._cached[source])))
-            num_idle = self._num_idle[source]
+            num_left, num_idle = self._num_left[source], self._num_idle[source]
         self._cache.copy(source, slot, num_tokens)
         self._cached[slot] = self._filled[slot] = num_tokens
-        self._num_idle[slot] = num_idle
+        self._num_left[slot], self._num_idle[slot] = num_left, num_idle
 
     def prefill(self, chunk: Prefill) -> None:
         """A prompt that is longer than the draft's context is left out: nothing is drafted for it. While nothing is
@@ -179,11 +180,12 @@ class ModelSession(Session):
         starts = self._filled[begin:end]
         ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
         num_columns = max(to - start for start, to in zip(starts, ends, strict=True))
+        self._num_idle[begin:end] = [0] * len(ends)
         if self._is_idle and num_columns <= self._most_left and not self._lm.has_states:
-            self._num_idle[begin:end] = [to - start for start, to in zip(starts, ends, strict=True)]
+            self._num_left[begin:end] = [to - start for start, to in zip(starts, ends, strict=True)]
             return
         self._filled[begin:end] = ends
-        self._num_idle[begin:end] = [0] * len(ends)
+        self._num_left[begin:end] = [0] * len(ends)
         device = chunk.ids.device
         self._lm.prefill(
             chunk.ids,
@@ -213,7 +215,7 @@ class ModelSession(Session):
             )
             begin = end
         cached.copy_(ends)
-        return True
+        return any(self._num_left[slot] for slot, num in enumerate(lacking) if num)
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         lm, num_rows = self._lm, len(rows)
@@ -282,6 +284,8 @@ class ModelSession(Session):
     def _count_idle(self, wanted: Sequence[bool]) -> None:
         for slot, is_wanted in enumerate(wanted):
             self._num_idle[slot] = 0 if is_wanted else self._num_idle[slot] + 1
+            if is_wanted:
+                self._num_left[slot] = 0
 
     def _is_drafting(self, rows: Rows) -> Tensor:
         """[B]"""
@@ -296,7 +300,7 @@ class ModelSession(Session):
         """How many tokens the cache of each row that is drafted for may lack at most, besides the last one of its text;
         0 for others."""
         return [
-            self._num_idle[slot] + row.may_lack_one if row is not None and is_wanted else 0
+            self._num_left[slot] + self._num_idle[slot] + row.may_lack_one if row is not None and is_wanted else 0
             for slot, (row, is_wanted) in enumerate(zip(rows.bounds, self._wanted(rows), strict=True))
         ]
 
