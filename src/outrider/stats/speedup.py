@@ -1,9 +1,8 @@
 """How much speculation gains: closed forms.
 
 In a round of K drafted tokens the i-th is accepted with probability a_i if those before it are. With c the time of a
-draft
-step and v that of a verify, both over the time of a plain step of the target, everything follows from two numbers: the
-    tokens that a round commits, and its duration.
+draft step and v that of a verify, both over the time of a plain step of the target, everything follows from two
+numbers: the tokens that a round commits, and its duration.
 
 Source: Leviathan et al. 2211.17192, section 3, where every a_i is the same alpha and v is 1; there K is gamma.
 """
