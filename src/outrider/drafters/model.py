@@ -179,10 +179,10 @@ class ModelSession(Session):
         is_fed = [length <= self._lm.context_len for length in chunk.lengths]
         starts = self._filled[begin:end]
         ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
-        num_columns = max(to - start for start, to in zip(starts, ends, strict=True))
+        num_new = [to - start for start, to in zip(starts, ends, strict=True)]
         self._num_idle[begin:end] = [0] * len(ends)
-        if self._is_idle and num_columns <= self._most_left and not self._lm.has_states:
-            self._num_left[begin:end] = [to - start for start, to in zip(starts, ends, strict=True)]
+        if self._is_idle and max(num_new) <= self._most_left and not self._lm.has_states:
+            self._num_left[begin:end] = num_new
             return
         self._filled[begin:end] = ends
         self._num_left[begin:end] = [0] * len(ends)
@@ -193,7 +193,7 @@ class ModelSession(Session):
             torch.tensor(ends, device=device),
             self._cache.rows(begin, end),
             latest=max(starts),
-            num_columns=num_columns,
+            num_columns=max(num_new),
         )
         self._cached[begin:end] = torch.tensor(ends, device=device)
 
