@@ -41,6 +41,7 @@ from outrider.models.quantize import (
 from outrider.models.registry import ModelSpec
 from outrider.models.room import check_fits, fastest_with_room, forms, room_of, stored_bytes
 from outrider.models.store import kept_type, thin, widened
+from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
 from outrider.runtime.stored import stored_tensors, whole
 from outrider.system.ranks import here
@@ -151,6 +152,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
         thin(model, kept)
+    if device.type == "cpu" and device_map is None and size == 1 and huge_pages.are_there():
+        huge_pages.move_weights(model)
     if placed.quantization != "none":
         _tell_share(name, str(placed.quantization), quantized_share(model))
     return Checkpoint(name, model, load_tokenizer(spec))

@@ -1,0 +1,50 @@
+"""Weights on the CPU in huge pages.
+
+A forward of few rows reads all weights once. In pages of 4 KB the processor looks up an address for every 64 lines of
+its cache, in pages of 2 MB for every 32,768; on a virtual machine, where an address is looked up twice, this costs up
+to a tenth of a round, and more where rounds are held up by it (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from outrider.runtime.stored import stored_tensors
+
+_PAGE_BYTES = 2 * 2**20
+_ALIGNED_BYTES = 64  # a line of the processor's cache
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def are_there() -> bool:
+    """Whether this system gives huge pages to who asks for them."""
+    return hasattr(mmap, "MADV_HUGEPAGE") and _SETTING.exists() and "[never]" not in _SETTING.read_text()
+
+
+def move_weights(model: nn.Module) -> None:
+    """Move the weights of a model on the CPU to huge pages, one after the other, so that no more than one is there
+    twice. Tensors that others share memory with stay where they are."""
+    tensors = {id(one): one for weight in model.state_dict(keep_vars=True).values() for one in stored_tensors(weight)}
+    num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
+    moved = [one for one in tensors.values() if _is_movable(one) and num_users[one.untyped_storage().data_ptr()] == 1]
+    sizes = [-(-one.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for one in moved]
+    if sum(sizes) < _PAGE_BYTES:
+        return
+    memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    place = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE_BYTES
+    for one, size in zip(moved, sizes, strict=True):
+        # Each has a storage of its own, which keeps the memory alive.
+        there = torch.frombuffer(memory, dtype=one.dtype, count=one.numel(), offset=place).view(one.shape)
+        one.data = there.copy_(one)
+        place += size
+
+
+def _is_movable(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0

@@ -1,0 +1,82 @@
+"""Weights in huge pages: the same numbers at other addresses."""
+
+import mmap
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.models.store import thin
+from outrider.runtime.huge_pages import move_weights
+from outrider.runtime.stored import stored_tensors
+from outrider.runtime.thin_kernel import library
+from toys import tiny_llama
+
+pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no such pages")
+
+
+def _large() -> nn.Module:
+    """Of more than a page, with two layers that share a weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1024, 768), nn.Linear(768, 768), nn.BatchNorm1d(768), nn.Linear(768, 1024))
+    model[3].weight = model[0].weight
+    return model
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    return {name: weight.data_ptr() for name, weight in model.state_dict(keep_vars=True).items()}
+
+
+def test_the_numbers_stay_the_same() -> None:
+    model = _large()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    parameters, addresses = dict(model.named_parameters()), _addresses(model)
+    move_weights(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert all(new is parameters[name] for name, new in model.named_parameters())
+    assert not set(addresses.values()) & set(_addresses(model).values())
+
+
+def test_layers_that_share_a_weight_still_do() -> None:
+    model = _large()
+    move_weights(model)
+    assert model[3].weight is model[0].weight
+    model[0].weight.data[0] = 7.0
+    assert (model[3].weight[0] == 7.0).all()
+
+
+def test_each_weight_has_a_storage_of_its_own() -> None:
+    model = _large()
+    move_weights(model)
+    weights = dict(model.named_parameters()).values()
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == len(weights)
+
+
+def test_views_of_common_memory_stay_where_they_are() -> None:
+    model = _large()
+    both = torch.randn(2, 768, 768)
+    model.append(nn.Linear(768, 768))
+    model[1].weight, model[4].weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+    move_weights(model)
+    assert [model[1].weight.data_ptr(), model[4].weight.data_ptr()] == [one.data_ptr() for one in both]
+
+
+def test_kept_weights_move_too() -> None:
+    if library() is None:
+        pytest.skip("no compiler")
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+    x = torch.randn(1, 2048)
+    thin(model, torch.bfloat16)
+    before, stored = model(x), [one.data_ptr() for one in stored_tensors(model[0].weight)]
+    move_weights(model)
+    assert torch.equal(model(x), before)
+    assert [one.data_ptr() for one in stored_tensors(model[0].weight)] != stored
+
+
+def test_a_small_model_is_left_alone() -> None:
+    model = tiny_llama()
+    addresses = _addresses(model)
+    move_weights(model)
+    assert _addresses(model) == addresses
