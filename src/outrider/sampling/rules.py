@@ -53,9 +53,14 @@ def _draft_probs(target_probs: Tensor, draft: Draft) -> Tensor:
 
 
 def _at(probs: Tensor, ids: Tensor) -> Tensor:
+    """probs [B, K, V] at ids [B, K] -> [B, K]"""
+    return probs.gather(-1, ids[..., None]).squeeze(-1)
+
+
+def _normalised_at(probs: Tensor, ids: Tensor) -> Tensor:
     """probs [B, K, V] at ids [B, K] -> [B, K] in float64 (the comparison with u must not round)."""
     # A softmax in float32 sums to 1 only up to 1e-6.
-    return wide(probs.gather(-1, ids[..., None]).squeeze(-1)) / wide_sum(probs)
+    return wide(_at(probs, ids)) / wide_sum(probs)
 
 
 def _is_drafted(draft: Draft) -> Tensor:
@@ -88,7 +93,7 @@ def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdi
         target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
     """
     draft_probs = _draft_probs(target_probs, draft)
-    p_x, q_x = _at(target_probs[:, :-1], draft.ids), _at(draft_probs, draft.ids)
+    p_x, q_x = _normalised_at(target_probs[:, :-1], draft.ids), _normalised_at(draft_probs, draft.ids)
     accept = noise.accept[:, : draft.ids.shape[1]]
     num_accepted = _prefix_length((accept * q_x < p_x) & _is_drafted(draft))
     # After full acceptance there is no q: the residual of p and nothing is p itself, the bonus.
@@ -119,29 +124,42 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     """
     draft_probs = _draft_probs(target_probs, draft)
     k = draft.ids.shape[1]
-    p_x, q_x = _at(target_probs[:, :-1], draft.ids), _at(draft_probs, draft.ids)
+    p_sums, q_sums = wide_sum(target_probs), wide_sum(draft_probs)
+    p_x = wide(_at(target_probs[:, :-1], draft.ids)) / p_sums[:, :-1]
+    q_x = wide(_at(draft_probs, draft.ids)) / q_sums
     weights = [torch.ones_like(draft.num_drafted, dtype=p_x.dtype)]
     for i in range(k):
         # q(x) = 0 only in padding columns; whatever weight comes out there is not looked at.
         weights.append((weights[-1] * p_x[:, i] / q_x[:, i]).clamp_max(1.0))
     w = torch.stack(weights, dim=1)  # [B, K+1]
-    is_drafted = _is_drafted(draft)
-    q_next = torch.where(is_drafted[..., None], normalised(draft_probs), 0.0)
-    rest = w[..., None] * normalised(target_probs)  # [B, K+1, V]
-    rest[:, :-1] -= q_next
-    rest.clamp_min_(0.0)
-    rest_mass = rest[:, 1:].sum(-1)  # R_1 .. R_K
-    w_tail = w[:, 1:]
-    is_last = torch.arange(1, k + 1, device=w.device) == draft.num_drafted[:, None]
-    goods = torch.where(is_last, w_tail, rest_mass / (rest_mass + 1.0 - w_tail))  # 0/0 is NaN, and never good
-    is_good = (noise.accept[:, :k] < goods) & is_drafted
-    lengths = torch.arange(1, k + 1, device=w.device) * is_good
-    num_accepted = lengths.amax(dim=1) if k else torch.zeros_like(draft.num_drafted)
-    rows = _row_at(rest, num_accepted)
-    # As in residual(): an empty rest means p = q up to rounding.
-    rows = torch.where(rows.sum(-1, keepdim=True) > 0, rows, wide(_row_at(target_probs, num_accepted)))
-    next_ids = draw(rows, noise.next)
-    return Verdict(num_accepted, next_ids, torch.stack((p_x, q_x), dim=-1))
+    p_scales, q_scales = (
+        w / p_sums,
+        1.0 / q_sums,
+    )
+    num_accepted = torch.zeros_like(draft.num_drafted)
+    if k:
+        w_tail = w[:, 1:]
+        # R_1 .. R_{K-1}: prefix K is a full draft, or padding.
+        inner = slice(1, k)
+        rest = _rest(target_probs[:, inner], p_scales[:, inner], draft_probs[:, inner], q_scales[:, inner]).sum(-1)
+        rest = torch.cat((rest, w_tail[:, -1:]), dim=1)
+        is_full = torch.arange(1, k + 1, device=w.device) == draft.num_drafted[:, None]
+        goods = torch.where(is_full, w_tail, rest / (rest + 1.0 - w_tail))  # 0/0 is NaN, and never good
+        is_good = (noise.accept[:, :k] < goods) & _is_drafted(draft)
+        num_accepted = (torch.arange(1, k + 1, device=w.device) * is_good).amax(dim=1)
+    p_row, p_scale = _row_at(target_probs, num_accepted), _row_at(p_scales, num_accepted)
+    if k:
+        at, is_rejected = num_accepted.clamp_max(k - 1), num_accepted < draft.num_drafted
+        q_row = torch.where(is_rejected[:, None], _row_at(draft_probs, at), 0.0)
+        rows = _rest(p_row, p_scale, q_row, torch.where(is_rejected, _row_at(q_scales, at), 0.0))
+        # As in residual(): an empty rest means p = q up to rounding.
+        p_row = torch.where(rows.sum(-1, keepdim=True) > 0, rows, wide(p_row))
+    return Verdict(num_accepted, draw(p_row, noise.next), torch.stack((p_x, q_x), dim=-1))
+
+
+def _rest(p: Tensor, p_scales: Tensor, q: Tensor, q_scales: Tensor) -> Tensor:
+    """(p p_scale - q q_scale)+ of rows [..., V] and their scales [...], in float64"""
+    return (wide(p) * p_scales[..., None] - wide(q) * q_scales[..., None]).clamp_min_(0.0)
 
 
 def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
@@ -154,8 +172,8 @@ def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
     rows = [draw_gumbel(target_probs[:, i], noise.at(i).values()) for i in range(target_probs.shape[1])]
     target_ids = torch.stack(rows, dim=1)  # [B, K+1]
     num_accepted = _prefix_length((draft.ids == target_ids[:, :-1]) & _is_drafted(draft))
-    p_x = _at(target_probs[:, :-1], draft.ids)
-    q_x = _at(_draft_probs(target_probs, draft), draft.ids)
+    p_x = _normalised_at(target_probs[:, :-1], draft.ids)
+    q_x = _normalised_at(_draft_probs(target_probs, draft), draft.ids)
     return Verdict(num_accepted, _row_at(target_ids, num_accepted), torch.stack((p_x, q_x), dim=-1))
 
 
