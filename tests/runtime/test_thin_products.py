@@ -1,5 +1,7 @@
 """Products of few rows: the kernel against float64, and the graphs that call it. (Compiled, in test_compiled.py.)"""
 
+import ctypes
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from outrider.errors import CompileError
 from outrider.runtime import thin_kernel
 from outrider.runtime.thin_kernel import WEIGHT_DTYPES, thin_products
 from outrider.runtime.thin_products import MAX_KERNEL_ROWS, ThinProducts
@@ -77,7 +80,7 @@ def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch, caplog: py
 
     monkeypatch.setattr(thin_kernel, "_compile", fail)
     assert thin_kernel.library.__wrapped__() is not None
-    monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler"))
+    monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler", None))
     assert thin_kernel.library.__wrapped__() is None
     assert "cannot be compiled" in caplog.text
 
@@ -87,9 +90,23 @@ def test_machines_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: py
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert thin_kernel.library.__wrapped__() is None
     assert "No working C++ compiler found" in caplog.text
-    monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler"))
+    monkeypatch.setattr(thin_kernel, "compiler", lambda: ("another", "compiler", None))
     monkeypatch.setattr(thin_kernel, "_compile", lambda path: path.write_bytes(b"no library"))
     assert thin_kernel.library.__wrapped__() is None
+
+
+def test_threads_that_another_library_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in code by Clang: all have the number 0. Programs of a single thread are right."""
+    command, *_ = thin_kernel.compiler()
+    thin_kernel.check_threads(2)
+    (tmp_path / "another.cpp").write_text('extern "C" int omp_get_thread_num() { return 0; }')
+    (threads,) = (path for path in thin_kernel.SOURCES if path.name == "threads.cpp")
+    flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]
+    subprocess.run([command, str(threads), str(tmp_path / "another.cpp"), *flags], check=True)
+    monkeypatch.setattr(thin_kernel, "library", lambda: ctypes.CDLL(str(tmp_path / "threads.so")))
+    thin_kernel.check_threads(1)
+    with pytest.raises(CompileError, match="set CXX=g\\+\\+, or OMP_NUM_THREADS=1$"):
+        thin_kernel.check_threads(2)
 
 
 def test_a_kernel_that_is_damaged_is_compiled_again(

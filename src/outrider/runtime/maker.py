@@ -27,7 +27,7 @@ from outrider.errors import CompileError
 from outrider.runtime import programs
 from outrider.runtime.bare import code_of, key_of, pack, weights_of
 from outrider.runtime.execution import Call, Program
-from outrider.runtime.making import Job
+from outrider.runtime.making import Job, reason_of
 from outrider.runtime.programs import Loaded, Made
 
 _LOG = logging.getLogger(__name__)
@@ -224,13 +224,13 @@ class Maker:
         try:
             yield
         except Exception as error:  # what arbitrary models raise has no common type
-            self._fail(order, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._fail(order, reason_of(error))
 
     def _finish(self, order: Order, made: Made) -> None:
-        # Programs call it by name.
-        from outrider.runtime.thin_kernel import library
+        # Programs call its functions by name.
+        from outrider.runtime.thin_kernel import check_threads
 
-        library()
+        check_threads(order.num_threads)
         program = Loaded(made, weights_of(order.lm.model))
         self._close(order)
         order.program.set_result(program)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from outrider.errors import CompileError
 from outrider.runtime.bare import MAX_INLINED, code_of, unpack, weights_of
 from outrider.runtime.execution import Call
 from outrider.runtime.programs import Made, keep_package, package_of
@@ -78,12 +79,21 @@ def serve(number: int) -> None:
         try:
             answer: Made | str = make(job)
         except Exception as error:  # what arbitrary models and compilers may raise has no common type
-            answer = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            answer = reason_of(error)
         connection.send(answer)
+
+
+def reason_of(error: Exception) -> str:
+    """Why there is no program."""
+    kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:300]
 
 
 def make(job: Job) -> Made:
     """Trace and compile; or take it from disk, in order and nobody else's."""
+    from outrider.runtime.thin_kernel import check_threads
+
+    check_threads(job.num_threads)
     call = unpack(job.packed)
     if code_of(call.lm.model) != job.code:
         raise TypeError("the code of its modules is not that of their files: it was changed while it ran")

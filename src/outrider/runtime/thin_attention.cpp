@@ -9,7 +9,6 @@
 // Chunks begin at fixed places, and within a chunk each sum is formed in an order of its own; what is hidden adds zeros.
 // So the result of a query depends neither on the others nor on how many places are in view or on the number of threads.
 
-#include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>

@@ -21,12 +21,16 @@ from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
+from outrider.errors import CompileError
 from outrider.runtime.toolchain import compiler, processor
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("thin_products.cpp", "thin_attention.cpp", "vectors.h")]
+_NAMES = ("thin_products.cpp", "thin_attention.cpp", "threads.cpp", "vectors.h")
+SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
+# Contraction to fused multiply-add, which Clang before 16 leaves out as long as it keeps the order of exceptions, too.
+FLAGS = ("-ffp-contract=fast", "-fno-trapping-math")
 _MOST_BYTES = 2**24  # of kernels on disk
 # As programs see it.
 SHIM = (
@@ -86,8 +90,23 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def check_threads(num_threads: int) -> None:
+    """Load the kernels for programs of so many threads.
+
+    Raises:
+        CompileError: sums by such programs would be wrong here (threads.cpp).
+    """
+    kernels = library()
+    if num_threads > 1 and kernels is not None and not kernels.outrider_threads_are_numbered():
+        command, *_ = compiler()
+        raise CompileError(
+            f"with several threads its sums would be wrong, since {command} brings another OpenMP than PyTorch has: "
+            "set CXX=g++, or OMP_NUM_THREADS=1"
+        )
+
+
 def _library() -> ctypes.CDLL:
-    sources = [path.read_bytes() for path in _SOURCES]
+    sources = [path.read_bytes() for path in SOURCES]
     name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), sources)).encode()).hexdigest() + ".so"
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     with tempfile.TemporaryDirectory() as folder:
@@ -113,6 +132,6 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 def _compile(path: Path) -> None:
     _LOG.info("compiling the kernels for few rows")
-    options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=("-ffp-contract=fast",))
-    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+    options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=FLAGS)
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
     CppBuilder(path.stem, sources, options, str(path.parent)).build()

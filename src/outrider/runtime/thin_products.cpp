@@ -9,7 +9,6 @@
 // Each sum is formed in an order that depends on the width alone: by lanes, then across the lanes in a fixed tree. So a
 // row's result depends neither on other rows nor on their number, nor on the number of threads.
 
-#include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <vector>
@@ -118,11 +117,12 @@ void outrider_thin_products(const float* x, int64_t num_rows, int64_t width, con
                             int64_t num_threads) {
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
-#pragma omp parallel num_threads(num_threads)
-  {
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), before = 0;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t thread = 0; thread < num_threads; thread++) {
+    int64_t before = 0;
     for (int64_t m = 0; m < num_matrices; m++) {
-      int64_t number = nums_channels[m], begin = number * thread / threads, end = number * (thread + 1) / threads;
+      int64_t number = nums_channels[m];
+      int64_t begin = number * thread / num_threads, end = number * (thread + 1) / num_threads;
       auto run = [&](auto weights) { product(num_rows, x, weights, width, begin, end, y + before, all_channels); };
       if (bits == 32) run(static_cast<const float*>(matrices[m]));
       if (bits == 16) run(static_cast<const BFloat16*>(matrices[m]));

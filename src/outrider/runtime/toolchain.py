@@ -18,9 +18,11 @@ def processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
 
 
-def compiler() -> tuple[str, str]:
-    """The C++ compiler: its command and what it says of itself, which another release changes."""
+def compiler() -> tuple[str, str, str | None]:
+    """The C++ compiler: its command, what it says of itself, which another release changes, and the processor that it
+    is told to compile for, if not for this one."""
+    from torch._inductor import config
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
     command = get_cpp_compiler()
-    return command, get_compiler_version_info(command)
+    return command, get_compiler_version_info(command), config.cpp.march
