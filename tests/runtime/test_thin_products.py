@@ -98,7 +98,8 @@ def test_machines_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: py
 def test_threads_that_another_library_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in code by Clang: all have the number 0. Programs of a single thread are right."""
     command, *_ = thin_kernel.compiler()
-    thin_kernel.check_threads(2)
+    if "clang" not in command:
+        thin_kernel.check_threads(2)
     (tmp_path / "another.cpp").write_text('extern "C" int omp_get_thread_num() { return 0; }')
     (threads,) = (path for path in thin_kernel.SOURCES if path.name == "threads.cpp")
     flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]

@@ -44,14 +44,16 @@ INLINE Floats load(const float* from) {
   return values;
 }
 
-// Where an instruction is named below, GCC 12 would widen the portable form number by number.
+// Instructions are named, since GCC 12 widens the portable forms number by number, or in halves.
 
 INLINE Floats load(const BFloat16* from) {
-#if VECTOR_BYTES == 32
+#if VECTOR_BYTES == 64
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif VECTOR_BYTES == 32
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
-#elif VECTOR_BYTES == 16 && defined(__aarch64__)
+#elif defined(__aarch64__)
   return (Floats)vshll_n_u16(vld1_u16(&from->bits), 16);
-#elif VECTOR_BYTES == 16 && defined(__SSE2__)
+#elif defined(__SSE2__)
   return (Floats)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)from));
 #else
   typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
