@@ -29,7 +29,7 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _NAMES = ("thin_products.cpp", "thin_attention.cpp", "threads.cpp", "vectors.h")
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-# Contraction to fused multiply-add, which Clang before 16 leaves out as long as it keeps the order of exceptions, too.
+# Contraction to fused multiply-add, which Clang 14 leaves out where it has to keep the order of exceptions.
 FLAGS = ("-ffp-contract=fast", "-fno-trapping-math")
 _MOST_BYTES = 2**24  # of kernels on disk
 # As programs see it.
