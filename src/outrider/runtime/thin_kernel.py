@@ -27,7 +27,7 @@ from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
-_NAMES = ("thin_products.cpp", "thin_attention.cpp", "threads.cpp", "vectors.h")
+_NAMES = ("thin_products.cpp", "thin_attention.cpp", "threads.cpp", "int8_tiles.h", "vectors.h")
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 # Contraction to fused multiply-add, which Clang 14 leaves out where it has to keep the order of exceptions.
 FLAGS = ("-ffp-contract=fast", "-fno-trapping-math")

@@ -7,12 +7,14 @@
 // more to several streams than to one, and are prefetched.
 //
 // Each sum is formed in an order that depends on the width alone: by lanes, then across the lanes in a fixed tree. So a
-// row's result depends neither on other rows nor on their number, nor on the number of threads.
+// row's result depends neither on other rows nor on their number, nor on the number of threads. Where the processor has
+// tiles, weights of 8 bits go by them (int8_tiles.h).
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <vector>
 
+#include "int8_tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -120,13 +122,24 @@ void outrider_thin_products(const float* x, int64_t num_rows, int64_t width, con
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {
     int64_t before = 0;
+#ifdef HAS_TILES
+    bool by_tiles = bits == 8 && fits_tiles(width);
+    Digits digits(x, by_tiles ? num_rows : 0, width);
+#endif
     for (int64_t m = 0; m < num_matrices; m++) {
       int64_t number = nums_channels[m];
       int64_t begin = number * thread / num_threads, end = number * (thread + 1) / num_threads;
       auto run = [&](auto weights) { product(num_rows, x, weights, width, begin, end, y + before, all_channels); };
       if (bits == 32) run(static_cast<const float*>(matrices[m]));
       if (bits == 16) run(static_cast<const BFloat16*>(matrices[m]));
-      if (bits == 8) run(static_cast<const int8_t*>(matrices[m]));
+      if (bits == 8) {
+        auto weights = static_cast<const int8_t*>(matrices[m]);
+#ifdef HAS_TILES
+        if (by_tiles) tile_share(digits, num_rows, weights, width, begin, end, y + before, all_channels);
+        else
+#endif
+          run(weights);
+      }
       before += number;
     }
   }
