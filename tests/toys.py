@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import decode
+from outrider.decoding.learned import Learned
 from outrider.decoding.live_costs import LiveCosts
 from outrider.decoding.schedule import AdaptiveSchedule, Schedule
 from outrider.drafters.base import Drafter
@@ -173,6 +174,11 @@ class Output:
         return sum((Stats.of(row) for row in self.rounds), Stats())
 
 
+def adaptive(costs: Mapping[int, Mapping[int, float]]) -> AdaptiveSchedule:
+    """One that knows nothing but these costs."""
+    return AdaptiveSchedule(Learned(LiveCosts(costs)))
+
+
 @dataclass
 class MadeUpTimes:
     """An adaptive schedule for which each round takes what its costs say, on every machine."""
@@ -181,7 +187,7 @@ class MadeUpTimes:
     inner: AdaptiveSchedule = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inner = AdaptiveSchedule(self.costs)
+        self.inner = adaptive(self.costs)
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:

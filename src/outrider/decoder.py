@@ -6,13 +6,13 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from outrider.decoding.batch import final_length
-from outrider.decoding.costs import costs_by_load
 from outrider.decoding.engine import Engine, decode
+from outrider.decoding.experience import Experience
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
@@ -48,6 +48,8 @@ class Decoder:
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
         num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under "auto" a
             row whose seed is given keeps K = 4 where its text depends on K.)
+        experience: of this pair under "auto": later calls begin with what earlier ones have learned. ``replace`` hands
+            it on, and gives a decoder with another target or drafter one of its own.
     """
 
     target: LM
@@ -56,10 +58,13 @@ class Decoder:
     drafter: Drafter
     acceptance: str = DEFAULT_ACCEPTANCE
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
+    experience: Experience | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_acceptance(self.acceptance)
         check_num_draft_tokens(self.num_draft_tokens)
+        if self.experience is None or not self.experience.is_of(self.target, self.drafter):
+            object.__setattr__(self, "experience", Experience(self.target, self.drafter))
 
     @property
     def context_len(self) -> int:
@@ -284,7 +289,8 @@ class Decoder:
             return ConstantSchedule(0)
         if isinstance(k, int):
             return ConstantSchedule(k if most is None else min(k, most))
-        return AdaptiveSchedule(costs_by_load(self.target, self.drafter, rule, num_slots, num_tokens))
+        assert self.experience is not None
+        return AdaptiveSchedule(self.experience.under(rule, num_slots, num_tokens))
 
     def _repeatable(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
         """The text of a row whose seed was given must not depend on what is compiled; nor on the load, so that under

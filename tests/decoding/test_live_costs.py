@@ -10,10 +10,10 @@ import pytest
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine
 from outrider.decoding.live_costs import LiveCosts
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
+from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.records import Request, Round, RowRound
 from outrider.sampling.rules import REJECTION
-from toys import llama_pair, request
+from toys import adaptive, llama_pair, request
 
 MEASURED = {0: 5.2, 1: 6.8, 2: 8.0, 3: 9.4, 4: 10.8, 6: 14.0, 8: 17.0}
 NUM_TEXTS, TEXT_LENGTH = 100, 64
@@ -55,7 +55,7 @@ def test_costs_that_were_measured_wrong_are_put_right() -> None:
         costs = {k: seconds * math.exp(rng.uniform(math.log(0.7), math.log(1.5))) for k, seconds in MEASURED.items()}
         alpha = (0.4, 0.6, 0.8)[draw % 3]
         best = max(_rate(ConstantSchedule(k), costs, alpha, draw) for k in costs)
-        learned.append(_rate(AdaptiveSchedule({1: MEASURED}), costs, alpha, draw) / best)
+        learned.append(_rate(adaptive({1: MEASURED}), costs, alpha, draw) / best)
         measured_only.append(_rate(_Deaf(), costs, alpha, draw) / best)
     assert min(learned) > 0.95 and fmean(learned) > 0.98
     assert fmean(measured_only) < 0.92
@@ -65,11 +65,11 @@ class _Deaf:
     """The same, but it does not look at times, and so never tries a K for its cost."""
 
     def __init__(self) -> None:
-        self.inner = AdaptiveSchedule({1: MEASURED})
+        self.inner = adaptive({1: MEASURED})
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        self.inner._num_since_try = 0
+        self.inner.learned.habit(num_rows)._num_since_try = 0
         return self.inner.next_k(rows, num_rows)
 
     def learn(self, rounds: Sequence[RowRound]) -> None:

@@ -13,7 +13,7 @@ from outrider.decoding import costs as costs_module
 from outrider.decoding.batch import Row
 from outrider.decoding.costs import CostArm, measure_round_costs, round_costs, time_rounds
 from outrider.decoding.engine import decode
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
+from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -21,7 +21,7 @@ from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.sampling.rules import RULES, Rule
-from toys import MadeUpTimes, random_table, table_lm, table_pair, tokens
+from toys import MadeUpTimes, adaptive, random_table, table_lm, table_pair, tokens
 
 # Seconds of a round by K: a draft that is dear, one that is middling, one that is cheap beside its target.
 COSTS = {
@@ -64,23 +64,24 @@ def test_near_the_best_constant(alpha: float, costs: dict[int, float]) -> None:
     """Never more than 5% worse than the best of all constant K, plain decoding among them: so a useless draft (alpha 0)
     costs at most that. And the control: a constant K = 4 costs far more there."""
     constants = {k: _seconds(lambda k=k: ConstantSchedule(k), costs, alpha) for k in costs}
-    assert _seconds(lambda: AdaptiveSchedule({1: costs}), costs, alpha) < min(constants.values()) / 0.95
+    assert _seconds(lambda: adaptive({1: costs}), costs, alpha) < min(constants.values()) / 0.95
     assert alpha > 0 or constants[4] > 1.2 * constants[0]
 
 
 def test_a_draft_that_becomes_useful_is_found_again() -> None:
-    schedule, row = AdaptiveSchedule({1: COSTS["cheap"]}), _row(1, 10_000)
-    for _ in range(300):
-        schedule.learn([_round(schedule.next_k([row], 1), 0)])
+    schedule, row = adaptive({1: COSTS["cheap"]}), _row(1, 10_000)
     chosen = []
-    for _ in range(200):
-        chosen.append(schedule.next_k([row], 1))
-        schedule.learn([_round(chosen[-1], chosen[-1])])
-    assert chosen[0] == 0 and chosen[-1] >= 6  # K = 8 would be 2.9% faster, too little for a change
+    for number in range(500):
+        k = schedule.next_k([row], 1)
+        schedule.learn([_round(k, k if number >= 300 else 0)])
+        schedule.learn_cost(1, k, COSTS["cheap"][k])
+        chosen.append(k)
+    # K = 8 would be 2.9% faster, too little for a change
+    assert sum(k > 0 for k in chosen[:300]) < 30 and chosen[299] == 0 and chosen[-1] >= 6
 
 
 def test_what_goes_beyond_the_end_is_worth_nothing() -> None:
-    schedule = AdaptiveSchedule({1: COSTS["cheap"]})
+    schedule = adaptive({1: COSTS["cheap"]})
     for _ in range(30):
         schedule.learn([_round(8, 8)])
     assert schedule.next_k([_row(1, 100)], 1) == 8
@@ -192,6 +193,6 @@ def test_auto_through_the_door() -> None:
 
 def test_why_a_k_is_chosen() -> None:
     """With acceptance a, two drafted tokens give 1 + a + a^2 tokens: for the price of 1.75 from a = 1/2 on."""
-    one, other = AdaptiveSchedule({1: {0: 1.0, 2: 1.74}, 4: {0: 1.0, 2: 3.0}}).choices()
+    one, other = adaptive({1: {0: 1.0, 2: 1.74}, 4: {0: 1.0, 2: 3.0}}).choices()
     assert (one.num_rows, one.best_k, one.least_acceptance) == (1, 2, 0.5)
     assert (other.num_rows, other.best_k, other.least_acceptance) == (4, 0, None)

@@ -3,15 +3,16 @@
 import torch
 
 from outrider.api import load
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule
+from outrider.decoding.schedule import ConstantSchedule
 from outrider.serve.about import about
 from outrider.serve.fingerprint import fingerprint_of
 from pairs import embedded, random_llama, word_tokenizer
+from toys import adaptive
 
 
 def test_k_by_load_is_told_with_its_reason() -> None:
     costs = {1: {0: 0.002, 2: 0.003, 4: 0.004}, 8: {0: 0.004, 2: 0.012, 4: 0.04}}
-    lines = about(embedded(), AdaptiveSchedule(costs), 8, 512)
+    lines = about(embedded(), adaptive(costs), 8, 512)
     rows = [line.split() for line in lines[-2:]]
     # With one row 1.96 tokens in three milliseconds are more per second than 1 in two, and than 2.3 in four; with eight
     # rows two drafted tokens make at most three of one, at the price of three.

@@ -21,6 +21,8 @@ _PACE_ROUNDS = 16  # over so many rounds the pace of the machine is averaged
 _MOST_WEIGHT = 64.0  # and each factor over so many rounds of its kind
 _KEPT = 0.9995  # weight of a round after the next one of any kind
 _DOUBT = 0.5  # the part of a cost that may be missing in truth, before any round has shown it
+# It falls with this power of the weight: faster than noise does (1/2), since each try of a K costs something.
+_DOUBT_FALLS = 0.75
 
 
 @dataclass(slots=True)
@@ -31,7 +33,9 @@ class _Size:
         measured: K -> seconds.
         pace: of all rounds, over the measured costs.
         factors: of each K beside it.
-        weights: number of rounds that each factor rests on; old ones count less.
+        recent: number of rounds that the pace rests on, by their K. Where all are of one K, its next round shows the
+            pace alone; it shows a factor as far as they are of others.
+        weights: number of rounds that each factor rests on, as far as they show it; old ones count less.
     """
 
     measured: Mapping[int, float]
@@ -39,10 +43,12 @@ class _Size:
     num_rounds: float = 0.0
     factors: dict[int, float] = field(init=False)
     weights: dict[int, float] = field(init=False)
+    recent: dict[int, float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.factors = dict.fromkeys(self.measured, 1.0)
         self.weights = dict.fromkeys(self.measured, 0.0)
+        self.recent = dict.fromkeys(self.measured, 0.0)
 
     def seconds(self, k: int) -> float:
         return self.measured[k] * self.factors[k] * self.pace
@@ -53,10 +59,12 @@ class _Size:
         self.pace *= 1 + (error - 1) * share / min(self.num_rounds, _PACE_ROUNDS)
         for other in self.weights:
             self.weights[other] *= 1 - share * (1 - _KEPT)
-        has_others = any(weight > 0 for other, weight in self.weights.items() if other != k)
+        for other in self.recent:
+            self.recent[other] *= 1 - share / _PACE_ROUNDS
+        self.recent[k] += share
+        share *= 1 - self.recent[k] / sum(self.recent.values())
         self.weights[k] = min(self.weights[k] + share, _MOST_WEIGHT)
-        if has_others:  # else it is the pace alone
-            self.factors[k] *= 1 + (error - 1) * share / (1 + self.weights[k])
+        self.factors[k] *= 1 + (error - 1) * share / (1 + self.weights[k])
 
 
 class LiveCosts:
@@ -69,6 +77,19 @@ class LiveCosts:
     def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
         self._sizes = {num_rows: _Size(costs) for num_rows, costs in sorted(measured.items())}
         self.ks = tuple(sorted(next(iter(measured.values()))))
+
+    @property
+    def measured(self) -> dict[int, Mapping[int, float]]:
+        """As they were before any round."""
+        return {num_rows: size.measured for num_rows, size in sorted(self._sizes.items())}
+
+    def add(self, measured: Mapping[int, Mapping[int, float]]) -> None:
+        """Costs at other numbers of rows."""
+        self._sizes |= {num_rows: _Size(costs) for num_rows, costs in measured.items()}
+
+    def size_below(self, num_rows: int) -> int:
+        """The largest number of rows that was measured and is not above this one; the least if there is none."""
+        return max((size for size in self._sizes if size <= num_rows), default=min(self._sizes))
 
     def seconds(self, num_rows: int, k: int) -> float:
         """Expected for a round; between the numbers of rows that were measured, by a straight line, and for a K that
@@ -83,7 +104,7 @@ class LiveCosts:
             k: one of those that were measured.
         """
         return sum(
-            share * size.seconds(k) * (1 - _DOUBT / math.sqrt(1 + size.weights[k]))
+            share * size.seconds(k) * (1 - _DOUBT * math.pow(1 + size.weights[k], -_DOUBT_FALLS))
             for size, share in self._around(num_rows)
         )
 
@@ -98,7 +119,7 @@ class LiveCosts:
 
     def _around(self, num_rows: int) -> Iterator[tuple[_Size, float]]:
         """The numbers of rows next to this one that were measured, and how near it is to each: shares of 1."""
-        below = max((size for size in self._sizes if size <= num_rows), default=min(self._sizes))
+        below = self.size_below(num_rows)
         above = min((size for size in self._sizes if size >= num_rows), default=max(self._sizes))
         at = (num_rows - below) / (above - below) if above > below else 0.0
         yield self._sizes[below], 1 - at

@@ -12,26 +12,20 @@ row would save nothing: all rows have one K, the best for their sum, but for tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.decoding.batch import Row
-from outrider.decoding.live_costs import LiveCosts
+from outrider.decoding.learned import PRIOR, Estimate, Learned
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
 from outrider.system.ranks import here
 
-_PRIOR = 0.6  # a_1 before anything is known
-_PRIOR_WEIGHT = 2.0  # in rounds; each a_i starts from the estimate of the one before it
-# Of all rows so far, in the estimate of one: texts of a pair differ less than the first rounds of one text do, and with
-# less weight two rejections end a row's drafts.
-_OTHERS_WEIGHT = 8.0
-_MEMORY = 0.95  # weight of a round after the next one, so that the estimate follows the text
-_MEMORY_OF_ALL = 0.98  # of rows that may be many
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # rounds without drafts before another try; doubled with each that fails
 _WORTH_A_CHANGE = 1.03  # times as many tokens per second: the first round of another K takes longer
-_TRY_EVERY = 32  # rounds, at most, a K whose cost may be lower than it seems
+# The same for drafting at all where there are several rows. It costs what no round shows: the draft has to read each
+# prompt, and rows that began together end one after the other.
+_WORTH_DRAFTS = 1.05
 
 
 class Schedule(Protocol):
@@ -81,36 +75,6 @@ class ConstantSchedule:
         pass
 
 
-@dataclass(slots=True)
-class _RowEstimate:
-    """Rounds in which the i-th drafted token was judged, and in which it stood; each round weighs ``memory`` times what
-    the next one does."""
-
-    judged: list[float]
-    stood: list[float]
-    memory: float
-
-    def learn(self, round_: RowRound) -> None:
-        if round_.num_drafted == 0:
-            return
-        for i in range(len(self.judged)):
-            self.judged[i] *= self.memory
-            self.stood[i] *= self.memory
-        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
-            self.judged[i] += 1.0
-            self.stood[i] += i < round_.num_accepted
-
-    def acceptance(self, prior: Sequence[float] | None = None) -> list[float]:
-        """a_1, a_2, ... Each starts from its prior; without priors from the estimate of the one before it."""
-        acceptance, a = [], _PRIOR
-        weight = _PRIOR_WEIGHT if prior is None else _OTHERS_WEIGHT
-        for i, (judged, stood) in enumerate(zip(self.judged, self.stood, strict=True)):
-            start = a if prior is None else prior[i]
-            a = (stood + weight * start) / (judged + weight)
-            acceptance.append(a)
-        return acceptance
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """K at one load, and why.
@@ -133,98 +97,99 @@ class Choice:
 class AdaptiveSchedule:
     """The K with the most expected tokens per second at this load, 0 included.
 
-    A new row starts from the acceptance of the rows before it. Where 0 is best, 0 is chosen for a while, then the best
-    K above it is tried, since a draft that does not draft cannot show that it has become useful. Each try that fails
-    doubles the while.
+    Acceptance and costs are those that all rows and rounds have shown, in earlier generations too (learned.py); what a
+    row has shown itself moves its acceptance. From time to time a K is tried for two rounds: the one that would be the
+    best if acceptance were as much higher, and costs as much lower, as what was seen leaves possible. A draft that does
+    not draft cannot show that it has become useful, nor a K that is never run that it costs less than was measured.
 
-    Costs are corrected by the rounds that are run. At most every 32 rounds a K is tried that would be the best if its
-    cost were as much lower as so few rounds of it leave possible.
-
-    Args:
-        costs: number of rows -> K -> seconds of a round of so many rows with K drafted tokens, measured before the run;
-            0 is among the K, and the K are the same for all numbers of rows.
+    K is chosen before the draft draws, from earlier rounds and texts alone. Their noise has no part in the next round
+    or text, so that the law of each is that of a constant K. (Two texts of one seed meet the same noise, which is why
+    K is constant in rows whose seed was given, where it matters: ``Decoder.stream_many``.)
     """
 
-    costs: Mapping[int, Mapping[int, float]]
-    _live_costs: LiveCosts = field(init=False)
-    _all_rows: _RowEstimate = field(init=False)
-    _estimates: dict[int, _RowEstimate] = field(default_factory=dict, init=False)
-    _pause: int = field(default=_FIRST_PAUSE, init=False)
-    _num_idle: int = field(default=0, init=False)
-    _num_since_try: int = field(default=0, init=False)
-    _usual: int = field(default=0, init=False)  # the K of the last round that tried none
+    learned: Learned
+    _estimates: dict[int, Estimate] = field(default_factory=dict, init=False)
     _again: int | None = field(default=None, init=False)  # a K that is being tried
-
-    def __post_init__(self) -> None:
-        self._live_costs = LiveCosts(self.costs)
-        self._all_rows = self._new_estimate(_MEMORY_OF_ALL)
 
     @property
     def max_k(self) -> int:
-        return max(max(costs) for costs in self.costs.values())
+        return self.learned.costs.ks[-1]
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         if self._again is not None:
             k, self._again = self._again, None
             return k
-        own = [row.request.num_draft_tokens for row in rows]
-        least = max((k for k in own if k is not None), default=0)  # columns that are verified in any case
-        totals = [0.0] * (self.max_k + 1)
-        prior = self._all_rows.acceptance()
-        for row, constant_k in zip(rows, own, strict=True):
-            tokens = expected_tokens(self._of(row.index).acceptance(prior))
-            for k in range(len(totals)):
-                # Tokens beyond the row's end are worth nothing.
-                totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
-        costs = self._live_costs
-        rates = {k: totals[k] / costs.seconds(num_rows, max(k, least)) for k in costs.ks}
-        best = max(rates, key=rates.__getitem__)
-        if rates[best] < _WORTH_A_CHANGE * rates[self._usual]:
-            best = self._usual
-        self._usual = best
-        self._num_since_try += 1
-        if self._num_since_try >= _TRY_EVERY:
-            self._num_since_try = 0
-            tried = (k for k in costs.ks if k >= least)  # those that show what they cost
-            tried_k = max(tried, key=lambda k: totals[k] / costs.least_seconds(num_rows, k), default=best)
-            if tried_k != best:
-                self._again = tried_k  # only the second round in a row shows what it costs
-                return tried_k
-        if best > 0:
-            self._num_idle, self._pause = 0, _FIRST_PAUSE
+        with self.learned.lock:
+            return self._chosen_k(rows, num_rows)
+
+    def _chosen_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        costs, habit = self.learned.costs, self.learned.habit(num_rows)
+        estimate = self.learned.acceptance
+        usual = estimate.acceptance()
+        shifts = [self._of(row.index).shift(usual) for row in rows]
+        least = max((row.request.num_draft_tokens or 0 for row in rows), default=0)  # that are verified in any case
+
+        def rates(acceptance: Sequence[float], seconds: Callable[[int, int], float]) -> dict[int, float]:
+            tokens = _tokens(rows, shifts, acceptance)
+            found = {k: tokens[k] / seconds(num_rows, max(k, least)) for k in costs.ks}
+            if len(rows) > 1 and least == 0:
+                found[0] *= _WORTH_DRAFTS
+            return found
+
+        expected = rates(usual, costs.seconds)
+        best = max(expected, key=expected.__getitem__)
+        if habit.usual_k is not None and expected[best] < _WORTH_A_CHANGE * expected[habit.usual_k]:
+            best = habit.usual_k
+        habit.usual_k = best
+        if not habit.may_try(expected):
             return best
-        self._num_idle += 1
-        if self._num_idle <= self._pause or self.max_k == 0:
-            return 0
-        self._num_idle, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
-        return max((k for k in costs.ks if k > 0), key=rates.__getitem__)
+        hoped = rates(estimate.acceptance(doubt=1.0), costs.least_seconds)
+        tried = max((k for k in costs.ks if k >= least), key=hoped.__getitem__, default=best)
+        if tried == best or hoped[tried] < _WORTH_A_CHANGE * expected[best]:
+            return best
+        habit.note_try(tried, expected)
+        self._again = tried  # only the second round in a row shows what it costs
+        return tried
 
     def choices(self) -> list[Choice]:
         """K before anything is known of the texts, for each load that was measured."""
         found = []
-        for num_rows, seconds in sorted(self.costs.items()):
+        for num_rows, seconds in sorted(self.learned.costs.measured.items()):
             paying = (percent / 100 for percent in range(101) if _best(seconds, percent / 100) > 0)
-            found.append(Choice(num_rows, seconds, _PRIOR, _best(seconds, _PRIOR), next(paying, None)))
+            found.append(Choice(num_rows, seconds, PRIOR, _best(seconds, PRIOR), next(paying, None)))
         return found
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
+        with self.learned.lock:
+            for round_ in rounds:
+                self.learned.acceptance.learn(round_)
         for round_ in rounds:
-            self._all_rows.learn(round_)
             self._of(round_.row).learn(round_)
 
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        self._live_costs.learn(num_rows, k, here().shared(seconds))
+        seconds = here().shared(seconds)
+        with self.learned.lock:
+            self.learned.costs.learn(num_rows, k, seconds)
 
     def forget(self, index: int) -> None:
         self._estimates.pop(index, None)
 
-    def _of(self, row: int) -> _RowEstimate:
+    def _of(self, row: int) -> Estimate:
         if row not in self._estimates:
-            self._estimates[row] = self._new_estimate(_MEMORY)
+            self._estimates[row] = Estimate.of_row(self.max_k)
         return self._estimates[row]
 
-    def _new_estimate(self, memory: float) -> _RowEstimate:
-        return _RowEstimate([0.0] * self.max_k, [0.0] * self.max_k, memory)
+
+def _tokens(rows: Sequence[Row], shifts: Sequence[float], acceptance: Sequence[float]) -> list[float]:
+    """Tokens that a round of all rows is expected to commit, for K = 0, 1, ..."""
+    totals = [0.0] * (len(acceptance) + 1)
+    for row, shift in zip(rows, shifts, strict=True):
+        tokens = expected_tokens([min(max(a + shift, 0.0), 1.0) for a in acceptance])
+        constant_k = row.request.num_draft_tokens
+        for k in range(len(totals)):
+            # Tokens beyond the row's end are worth nothing.
+            totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
+    return totals
 
 
 def _best(seconds: Mapping[int, float], acceptance: float) -> int:

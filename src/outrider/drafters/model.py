@@ -155,7 +155,7 @@ class ModelSession(Session):
         self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
         self._num_left = [0] * num_slots  # tokens of its prompt that were left for later, at most
         self._num_idle = [0] * num_slots  # rounds since the last in which the row was drafted for
-        self._is_idle = False  # nothing was drafted in the last round
+        self._is_idle = True  # nothing was drafted in the last round, or there was none
         self._most_left = PREFILL_TOKENS // num_slots  # tokens of a prompt: one forward reads what all slots lack
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:

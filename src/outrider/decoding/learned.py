@@ -1,0 +1,134 @@
+"""What rounds have shown of a pair: how often its drafts stand, what its rounds take, which K served which load.
+
+A ``Learned`` serves many generations, one after the other or at the same time, so that the second one begins with what
+the first has found out. It holds nothing of any text, and chooses nothing (schedule.py does).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider.decoding.live_costs import LiveCosts
+from outrider.records import RowRound
+
+PRIOR = 0.6
+"""a_1 before anything is known."""
+
+_PRIOR_WEIGHT = 2.0  # in drafted tokens
+_NEXT_WEIGHT = 16.0  # of the estimate of one place, in that of the next: they differ little, and later ones are rare
+# Of what is usual for the pair, in the estimate of one row. Texts of a pair differ less than the first rounds of one
+# text do: those of the embedded pair by 0.02, where a_i is 0.73 to 0.83.
+_USUAL_WEIGHT = 24.0
+_MEMORY = 0.95  # weight of a row's round after its next one, so that its estimate follows the text
+_MEMORY_OF_ALL = 0.998  # and after the next one of any row, which may be many
+_FIRST_TRY, _MORE_EACH_TRY, _LONGEST_WITHOUT = 8, 32, 256  # rounds from one try to the next
+_A_SUCCESS = 1.1  # a K that promises so many times as much after its try as before is tried again soon
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Rounds in which the i-th drafted token was judged, and in which it stood; each round with drafts weighs
+    ``memory`` times what the next one does."""
+
+    judged: list[float]
+    stood: list[float]
+    memory: float
+
+    @classmethod
+    def of_row(cls, max_k: int) -> Estimate:
+        return cls([0.0] * max_k, [0.0] * max_k, _MEMORY)
+
+    @classmethod
+    def of_all(cls, max_k: int) -> Estimate:
+        return cls([0.0] * max_k, [0.0] * max_k, _MEMORY_OF_ALL)
+
+    def learn(self, round_: RowRound) -> None:
+        if round_.num_drafted == 0:
+            return
+        for i in range(len(self.judged)):
+            self.judged[i] *= self.memory
+            self.stood[i] *= self.memory
+        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
+            self.judged[i] += 1.0
+            self.stood[i] += i < round_.num_accepted
+
+    def acceptance(self, doubt: float = 0.0) -> list[float]:
+        """a_1, a_2, ..., each starting from the estimate of the one before it.
+
+        Args:
+            doubt: how many standard errors above the estimate.
+        """
+        acceptance, a, weight = [], PRIOR, _PRIOR_WEIGHT
+        for judged, stood in zip(self.judged, self.stood, strict=True):
+            a = (stood + weight * a) / (judged + weight)
+            acceptance.append(min(1.0, a + doubt * math.sqrt(a * (1 - a) / (judged + weight))))
+            weight = _NEXT_WEIGHT
+        return acceptance
+
+    def shift(self, usual: Sequence[float]) -> float:
+        """By how much the acceptance of this row differs from the usual a_1, a_2, ... One number for all places, since
+        a text has too few rounds to show more."""
+        expected = sum(judged * a for judged, a in zip(self.judged, usual, strict=True))
+        return (sum(self.stood) - expected) / (sum(self.judged) + _USUAL_WEIGHT)
+
+
+@dataclass(slots=True)
+class Habit:
+    """Which K serves one load, and how often others were tried.
+
+    Attributes:
+        usual_k: the K of the last round that tried none; None before the first.
+    """
+
+    usual_k: int | None = None
+    _tried: tuple[int, float] | None = None  # the last K tried, and what it promised, over the usual one
+    _num_tries: int = 0
+    _num_since_try: int = 0
+
+    def may_try(self, rates: Mapping[int, float]) -> bool:
+        """Whether enough rounds have passed, this one included, since a K was tried. To be called once a round.
+
+        Args:
+            rates: K -> expected tokens per second.
+        """
+        assert self.usual_k is not None
+        self._num_since_try += 1
+        if self._tried is not None:
+            k, promised = self._tried
+            self._tried = None
+            if rates[k] / rates[self.usual_k] > _A_SUCCESS * promised:
+                self._num_tries = 0
+        return self._num_since_try >= min(_FIRST_TRY + _MORE_EACH_TRY * self._num_tries, _LONGEST_WITHOUT)
+
+    def note_try(self, k: int, rates: Mapping[int, float]) -> None:
+        assert self.usual_k is not None
+        self._tried = k, rates[k] / rates[self.usual_k]
+        self._num_tries += 1
+        self._num_since_try = 0
+
+
+@dataclass(slots=True)
+class Learned:
+    """What was learned of a target with a drafter, under one rule.
+
+    The schedules of several threads may share it. They hold ``lock`` while they read or change anything.
+
+    Attributes:
+        costs: of rounds, as they were measured before and corrected since.
+        acceptance: of all rows.
+    """
+
+    costs: LiveCosts
+    acceptance: Estimate = field(init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _habits: dict[int, Habit] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.acceptance = Estimate.of_all(self.costs.ks[-1])
+
+    def habit(self, num_rows: int) -> Habit:
+        """At this load: that of the largest measured number of rows that is not above it."""
+        return self._habits.setdefault(self.costs.size_below(num_rows), Habit())
