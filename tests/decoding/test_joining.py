@@ -301,6 +301,9 @@ def test_a_draft_reads_a_prompt_when_it_drafts(rule: Rule, monkeypatch: pytest.M
 
     late = played()
     assert 8 not in read
+    read.clear()
+    play(_engine(target, drafter, rule, InTurn(0, 0)), asked, [0, 6])
+    assert read == []  # not the first one either
     monkeypatch.setattr("outrider.drafters.model.PREFILL_TOKENS", 0)  # no prompt is short enough to be left
     assert late.outputs == played().outputs
     assert 8 in read  # the chunks of the second prompt
@@ -319,7 +322,7 @@ def test_only_prompts_that_are_read_later_count_as_prefill() -> None:
             engine.submit(request(tuple(range(20, 27)), seed=1, max_new_tokens=20))
     drafting = [number for number, one in enumerate(rounds, 1) if any(row.num_drafted for row in one.rows)]
     assert drafting[:2] == [5, 10]
-    assert [number for number, one in enumerate(rounds, 1) if one.timing.prefill_s > 0] == [1, 7, 10]
+    assert [number for number, one in enumerate(rounds, 1) if one.timing.prefill_s > 0] == [1, 5, 7, 10]
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

@@ -69,7 +69,7 @@ class _Deaf:
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        self.inner.learned.habit(num_rows)._num_since_try = 0
+        self.inner.learned.habit(num_rows)._num_since_try = -1
         return self.inner.next_k(rows, num_rows)
 
     def learn(self, rounds: Sequence[RowRound]) -> None:

@@ -80,13 +80,18 @@ def test_a_draft_that_becomes_useful_is_found_again() -> None:
     assert sum(k > 0 for k in chosen[:300]) < 30 and chosen[299] == 0 and chosen[-1] >= 6
 
 
-def test_what_goes_beyond_the_end_is_worth_nothing() -> None:
-    schedule = adaptive({1: COSTS["cheap"]})
-    for _ in range(30):
-        schedule.learn([_round(8, 8)])
-    assert schedule.next_k([_row(1, 100)], 1) == 8
-    assert schedule.next_k([_row(99, 100)], 1) == 0
-    assert schedule.next_k([_row(97, 100)], 1) == 2
+def test_a_choice_stands_while_the_rows_are_the_same() -> None:
+    """For four rounds: to choose takes time."""
+    schedule, row = adaptive({1: COSTS["cheap"], 2: {**COSTS["cheap"], 0: 1.0}}), _row(1, 1_000)
+    assert schedule.next_k([row], 1) > 0
+    for _ in range(3):
+        schedule.learn([_round(8, 0)] * 30)
+        assert schedule.next_k([row], 1) > 0
+    assert schedule.next_k([row], 1) == 0
+    schedule.learn([_round(8, 8)] * 300)
+    assert schedule.next_k([row], 1) == 0
+    assert schedule.next_k([row, Row(1, row.request, 1_000)], 2) == 0
+    assert schedule.next_k([row], 1) > 0
 
 
 class Wandering:

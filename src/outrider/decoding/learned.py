@@ -24,36 +24,29 @@ _NEXT_WEIGHT = 16.0  # of the estimate of one place, in that of the next: they d
 _USUAL_WEIGHT = 24.0
 _MEMORY = 0.95  # weight of a row's round after its next one, so that its estimate follows the text
 _MEMORY_OF_ALL = 0.998  # and after the next one of any row, which may be many
-_FIRST_TRY, _MORE_EACH_TRY, _LONGEST_WITHOUT = 8, 32, 256  # rounds from one try to the next
+_FIRST_TRY, _MORE_EACH_TRY, _LONGEST_WITHOUT = 2, 16, 64  # choices from one try to the next
 _A_SUCCESS = 1.1  # a K that promises so many times as much after its try as before is tried again soon
 
 
 @dataclass(slots=True)
 class Estimate:
-    """Rounds in which the i-th drafted token was judged, and in which it stood; each round with drafts weighs
-    ``memory`` times what the next one does."""
+    """Of all rows: how often the i-th drafted token was judged, and how often it stood. A round with drafts weighs
+    ``_MEMORY_OF_ALL`` times what the next one of any row does."""
 
     judged: list[float]
     stood: list[float]
-    memory: float
 
-    @classmethod
-    def of_row(cls, max_k: int) -> Estimate:
-        return cls([0.0] * max_k, [0.0] * max_k, _MEMORY)
-
-    @classmethod
-    def of_all(cls, max_k: int) -> Estimate:
-        return cls([0.0] * max_k, [0.0] * max_k, _MEMORY_OF_ALL)
-
-    def learn(self, round_: RowRound) -> None:
-        if round_.num_drafted == 0:
+    def learn(self, rounds: Sequence[RowRound]) -> None:
+        drafted = [round_ for round_ in rounds if round_.num_drafted > 0]
+        if not drafted:
             return
-        for i in range(len(self.judged)):
-            self.judged[i] *= self.memory
-            self.stood[i] *= self.memory
-        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
-            self.judged[i] += 1.0
-            self.stood[i] += i < round_.num_accepted
+        kept = _MEMORY_OF_ALL ** len(drafted)
+        self.judged = [kept * judged for judged in self.judged]
+        self.stood = [kept * stood for stood in self.stood]
+        for round_ in drafted:
+            for i in range(num_judged(round_)):
+                self.judged[i] += 1.0
+                self.stood[i] += i < round_.num_accepted
 
     def acceptance(self, doubt: float = 0.0) -> list[float]:
         """a_1, a_2, ..., each starting from the estimate of the one before it.
@@ -68,11 +61,34 @@ class Estimate:
             weight = _NEXT_WEIGHT
         return acceptance
 
-    def shift(self, usual: Sequence[float]) -> float:
-        """By how much the acceptance of this row differs from the usual a_1, a_2, ... One number for all places, since
-        a text has too few rounds to show more."""
-        expected = sum(judged * a for judged, a in zip(self.judged, usual, strict=True))
-        return (sum(self.stood) - expected) / (sum(self.judged) + _USUAL_WEIGHT)
+
+@dataclass(slots=True)
+class RowEstimate:
+    """How the drafts of one row differ from the usual ones: by one number for all places, since a text has too few
+    rounds to show more. Each of its rounds weighs ``_MEMORY`` times what the next one does."""
+
+    judged: float = 0.0
+    surplus: float = 0.0  # tokens that stood, beyond those that were to be expected
+
+    def learn(self, round_: RowRound, usual: Sequence[float]) -> None:
+        """
+        Args:
+            usual: a_1, a_2, ... of all rows.
+        """
+        if round_.num_drafted > 0:
+            num = num_judged(round_)
+            self.judged = _MEMORY * self.judged + num
+            self.surplus = _MEMORY * self.surplus + round_.num_accepted - sum(usual[:num])
+
+    @property
+    def shift(self) -> float:
+        """By how much its acceptance is above the usual one."""
+        return self.surplus / (self.judged + _USUAL_WEIGHT)
+
+
+def num_judged(round_: RowRound) -> int:
+    """How many drafted tokens the rule has looked at: up to the first that fell."""
+    return min(round_.num_accepted + 1, round_.num_drafted)
 
 
 @dataclass(slots=True)
@@ -80,7 +96,7 @@ class Habit:
     """Which K serves one load, and how often others were tried.
 
     Attributes:
-        usual_k: the K of the last round that tried none; None before the first.
+        usual_k: the last that was chosen and not tried; None before the first.
     """
 
     usual_k: int | None = None
@@ -89,7 +105,7 @@ class Habit:
     _num_since_try: int = 0
 
     def may_try(self, rates: Mapping[int, float]) -> bool:
-        """Whether enough rounds have passed, this one included, since a K was tried. To be called once a round.
+        """Whether K was chosen often enough, this time included, since one was tried. To be called once a choice.
 
         Args:
             rates: K -> expected tokens per second.
@@ -127,7 +143,8 @@ class Learned:
     _habits: dict[int, Habit] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.acceptance = Estimate.of_all(self.costs.ks[-1])
+        max_k = self.costs.ks[-1]
+        self.acceptance = Estimate([0.0] * max_k, [0.0] * max_k)
 
     def habit(self, num_rows: int) -> Habit:
         """At this load: that of the largest measured number of rows that is not above it."""

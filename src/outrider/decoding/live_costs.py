@@ -94,19 +94,19 @@ class LiveCosts:
     def seconds(self, num_rows: int, k: int) -> float:
         """Expected for a round; between the numbers of rows that were measured, by a straight line, and for a K that
         was not, those of the next one."""
-        measured_k = next((one for one in self.ks if one >= k), self.ks[-1])
+        measured_k = self._measured_k(k)
         return sum(share * size.seconds(measured_k) for size, share in self._around(num_rows))
 
     def least_seconds(self, num_rows: int, k: int) -> float:
-        """That it may be in truth, the less the fewer rounds of this kind there were.
-
-        Args:
-            k: one of those that were measured.
-        """
+        """That it may be in truth, the less the fewer rounds of this kind there were."""
+        measured_k = self._measured_k(k)
         return sum(
-            share * size.seconds(k) * (1 - _DOUBT * math.pow(1 + size.weights[k], -_DOUBT_FALLS))
+            share * size.seconds(measured_k) * (1 - _DOUBT * math.pow(1 + size.weights[measured_k], -_DOUBT_FALLS))
             for size, share in self._around(num_rows)
         )
+
+    def _measured_k(self, k: int) -> int:
+        return next((one for one in self.ks if one >= k), self.ks[-1])
 
     def learn(self, num_rows: int, k: int, seconds: float) -> None:
         """See what a round took. It must have done nothing else; rounds of a K that was not measured are passed

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.decoding.batch import Row
-from outrider.decoding.learned import PRIOR, Estimate, Learned
+from outrider.decoding.learned import PRIOR, Learned, RowEstimate
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
 from outrider.system.ranks import here
@@ -26,6 +26,10 @@ _WORTH_A_CHANGE = 1.03  # times as many tokens per second: the first round of an
 # The same for drafting at all where there are several rows. It costs what no round shows: the draft has to read each
 # prompt, and rows that began together end one after the other.
 _WORTH_DRAFTS = 1.05
+# Rounds that a choice stands for, unless the number of rows changes before: to choose takes a tenth of a millisecond.
+_ROUNDS = 4
+_TRIED_ROUNDS = 2  # only the second of a K in a row shows what it costs
+_PLAIN_ROUNDS = 2  # and of K = 0 the third: until then the processor's caches are full of the draft
 
 
 class Schedule(Protocol):
@@ -108,25 +112,33 @@ class AdaptiveSchedule:
     """
 
     learned: Learned
-    _estimates: dict[int, Estimate] = field(default_factory=dict, init=False)
-    _again: int | None = field(default=None, init=False)  # a K that is being tried
+    _estimates: dict[int, RowEstimate] = field(default_factory=dict, init=False)
+    _usual: list[float] = field(init=False)  # acceptance of all rows when K was last chosen
+    _k: int = field(default=0, init=False)
+    _num_left: int = field(default=0, init=False)  # rounds for which it still stands
+    _num_rows: int = field(default=0, init=False)  # that it was chosen for
+    _num_plain: int = field(default=0, init=False)  # rounds in a row without drafts whose time was seen
+
+    def __post_init__(self) -> None:
+        self._usual = self.learned.acceptance.acceptance()
 
     @property
     def max_k(self) -> int:
         return self.learned.costs.ks[-1]
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        if self._again is not None:
-            k, self._again = self._again, None
-            return k
-        with self.learned.lock:
-            return self._chosen_k(rows, num_rows)
+        if self._num_left == 0 or len(rows) != self._num_rows:
+            self._num_left, self._num_rows = _ROUNDS, len(rows)
+            with self.learned.lock:
+                self._k = self._chosen_k(rows, num_rows)
+        self._num_left -= 1
+        return self._k
 
     def _chosen_k(self, rows: Sequence[Row], num_rows: int) -> int:
         costs, habit = self.learned.costs, self.learned.habit(num_rows)
         estimate = self.learned.acceptance
-        usual = estimate.acceptance()
-        shifts = [self._of(row.index).shift(usual) for row in rows]
+        usual = self._usual = estimate.acceptance()
+        shifts = [self._estimates[row.index].shift if row.index in self._estimates else 0.0 for row in rows]
         least = max((row.request.num_draft_tokens or 0 for row in rows), default=0)  # that are verified in any case
 
         def rates(acceptance: Sequence[float], seconds: Callable[[int, int], float]) -> dict[int, float]:
@@ -148,7 +160,7 @@ class AdaptiveSchedule:
         if tried == best or hoped[tried] < _WORTH_A_CHANGE * expected[best]:
             return best
         habit.note_try(tried, expected)
-        self._again = tried  # only the second round in a row shows what it costs
+        self._num_left = _TRIED_ROUNDS if tried > 0 else _PLAIN_ROUNDS + 2
         return tried
 
     def choices(self) -> list[Choice]:
@@ -161,23 +173,19 @@ class AdaptiveSchedule:
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
         with self.learned.lock:
-            for round_ in rounds:
-                self.learned.acceptance.learn(round_)
+            self.learned.acceptance.learn(rounds)
         for round_ in rounds:
-            self._of(round_.row).learn(round_)
+            self._estimates.setdefault(round_.row, RowEstimate()).learn(round_, self._usual)
 
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
         seconds = here().shared(seconds)
-        with self.learned.lock:
-            self.learned.costs.learn(num_rows, k, seconds)
+        self._num_plain = self._num_plain + 1 if k == 0 else 0
+        if k > 0 or self._num_plain >= _PLAIN_ROUNDS:
+            with self.learned.lock:
+                self.learned.costs.learn(num_rows, k, seconds)
 
     def forget(self, index: int) -> None:
         self._estimates.pop(index, None)
-
-    def _of(self, row: int) -> Estimate:
-        if row not in self._estimates:
-            self._estimates[row] = Estimate.of_row(self.max_k)
-        return self._estimates[row]
 
 
 def _tokens(rows: Sequence[Row], shifts: Sequence[float], acceptance: Sequence[float]) -> list[float]:
@@ -187,8 +195,7 @@ def _tokens(rows: Sequence[Row], shifts: Sequence[float], acceptance: Sequence[f
         tokens = expected_tokens([min(max(a + shift, 0.0), 1.0) for a in acceptance])
         constant_k = row.request.num_draft_tokens
         for k in range(len(totals)):
-            # Tokens beyond the row's end are worth nothing.
-            totals[k] += min(tokens[k if constant_k is None else constant_k], row.limit - row.length)
+            totals[k] += tokens[k if constant_k is None else constant_k]
     return totals
 
 
