@@ -1,8 +1,8 @@
 """Schedules: how many tokens to draft in the next round.
 
-``AdaptiveSchedule`` drafts as many as promise the most tokens per second. It looks at what earlier rounds committed and
-at what they took, never at drafts that are not verified yet; so the number of drafted tokens is known before they are
-drawn, and the output follows the target's law as it does for a constant K.
+``AdaptiveSchedule`` drafts as many as promise the most tokens per second. It looks at what earlier rounds committed, of
+earlier generations too, and at what they took, never at drafts that are not verified yet; so the number of drafted
+tokens is known before they are drawn, and the output follows the target's law as it does for a constant K.
 
 The estimate: with a_i the probability that the i-th drafted token stands if those before it do, a round of K drafted
 tokens commits tau(K) tokens (speedup.py), and tokens per second are tau(K) over the seconds of such a round, which
@@ -99,7 +99,7 @@ class Choice:
 
 @dataclass(slots=True)
 class AdaptiveSchedule:
-    """The K with the most expected tokens per second at this load, 0 included.
+    """The K with the most expected tokens per second at this load, 0 included. A choice stands for four rounds.
 
     Acceptance and costs are those that all rows and rounds have shown, in earlier generations too (learned.py); what a
     row has shown itself moves its acceptance. From time to time a K is tried for two rounds: the one that would be the
