@@ -1,7 +1,8 @@
 """A pair in float32, bfloat16 and fewer bits: speed, agreement with float32, certificate. "Plain" weights are tensors
 of the arithmetic's type; else large matrices stay as the checkpoint has them (``--store``).
 
-    python benchmarks/quantized.py [--target fable] [--draft fable-draft] [-k 3] [--prompts 8] > quantized_fable.txt
+    python benchmarks/quantized.py [--target fable] [--draft fable-draft] [-k 3] [--prompts 8] [--compile]
+        [--forms FORM ...] > quantized_fable.txt
 
 Tokens per second of whole calls, plain and with the draft (in the same form as the target), all arms in turn. "alpha"
 is 1 - the total variation between the model's next-token law and that of the float32 target, at every token of the
@@ -49,15 +50,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--forms", nargs="+", choices=_FORMS, default=list(_FORMS), metavar="FORM")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--certify", action="store_true", help="also run the certificates")
     parser.add_argument("--budget", default="1m", help="time for each of them")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arms, sizes = [], {}
-    for form, placement in _FORMS.items():
+    for form in arguments.forms:
+        placement = _FORMS[form]
         how = {"dtype": placement.dtype, "quantization": placement.quantization, "store": placement.store}
         plain = load(arguments.target, device="cpu", **how)
         pair = replace(plain, drafter=load_drafter(plain, arguments.draft, placement=placement))
+        if arguments.compile:
+            plain, pair = plain.compiled(), pair.compiled()
         arms += [Arm(f"{form}, plain", plain), Arm(form, pair, arguments.draft, arguments.k)]
         sizes[form] = num_bytes(plain.target.model)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "ignore_eos": True, "temperature": 1.0}
@@ -65,11 +71,11 @@ def main() -> None:
     cases = [Case(index, ids, index) for index, ids in enumerate(encoded)]
     warm_up(arms, cases, options)
     summaries = summarise(list(interleave(arms, cases, options)), arms)
-    name = Path(arguments.target).name
+    name, execution = Path(arguments.target).name, "compiled" if arguments.compile else "eager"
     columns = ("form", "weights MiB", "plain tok/s", f"K = {arguments.k} tok/s", "tau", "/ first row's", "alpha")
-    table = new_table(f"{name} with {arguments.draft}, temperature 1, eager", *columns, "certificate")
+    table = new_table(f"{name} with {arguments.draft}, temperature 1, {execution}", *columns, "certificate")
     rows = []
-    for form, plain_arm, pair_arm in zip(_FORMS, summaries[0::2], summaries[1::2], strict=True):
+    for form, plain_arm, pair_arm in zip(arguments.forms, summaries[0::2], summaries[1::2], strict=True):
         row: dict[str, Any] = {"form": form, "weights": sizes[form], "plain": plain_arm.to_json()}
         row |= {"pair": pair_arm.to_json(), "alpha": _alpha(arguments, form)}
         row["certificate"] = _certificate(arguments, form) if arguments.certify else None
