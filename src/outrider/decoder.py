@@ -125,7 +125,7 @@ class Decoder:
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
             is_repeatable: the text of a row whose seed is given depends on nothing but the call: under "auto" its K is
                 constant if the text depends on K, and its rounds wait for their programs. False lifts both (for
-                measurements; the law of the output is the same).
+                measurements; the law of the output is the same, as long as no seed is used twice with this decoder).
             reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
             options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``
                 and ``stop_token_ids``: a list of lists). Without a seed each row draws its own.

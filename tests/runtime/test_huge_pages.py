@@ -75,6 +75,17 @@ def test_kept_weights_move_too() -> None:
     assert [one.data_ptr() for one in stored_tensors(model[0].weight)] != stored
 
 
+def test_weights_stay_where_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    model = _large()
+    addresses = _addresses(model)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    move_weights(model)
+    assert _addresses(model) == addresses
+
+
 def test_a_small_model_is_left_alone() -> None:
     model = tiny_llama()
     addresses = _addresses(model)

@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,31 @@ def test_the_kernel_against_float64(
     assert ((got.double() - x.double() @ matrix.T).abs() <= bound).all()
     for t in range(num_rows):
         assert torch.equal(thin_products(x[t : t + 1], weights, 1)[0], got[t])
+
+
+@given(
+    num_rows=st.integers(1, 20),
+    width=st.integers(1, 150),
+    dtype=st.sampled_from(WEIGHT_DTYPES),
+    outlier=st.sampled_from([0.0, 1e-38, 1e-20, 1e4, 1e12, 1e30]),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_with_one_number_far_above_the_others(
+    num_rows: int, width: int, dtype: torch.dtype, outlier: float, seed: int
+) -> None:
+    """Within the bounds of docs/numerics.md, of which one is that of tiles."""
+    x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * min(1.0, outlier)
+    x[:, seed % width] = outlier
+    weights = _weights(33, width, dtype, seed)
+    weights[:, seed % width] *= seed % 2  # what is far above may count for nothing
+    got, want = thin_products(x, [weights], 2).double(), x.double() @ weights.double().T
+    _, exponents = x.abs().amax(dim=1, keepdim=True).frexp()
+    of_tiles = (
+        weights.double().abs().sum(dim=1) * 2.0 ** (exponents.clamp_min(-90) - 31.0).double() + _EPSILON * want.abs()
+    )
+    bound = 1.01 * width * _EPSILON * (x.double().abs() @ weights.double().abs().T)
+    is_by_tiles = dtype == torch.int8  # on some processors
+    assert ((got - want).abs() <= torch.maximum(bound, of_tiles * is_by_tiles) + 2.0**-149).all()
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
@@ -108,6 +134,28 @@ def test_threads_that_another_library_numbers(tmp_path: Path, monkeypatch: pytes
     thin_kernel.check_threads(1)
     with pytest.raises(CompileError, match="set CXX=g\\+\\+, or OMP_NUM_THREADS=1$"):
         thin_kernel.check_threads(2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux")
+def test_checking_threads_leaves_none_behind() -> None:
+    """With a second team of threads in the process, those of GCC's OpenMP sleep where they would wait."""
+    program = """if True:
+        import os, threading, time
+        from outrider.runtime.thin_kernel import library
+        def check():
+            before = len(os.listdir("/proc/self/task"))
+            library().outrider_threads_are_numbered()
+            until = time.monotonic() + 20  # they end beside us
+            while (left := len(os.listdir("/proc/self/task")) - before) and time.monotonic() < until:
+                time.sleep(0.01)
+            print(left)
+        assert library() is not None
+        asking = threading.Thread(target=check)
+        asking.start()
+        asking.join()
+    """
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "0"
 
 
 def test_a_kernel_that_is_damaged_is_compiled_again(

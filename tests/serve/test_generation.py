@@ -91,7 +91,7 @@ def test_eight_clients_get_their_text_alone(rule: str, k: NumDraftTokens, monkey
     """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; half of them
     streamed; others without a seed between them, whose K changes with the load under ``auto``."""
     costs = {1: {0: 1.0, 2: 1.1, 6: 1.2}, 2: {0: 1.0, 2: 1.4, 6: 3.0}, 3: {0: 1.0, 2: 3.0, 6: 9.0}}
-    monkeypatch.setattr("outrider.decoder.costs_by_load", lambda *arguments: costs)
+    monkeypatch.setattr("outrider.decoding.experience.round_costs", lambda *of_pair: costs[min(of_pair[3], 3)])
     decoder = replace(embedded("float64", rule), num_draft_tokens=k)
     stem = "Once upon a time there was a king who had three sons, and the youngest of them was called"
     prompts = [f"{stem} {name}" for name in ("Hans", "the fool", "Dummling", "John")] + [PROMPT, "The fox", stem, "A"]

@@ -34,7 +34,7 @@ from outrider.system.ranks import here
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
-_METHOD = 4  # to be changed with what is timed, or how: costs that were kept are of another number then
+_METHOD = 5  # to be changed with what is timed, or how: costs that were kept are of another number then
 _KEPT_S = 30 * 24 * 3600.0  # drivers, power settings and neighbours change without a new name
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for

@@ -25,7 +25,7 @@ _USUAL_WEIGHT = 24.0
 _MEMORY = 0.95  # weight of a row's round after its next one, so that its estimate follows the text
 _MEMORY_OF_ALL = 0.998  # and after the next one of any row, which may be many
 _FIRST_TRY, _MORE_EACH_TRY, _LONGEST_WITHOUT = 2, 16, 64  # choices from one try to the next
-_A_SUCCESS = 1.1  # a K that promises so many times as much after its try as before is tried again soon
+_A_SUCCESS = 1.1  # a K whose promise grows by this factor with its try is tried again soon
 
 
 @dataclass(slots=True)

@@ -120,13 +120,16 @@ class AdaptiveSchedule:
     _num_plain: int = field(default=0, init=False)  # rounds in a row without drafts whose time was seen
 
     def __post_init__(self) -> None:
-        self._usual = self.learned.acceptance.acceptance()
+        with self.learned.lock:
+            self._usual = self.learned.acceptance.acceptance()
 
     @property
     def max_k(self) -> int:
         return self.learned.costs.ks[-1]
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
+        if all(row.request.num_draft_tokens is not None for row in rows):
+            return 0  # nothing to choose, and nothing to be learned of the choice
         if self._num_left == 0 or len(rows) != self._num_rows:
             self._num_left, self._num_rows = _ROUNDS, len(rows)
             with self.learned.lock:
@@ -166,7 +169,9 @@ class AdaptiveSchedule:
     def choices(self) -> list[Choice]:
         """K before anything is known of the texts, for each load that was measured."""
         found = []
-        for num_rows, seconds in sorted(self.learned.costs.measured.items()):
+        with self.learned.lock:
+            measured = self.learned.costs.measured
+        for num_rows, seconds in measured.items():
             paying = (percent / 100 for percent in range(101) if _best(seconds, percent / 100) > 0)
             found.append(Choice(num_rows, seconds, PRIOR, _best(seconds, PRIOR), next(paying, None)))
         return found

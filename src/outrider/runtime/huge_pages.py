@@ -7,6 +7,7 @@ to a tenth of a round, and more where rounds are held up by it (docs/log.md).
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections import Counter
 from pathlib import Path
@@ -16,27 +17,37 @@ from torch import Tensor, nn
 
 from outrider.runtime.stored import stored_tensors
 
+_LOG = logging.getLogger(__name__)
 _PAGE_BYTES = 2 * 2**20
 _ALIGNED_BYTES = 64  # a line of the processor's cache
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def are_there() -> bool:
-    """Whether this system gives huge pages to who asks for them."""
-    return hasattr(mmap, "MADV_HUGEPAGE") and _SETTING.exists() and "[never]" not in _SETTING.read_text()
+    """Whether this system gives huge pages to a process that asks for them."""
+    try:
+        return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
+    except OSError:
+        return False
 
 
+@torch.no_grad()
 def move_weights(model: nn.Module) -> None:
     """Move the weights of a model on the CPU to huge pages, one after the other, so that no more than one is there
     twice. Tensors that others share memory with stay where they are."""
-    tensors = {id(one): one for weight in model.state_dict(keep_vars=True).values() for one in stored_tensors(weight)}
+    weights = (*model.parameters(), *model.buffers())
+    tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}
     num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
     moved = [one for one in tensors.values() if _is_movable(one) and num_users[one.untyped_storage().data_ptr()] == 1]
     sizes = [-(-one.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for one in moved]
     if sum(sizes) < _PAGE_BYTES:
         return
-    memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        _LOG.info("no huge pages for %d MB of weights: %s", sum(sizes) >> 20, error)
+        return
     place = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE_BYTES
     for one, size in zip(moved, sizes, strict=True):
         # Each has a storage of its own, which keeps the memory alive.

@@ -7,7 +7,7 @@
 // numbers of x, to 2^-31 of the largest one of their row, and the result; and a row's result depends on nothing else.
 #pragma once
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
 #define HAS_TILES 1
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -45,7 +45,7 @@ struct alignas(64) TileShapes {
 // Not _tile_loadconfig, which GCC 12 declares to read 8 bytes of it.
 inline void configure_tiles() {
   static const TileShapes shapes;
-  asm volatile("ldtilecfg %0" ::"m"(shapes));
+  asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
 }
 
 // The digits of rows of x, in the order in which tiles want them: 64 numbers of 4 rows after one another.
@@ -58,6 +58,7 @@ class Digits {
         bytes_(num_groups * num_chunks * TILE_BYTES + 64) {
     begin_ = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(bytes_.data()) + 63) / 64 * 64);
     for (int64_t r = 0; r < num_rows; r++) write(x + r * width, r, width);
+    asm volatile("" ::: "memory");  // GCC 12 does not know that tiles are loaded from memory
   }
 
   const int8_t* tile(int64_t group, int64_t chunk) const { return begin_ + (group * num_chunks + chunk) * TILE_BYTES; }
@@ -143,6 +144,7 @@ inline void tile_block(const Digits& digits, int64_t num_rows, const int8_t* wei
       } else {
         memset(rest, 0, sizeof rest);
         for (int64_t c = 0; c < num_here; c++) memcpy(rest + c * TILE_WIDTH, from + c * apart * width, num_wide);
+        asm volatile("" ::: "memory");  // GCC 12 does not know that tiles are loaded from memory
         _tile_loadd(4, rest, TILE_WIDTH);
       }
       _tile_loadd(5, digits.tile(first, chunk), 64);

@@ -132,29 +132,24 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
         # q(x) = 0 only in padding columns; whatever weight comes out there is not looked at.
         weights.append((weights[-1] * p_x[:, i] / q_x[:, i]).clamp_max(1.0))
     w = torch.stack(weights, dim=1)  # [B, K+1]
-    p_scales, q_scales = (
-        w / p_sums,
-        1.0 / q_sums,
-    )
     num_accepted = torch.zeros_like(draft.num_drafted)
     if k:
-        w_tail = w[:, 1:]
-        # R_1 .. R_{K-1}: prefix K is a full draft, or padding.
-        inner = slice(1, k)
-        rest = _rest(target_probs[:, inner], p_scales[:, inner], draft_probs[:, inner], q_scales[:, inner]).sum(-1)
+        # R_1 .. R_{K-1}: prefix K is a full draft, or padding. Rows are normalised and weighted at once, since each of
+        # them takes long where the vocabulary is large.
+        inner, w_tail = slice(1, k), w[:, 1:]
+        p_scales, q_scales = (w / p_sums)[:, inner], 1.0 / q_sums[:, inner]
+        rest = _rest(target_probs[:, inner], p_scales, draft_probs[:, inner], q_scales).sum(-1)
         rest = torch.cat((rest, w_tail[:, -1:]), dim=1)
         is_full = torch.arange(1, k + 1, device=w.device) == draft.num_drafted[:, None]
         goods = torch.where(is_full, w_tail, rest / (rest + 1.0 - w_tail))  # 0/0 is NaN, and never good
         is_good = (noise.accept[:, :k] < goods) & _is_drafted(draft)
         num_accepted = (torch.arange(1, k + 1, device=w.device) * is_good).amax(dim=1)
-    p_row, p_scale = _row_at(target_probs, num_accepted), _row_at(p_scales, num_accepted)
-    if k:
-        at, is_rejected = num_accepted.clamp_max(k - 1), num_accepted < draft.num_drafted
-        q_row = torch.where(is_rejected[:, None], _row_at(draft_probs, at), 0.0)
-        rows = _rest(p_row, p_scale, q_row, torch.where(is_rejected, _row_at(q_scales, at), 0.0))
-        # As in residual(): an empty rest means p = q up to rounding.
-        p_row = torch.where(rows.sum(-1, keepdim=True) > 0, rows, wide(p_row))
-    return Verdict(num_accepted, draw(p_row, noise.next), torch.stack((p_x, q_x), dim=-1))
+    p_row = normalised(_row_at(target_probs, num_accepted))
+    q_row = normalised(_draft_row(draft_probs, num_accepted, num_accepted < draft.num_drafted))
+    rows = (_row_at(w, num_accepted)[:, None] * p_row - q_row).clamp_min_(0.0)
+    # As in residual(): an empty rest means p = q up to rounding.
+    rows = torch.where(rows.sum(-1, keepdim=True) > 0, rows, p_row)
+    return Verdict(num_accepted, draw(rows, noise.next), torch.stack((p_x, q_x), dim=-1))
 
 
 def _rest(p: Tensor, p_scales: Tensor, q: Tensor, q_scales: Tensor) -> Tensor:
