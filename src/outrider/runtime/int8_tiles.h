@@ -3,8 +3,9 @@
 //
 // A row of x becomes whole numbers of 32 bits: its numbers times a power of two by which the largest lies below 2^30.
 // Each of these is four digits of base 256, between -128 and 127, and each digit is a column of its own: 4 T columns in
-// all, of which a tile takes 16. Sums of digits are exact, and put together in 64 bits. So all that is rounded are the
-// numbers of x, to 2^-31 of the largest one of their row, and the result; and a row's result depends on nothing else.
+// all, of which a tile takes 16. Sums of digits are exact, and put together in 64 bits. So only the numbers of x are
+// rounded, to 2^-31 of the power of two above the largest one of their row, and the result; and a row's result depends
+// on nothing else.
 #pragma once
 
 #if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
