@@ -75,7 +75,7 @@ def outcomes(rule: Rule, name: str, target: Table, draft: Table, num_drafted: Se
         probs=None if is_one_hot else _float64(q_rows).view(-1, k, vocab_size),
         num_drafted=torch.tensor([len(case.ids) for case in cases]),
     )
-    noise = RoundUniforms(
+    noise = RoundUniforms.of(
         draft=torch.full((len(cases), k), torch.nan),
         accept=_float64([case.accept + [0.0] * (k - len(case.ids)) for case in cases]).view(-1, k),
         next=_float64([case.next for case in cases]),

@@ -70,7 +70,7 @@ def round_law(
             length = LENGTHS[rule.name](thresholds, accept)
             for _, low, high in cells(RESTS[rule.name](p, q, ids, length)):
                 coins, uniform = torch.tensor([accept], dtype=torch.float64), torch.tensor([(low + high) / 2]).double()
-                verdict = rule.verify(p_rows, draft, RoundUniforms(torch.zeros(1, k), coins.view(1, k), uniform))
+                verdict = rule.verify(p_rows, draft, RoundUniforms.of(torch.zeros(1, k), coins.view(1, k), uniform))
                 committed = (*ids[: int(verdict.num_accepted)], int(verdict.next_ids))
                 law[committed] = law.get(committed, 0.0) + weight * coin_weight * (high - low)
     return law

@@ -27,7 +27,7 @@ NUM_TEXTS = 400_000
 def _same_coin(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     """All tests of a round see the same number; the draw has its own."""
     accept = noise.accept[:, :1].expand_as(noise.accept)
-    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _drop_unlikely(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:

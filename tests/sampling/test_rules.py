@@ -105,7 +105,7 @@ def test_verdict_equals_the_slow_twins(rule: Rule, off_by: float) -> None:
             _, low, high = list(cells(rest))[-1 if rng.random() < 0.5 else 0]
             uniforms[b] = high - 1e-9 if high < 0.999 else low + 1e-9
         cases.append((*rows, length, rest))
-    noise = RoundUniforms(torch.full((3000, 4), torch.nan), torch.tensor(accept), torch.tensor(uniforms))
+    noise = RoundUniforms.of(torch.full((3000, 4), torch.nan), torch.tensor(accept), torch.tensor(uniforms))
     p_scale, q_scale = (torch.tensor(1 + off_by * rng.uniform(-1, 1, (3000, n, 1))) for n in (5, 4))
     verdict = rule.verify(p * p_scale, dataclasses.replace(draft, probs=draft.probs * q_scale), noise)
     num_compared = 0
@@ -137,7 +137,7 @@ def test_thresholds_are_exact(rule: Rule) -> None:
             lengths = []
             for u in (threshold - 1e-9, threshold + 1e-9):
                 accept = torch.tensor([[*before, u, *[1 - 1e-12] * (2 - i)]], dtype=torch.float64)
-                noise = RoundUniforms(draft=accept, accept=accept, next=torch.tensor([0.5], dtype=torch.float64))
+                noise = RoundUniforms.of(draft=accept, accept=accept, next=torch.tensor([0.5], dtype=torch.float64))
                 lengths.append(rule.verify(p[None], Draft(ids[None], q[None], torch.tensor([3])), noise).num_accepted)
             if any(t > 1 - 1e-6 for t in thresholds):  # such a token stands in any case
                 continue
@@ -325,4 +325,4 @@ def test_enumeration_sees_a_wrong_rule() -> None:
 
 
 def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> object:
-    return REJECTION.verify(target_probs, draft, RoundUniforms(noise.draft, torch.zeros_like(noise.accept), noise.next))
+    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, torch.zeros_like(noise.accept), noise.next))

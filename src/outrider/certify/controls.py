@@ -32,19 +32,19 @@ def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) ->
     """Keep all K unless the first is rejected."""
     is_first_kept = REJECTION.verify(target_probs, draft, noise).num_accepted[:, None] > 0
     accept = torch.where(is_first_kept, _ALWAYS, noise.accept)
-    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     """Every drafted token is accepted, and a bonus follows."""
     accept = torch.full_like(noise.accept, _ALWAYS)
-    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _reseeded(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     """The generator is reseeded inside the acceptance loop: all coins, and the draw, use the same number."""
     accept = noise.next[:, None].expand_as(noise.accept)
-    return REJECTION.verify(target_probs, draft, dataclasses.replace(noise, accept=accept))
+    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
@@ -90,10 +90,10 @@ def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size
 
 def _block_by_position(target_probs: Tensor, draft: Draft, noise: _PositionUniforms) -> Verdict:
     """Block verification with that noise; the next token's number is that of its own position."""
-    first = RoundUniforms(noise.draft, noise.accept, noise.next[:, 0])
+    first = RoundUniforms.of(noise.draft, noise.accept, noise.next[:, 0])
     num_accepted = BLOCK.verify(target_probs, draft, first).num_accepted
     chosen = noise.next.gather(1, num_accepted[:, None]).squeeze(1)
-    return BLOCK.verify(target_probs, draft, dataclasses.replace(first, next=chosen))
+    return BLOCK.verify(target_probs, draft, RoundUniforms.of(noise.draft, noise.accept, chosen))
 
 
 def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:

@@ -190,7 +190,7 @@ def round_law(rule: Rule, tree: Tree) -> Tensor:
         """Number of accepted tokens and the next token, for the drafts of this index. [N'], [N', 2], [N'] -> [N'],
         [N']"""
         draft = Draft(ids[index], q_rows[index], torch.full((len(index),), _K))
-        verdict = rule.verify(rows[index], draft, RoundUniforms(torch.full_like(coins, torch.nan), coins, uniforms))
+        verdict = rule.verify(rows[index], draft, RoundUniforms.of(torch.full_like(coins, torch.nan), coins, uniforms))
         return verdict.num_accepted, verdict.next_ids
 
     edges = _coin_edges(judge, len(ids))  # [N, 2]

@@ -11,15 +11,18 @@ it knows bounds, and no shape depends on more.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from outrider.decoding.verify import Judged
 from outrider.drafters.base import RowBounds, Rows
-from outrider.records import Request
+from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
-from outrider.sampling.history import NO_HISTORY
+from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 
@@ -117,6 +120,28 @@ class Row:
             self.may_lack_one = num_accepted == num_drafted > 0
 
 
+class _Head(NamedTuple):
+    """What rounds on the first slots have in common as long as the same rows take part: views of the batch, and
+
+    Attributes:
+        last_places: at which each row may have a token. [B]
+        nothing: zeros. [B]
+        constant_k: None where the schedule chooses for all rows.
+        constraints: None where no row has any.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    last_places: Tensor
+    last_ids: Tensor
+    nothing: Tensor
+    constant_k: Tensor | None
+    settings: Settings
+    history: History
+    constraints: Sequence[Constraint | None] | None
+    is_repeatable: bool
+
+
 class Batch:
     """S slots, some of them occupied by rows.
 
@@ -125,7 +150,8 @@ class Batch:
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
         limits: the length at which each row ends; 0 in slots that take no part. [S]
-        last_ids: the last token of each row, which no model has been fed yet. [S]
+        last_ids: the last two tokens of each row; no model has been fed the last one yet. (The one before it is 0 in
+            texts of one token.) [S, 2]
         seeds: [S]
         settings: sampling options. Their form (which of them are in use) grows with the rows that join and does not
             shrink when they leave, since each form is a program of its own; it is made anew when all slots are free.
@@ -141,15 +167,18 @@ class Batch:
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
-        self.limits, self.last_ids, self.seeds = (torch.zeros_like(self.lengths) for _ in range(3))
+        self.limits, self.seeds, self._nothing = (torch.zeros_like(self.lengths) for _ in range(3))
+        self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
+        self._heads: dict[int, _Head] = {}
         self.forget_options()
 
     def forget_options(self) -> None:
         """No slot is in use: the form of the options is free again."""
         self.settings = Settings.neutral(len(self.rows), self.ids.device)
         self.history = NO_HISTORY
+        self._heads.clear()
 
     def admit(self, row: Row) -> None:
         """Put the prompt into the row's slot. It takes no part in rounds yet: they write beyond its length, if at
@@ -164,17 +193,20 @@ class Batch:
         slot, sampling = row.slot, row.request.sampling
         self.rows[slot] = row
         self.limits[slot] = row.limit
-        self.last_ids[slot] = row.token_ids[-1]
+        self.last_ids[slot, 0] = row.token_ids[-2] if row.length > 1 else 0
+        self.last_ids[slot, 1] = row.token_ids[-1]
         constant_k = row.request.num_draft_tokens
         self._constant_k[slot] = -1 if constant_k is None else constant_k
         self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
         self.history = self.settings.with_room(self.history, len(self.rows), self._vocab_size)
         self.history.begin(slot, self.ids[slot, : row.length], row.length - row.request.num_resumed)
+        self._heads.clear()
 
     def release(self, slot: int) -> None:
         """The row has ended."""
         self.rows[slot] = None
         self.limits[slot] = 0
+        self._heads.clear()
 
     def move(self, source: int, slot: int) -> None:
         """Move a row to a free slot."""
@@ -203,47 +235,57 @@ class Batch:
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
         """
-        running = self.rows[:num_rows]
         bounds = [
             None if row is None else RowBounds(row.shortest, row.longest, row.most_drafted(chosen_k), row.may_lack_one)
-            for row in running
+            for row in self.rows[:num_rows]
         ]
-        lengths = self.lengths[:num_rows]
-        num_wanted = (self.limits[:num_rows] - lengths - 1).clamp_min_(0)
-        if any(row is not None and row.request.num_draft_tokens is not None for row in running):
-            own = self._constant_k[:num_rows]
-            num_wanted = num_wanted.minimum(torch.where(own < 0, chosen_k, own))
-        else:
-            num_wanted = num_wanted.clamp_max_(chosen_k)
+        head = self._head(num_rows)
+        num_wanted = head.nothing
+        if any(row is not None and row.most_drafted > 0 for row in bounds):
+            k = chosen_k if head.constant_k is None else torch.where(head.constant_k < 0, chosen_k, head.constant_k)
+            num_wanted = (head.last_places - head.lengths).clamp_min_(0).clamp_max_(k)
         masks = None
-        if self.has_constraints:
-            constraints = [None if row is None else row.request.constraint for row in running]
-            masks = Masks(constraints, self._vocab_size, lengths.device)
+        if head.constraints is not None:
+            masks = Masks(head.constraints, self._vocab_size, head.lengths.device)
         return Rows(
-            ids=self.ids[:num_rows],
-            lengths=lengths,
-            last_ids=self.last_ids[:num_rows],
+            ids=head.ids,
+            lengths=head.lengths,
+            last_ids=head.last_ids,
             num_wanted=num_wanted,
-            settings=self.settings.head(num_rows),
-            history=self.history.map(lambda values: values[:num_rows]),
+            settings=head.settings,
+            history=head.history,
             bounds=bounds,
             masks=masks,
-            is_repeatable=any(row is not None and row.request.is_repeatable for row in running),
+            is_repeatable=head.is_repeatable,
         )
 
-    def commit(self, rows: Rows, committed: Tensor, places: Tensor, lengths: Tensor) -> None:
-        """Append to each row its accepted tokens and the one after them.
+    def _head(self, num_rows: int) -> _Head:
+        if num_rows in self._heads:
+            return self._heads[num_rows]
+        own = [row.request for row in self.rows[:num_rows] if row is not None]
+        head = self._heads[num_rows] = _Head(
+            ids=self.ids[:num_rows],
+            lengths=self.lengths[:num_rows],
+            last_places=self.limits[:num_rows] - 1,
+            last_ids=self.last_ids[:num_rows],
+            nothing=self._nothing[:num_rows],
+            constant_k=self._constant_k[:num_rows] if any(one.num_draft_tokens is not None for one in own) else None,
+            settings=self.settings.head(num_rows),
+            history=self.history.map(lambda values: values[:num_rows]),
+            constraints=[None if row is None else row.request.constraint for row in self.rows[:num_rows]]
+            if self.has_constraints
+            else None,
+            is_repeatable=any(one.is_repeatable for one in own),
+        )
+        return head
 
-        Args:
-            committed: columns beyond those repeat the last token. [B, K+1]
-            places: of the columns in the text. [B, K+1]
-            lengths: of the rows from now on. [B]
-        """
-        rows.ids.scatter_(1, places, committed)
-        rows.history.append(committed, rows.lengths, lengths)
+    def commit(self, rows: Rows, judged: Judged) -> None:
+        """Append to each row its accepted tokens and the one after them."""
+        rows.ids.scatter_(1, judged.places, judged.committed)
+        rows.history.append(judged.committed, rows.lengths, judged.lengths)
         # Copied, since a prepared step writes over its results.
-        rows.last_ids.copy_(committed[:, -1])
-        rows.lengths.copy_(lengths)
+        rows.last_ids.copy_(judged.last_ids)
+        rows.lengths.copy_(judged.lengths)
         for row, bounds in zip(self.rows, rows.bounds, strict=False):
             if row is not None and bounds is not None:
                 row.start_round(bounds.most_drafted)

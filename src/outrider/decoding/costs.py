@@ -182,7 +182,7 @@ def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
     """As many tokens as are wanted, whatever a look-up has found."""
     if int(rows.num_wanted.amax()) == 0:
         return draft
-    return Draft(ids=rows.last_ids[:, None].expand(-1, k), probs=None, num_drafted=rows.num_wanted)
+    return Draft(ids=rows.last_ids[:, 1:].expand(-1, k), probs=None, num_drafted=rows.num_wanted)
 
 
 def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:

@@ -228,10 +228,10 @@ class Engine:
     # Joining and leaving
 
     def _leave_cancelled(self) -> None:
+        if not self._cancelled:
+            return
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
-            if not cancelled:
-                return
             self._waiting = deque(row for row in self._waiting if row.index not in cancelled)
         for row in [*self._filling, *self._batch.running]:
             if row.index in cancelled:
@@ -284,10 +284,12 @@ class Engine:
 
     def _move_down(self) -> None:
         """A row that alone keeps the batch wider than it needs to be is moved to a free slot further down."""
-        height, round_rows = self._slots.height, self._target.execution.round_rows
+        height, num_used, round_rows = self._slots.height, self._slots.num_used, self._target.execution.round_rows
+        if self._waiting or height == num_used:
+            self._num_high = 0
+            return
         others = max((row.slot + 1 for row in self._rows_with_slots() if row.slot + 1 < height), default=0)
-        lower = max(others, self._slots.num_used)
-        if self._waiting or height == 0 or round_rows(lower) >= round_rows(height):
+        if round_rows(max(others, num_used)) >= round_rows(height):
             self._num_high = 0
             return
         self._num_high += 1
@@ -379,7 +381,7 @@ class Engine:
             judged = Judged(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
             verified = self._clock.mark()
             taking_part = tuple(batch.rows[:num_rows])
-            batch.commit(rows, judged.committed, judged.places, judged.lengths)
+            batch.commit(rows, judged)
             self._session.observe(
                 Committed(judged.committed, judged.places, judged.places[:, 0], judged.lengths, judged.features)
             )

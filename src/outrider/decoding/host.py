@@ -73,7 +73,9 @@ def report_of(rows: Sequence[Row | None], draft: Draft, judged: Judged, *, copy:
 
 def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """The same on the host, filled when all that was started on the device before has been done."""
-    return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=copy)
+    if tensor.device.type == "cpu":
+        return tensor.clone() if copy else tensor
+    return tensor.to("cpu", non_blocking=tensor.is_cuda)
 
 
 class Logprobs(NamedTuple):

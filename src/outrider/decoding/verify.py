@@ -26,6 +26,7 @@ class Judged(NamedTuple):
         committed: the accepted tokens and the one after them, which fills the remaining columns. [B, K+1]
         places: of the committed tokens in the text. [B, K+1]
         lengths: of the texts with them. [B]
+        last_ids: the last two tokens of the texts with them. [B, 2]
         report: for the host: ``committed``; how many drafted tokens are accepted, and of how many; and at which of the
             K+1 places logits are not finite first, the target's and the draft's (K+1: nowhere). [B, K+5]
         drafted_probs: see ``Verdict``. [B, K, 2]
@@ -36,6 +37,7 @@ class Judged(NamedTuple):
     committed: Tensor
     places: Tensor
     lengths: Tensor
+    last_ids: Tensor
     report: Tensor
     drafted_probs: Tensor
     features: Tensor | None = None
@@ -56,10 +58,11 @@ def verify_step(
     allowed: Tensor | None,
     noise: Any,
 ) -> tuple[Tensor, ...]:
-    """Feed each row's last token [B] and its drafted tokens, and judge them. A row at its limit stays as it is, and a
-    slot that takes no part has limit 0.
+    """Feed each row's last token and its drafted tokens, and judge them. A row at its limit stays as it is, and a slot
+    that takes no part has limit 0.
 
     Args:
+        last_ids: see ``Rows``. [B, 2]
         allowed: see ``Masks.along``; None without constraints. [B, K+1, V]
 
     Returns:
@@ -68,7 +71,8 @@ def verify_step(
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     goes_on = lengths < limits
     is_fed = (offsets <= draft.num_drafted[:, None]) & goes_on[:, None]
-    ids = torch.cat((last_ids[:, None], draft.ids), dim=1)
+    known = torch.cat((last_ids, draft.ids), dim=1)  # [B, K+2]
+    ids = known[:, 1:]
     places = lengths[:, None] + offsets  # of the tokens after those that are fed
     positions = torch.where(is_fed, places - 1, -1)
     logits, found = lm.forward_with_features(ids, positions, cache, view_len, features)
@@ -85,7 +89,8 @@ def verify_step(
     numbers = num_accepted, draft.num_drafted, _first(is_bad), _first(is_bad_draft)
     report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
     lengths = lengths + torch.where(goes_on, num_accepted + 1, 0)
-    results = logits, committed, places, lengths, report, verdict.drafted_probs
+    last_ids = torch.cat((known.gather(1, num_accepted[:, None] + 1), next_ids), dim=1)
+    results = logits, committed, places, lengths, last_ids, report, verdict.drafted_probs
     return results if found is None else (*results, found)
 
 

@@ -51,7 +51,7 @@ class Rows:
     Attributes:
         ids: column j holds the token at position j; columns from a row's length on are undefined. [B, N]
         lengths: tokens so far, prompt included. [B]
-        last_ids: the last token of each row. [B]
+        last_ids: the last two tokens of each row; the first of them is any, where the text has one token. [B, 2]
         num_wanted: most tokens to draft for each row; 0 in slots that take no part. [B]
         settings: sampling options.
         history: of the texts, as far as the settings need it.

@@ -312,6 +312,5 @@ class ModelSession(Session):
             [B, 1 or 2]
         """
         if max(self._lacking(rows)) != 1 and not self._lm.execution.is_prepared:
-            return rows.last_ids[:, None]
-        columns = torch.stack((rows.lengths - 2, rows.lengths - 1), dim=1)
-        return rows.ids.gather(1, columns.clamp_min(0))
+            return rows.last_ids[:, 1:]
+        return rows.last_ids

@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -241,28 +241,31 @@ class Prepared(ABC):
         """It is waited for from now on."""
 
 
-@lru_cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(kind) if one.init)
+@cache
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """Of the dataclasses in arguments; None for other types."""
+    return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
 
 
-def _take_apart(value: Any, call: Call) -> None:
-    if isinstance(value, Tensor):
-        call.tensors.append(value.contiguous())
-        call.form.append((value.shape, value.dtype))
-    elif isinstance(value, SlotCache):
-        call.stores.extend(value.storage)
-        call.states.extend(value.storage[value.num_token_stores :])
-        call.form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
-    elif isinstance(value, tuple):
-        call.form.append(len(value))
-        for item in value:
-            _take_apart(item, call)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name in _field_names(type(value)):
-            _take_apart(getattr(value, name), call)
-    else:
-        call.form.append(value)
+def _take_apart(values: Iterable[Any], call: Call) -> None:
+    tensors, form = call.tensors, call.form  # once: this runs in every round
+    for value in values:
+        if value is None:
+            form.append(None)
+        elif isinstance(value, Tensor):
+            tensors.append(value.contiguous())
+            form.append((value.shape, value.dtype))
+        elif isinstance(value, SlotCache):
+            call.stores.extend(value.storage)
+            call.states.extend(value.storage[value.num_token_stores :])
+            form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
+        elif isinstance(value, tuple):
+            form.append(len(value))
+            _take_apart(value, call)
+        elif (names := _fields_of(type(value))) is not None:
+            _take_apart([getattr(value, name) for name in names], call)
+        else:
+            form.append(value)
 
 
 def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
@@ -273,7 +276,6 @@ def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]
         return value.on([next(stores) for _ in value.storage])
     if isinstance(value, tuple):
         return tuple(put_together(item, tensors, stores) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {name: put_together(getattr(value, name), tensors, stores) for name in _field_names(type(value))}
-        return type(value)(**parts)
+    if (names := _fields_of(type(value))) is not None:
+        return type(value)(**{name: put_together(getattr(value, name), tensors, stores) for name in names})
     return value

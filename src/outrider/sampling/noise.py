@@ -34,7 +34,7 @@ _USE_DRAFT_AND_ACCEPT = 0
 _USE_NEXT = 1
 _USE_GUMBEL = 2
 
-_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD = 64, 16384
+_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD = 256, 16384
 
 
 def philox_4x32(counters: Tensor, keys: Tensor) -> Tensor:
@@ -80,11 +80,34 @@ def _to_uniform(low: Tensor, high: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RoundUniforms:
-    """All uniform numbers of one round, each used once. ``draft`` and ``accept`` [B, K], ``next`` [B]."""
+    """All uniform numbers of one round, each used once.
 
-    draft: Tensor
-    accept: Tensor
-    next: Tensor
+    Attributes:
+        values: in one tensor, since the loop picks them out in each round: ``next``, then ``accept`` and ``draft`` of
+            each offset. [B, 2K+1]
+    """
+
+    values: Tensor
+
+    @classmethod
+    def of(cls, draft: Tensor, accept: Tensor, next: Tensor) -> RoundUniforms:
+        """draft, accept [B, K], next [B]"""
+        return cls(torch.cat((next[:, None], torch.stack((accept, draft), dim=-1).flatten(1)), dim=1))
+
+    @property
+    def draft(self) -> Tensor:
+        """What the tokens are drafted with. [B, K]"""
+        return self.values[:, 2::2]
+
+    @property
+    def accept(self) -> Tensor:
+        """What decides whether they stand. [B, K]"""
+        return self.values[:, 1::2]
+
+    @property
+    def next(self) -> Tensor:
+        """What the token after them is drawn with. [B]"""
+        return self.values[:, 0]
 
     def at(self, offset: int) -> Tensor:
         """What the draft token at this offset is drawn with. [B]"""
@@ -93,14 +116,11 @@ class RoundUniforms:
     def token(self, offset: int) -> RoundUniforms:
         """The same for a round that begins at this offset and drafts one token."""
         one = slice(offset, offset + 1)
-        return RoundUniforms(self.draft[:, one], self.accept[:, one], self.next)
+        return RoundUniforms.of(self.draft[:, one], self.accept[:, one], self.next)
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         """Of these rows [B'], for rounds of at most ``k`` drafted tokens."""
-        draft, accept = self.draft.index_select(0, rows), self.accept.index_select(0, rows)
-        if k < draft.shape[1]:
-            draft, accept = draft[:, :k], accept[:, :k]
-        return RoundUniforms(draft, accept, self.next.index_select(0, rows))
+        return RoundUniforms(self.values[:, : 2 * k + 1].index_select(0, rows))
 
 
 def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms:
@@ -127,7 +147,7 @@ def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms
     words = philox_4x32(counters, split_words(seeds)[:, None])
     first = _to_uniform(words[..., 0], words[..., 1])
     second = _to_uniform(words[..., 2], words[..., 3])
-    return RoundUniforms(draft=first[:, :k], accept=second[:, :k], next=first[:, k])
+    return RoundUniforms.of(first[:, :k], second[:, :k], first[:, k])
 
 
 def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -206,7 +226,7 @@ class GumbelNoise:
 class NoiseAhead:
     """Noise of the rounds to come, made for many possible beginnings at once.
 
-    On the CPU the generator's cost is that of its calls, so that the noise of 64 rounds costs about as much as that of
+    On the CPU the generator's cost is mostly that of its calls: the noise of 256 rounds takes twice as long as that of
     one. Since it is a pure function of where a round begins, what is never used does no harm.
 
     Args:
@@ -241,4 +261,4 @@ class NoiseAhead:
             self._shift = num_starts * torch.arange(num_rows, device=seeds.device) - lengths
             self._last = num_rows * num_starts - 1
         # A row that has ended may be longer than noise was made for. Its results are discarded, but the place must be.
-        return self._noise.select((self._shift + lengths).clamp(max=self._last), k)
+        return self._noise.select((self._shift + lengths).clamp_(max=self._last), k)

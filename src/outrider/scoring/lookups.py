@@ -32,7 +32,7 @@ def proposals(
         rows = Rows(
             ids=ids,
             lengths=lengths,
-            last_ids=ids.gather(1, lengths[:, None] - 1)[:, 0],
+            last_ids=ids.gather(1, torch.stack((lengths - 2, lengths - 1), dim=1).clamp_min(0)),
             num_wanted=torch.tensor(num_wanted),
             settings=Settings.neutral(len(part), ids.device),
             history=NO_HISTORY,
