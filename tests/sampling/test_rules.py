@@ -325,4 +325,6 @@ def test_enumeration_sees_a_wrong_rule() -> None:
 
 
 def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> object:
-    return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, torch.zeros_like(noise.accept), noise.next))
+    return REJECTION.verify(
+        target_probs, draft, RoundUniforms.of(noise.draft, torch.zeros_like(noise.accept), noise.next)
+    )

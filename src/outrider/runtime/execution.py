@@ -262,7 +262,7 @@ def _take_apart(values: Iterable[Any], call: Call) -> None:
         elif isinstance(value, tuple):
             form.append(len(value))
             _take_apart(value, call)
-        elif (names := _fields_of(type(value))) is not None:
+        elif (names := _fields_of(value.__class__)) is not None:
             _take_apart([getattr(value, name) for name in names], call)
         else:
             form.append(value)
@@ -276,6 +276,6 @@ def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]
         return value.on([next(stores) for _ in value.storage])
     if isinstance(value, tuple):
         return tuple(put_together(item, tensors, stores) for item in value)
-    if (names := _fields_of(type(value))) is not None:
+    if (names := _fields_of(value.__class__)) is not None:
         return type(value)(**{name: put_together(getattr(value, name), tensors, stores) for name in names})
     return value
