@@ -9,8 +9,8 @@ includes what is computed from its logits (probabilities, drawing, acceptance).
 The limit of a step is the larger of bytes / bandwidth and operations / rate. The bytes are those that it must move:
 each weight once, of an input embedding only the rows of its tokens, the keys and values in view, and those written. The
 operations are two for each weight and token. The bandwidth is that of reading a buffer of the size of the model's
-weights: a small model stays in the cache of the processor. Neither probabilities nor the rest of a round are in any
-limit. The last line of standard output is one JSON document.
+weights, in pages of memory as large as theirs: a small model stays in the cache of the processor. Neither probabilities
+nor the rest of a round are in any limit. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from outrider.api import load
 from outrider.bench.report import new_table
@@ -35,6 +36,7 @@ from outrider.bench.run import Arm, Case, interleave
 from outrider.drafters.model import ModelDrafter
 from outrider.evals.prompts import PROMPTS
 from outrider.records import Chunk, Timing
+from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
 from outrider.system.provenance import provenance
 
@@ -65,8 +67,12 @@ def look(buffer_sizes: Iterable[int]) -> list[float]:
 
 def _reading_s(num_bytes: int) -> float:
     """Of a buffer from end to end, or of its halves at the same time, whichever is faster here."""
-    buffer = torch.ones(2, num_bytes // 8)
-    return min(best_s(buffer.sum), best_s(partial(torch.dot, *buffer)))
+    model = nn.Module()
+    model.register_buffer("halves", torch.ones(2, num_bytes // 8))
+    if huge_pages.are_there():
+        huge_pages.move_weights(model)
+    halves = model.get_buffer("halves")
+    return min(best_s(halves.sum), best_s(partial(torch.dot, *halves)))
 
 
 def weight_bytes(lm: LM) -> int:
