@@ -25,7 +25,7 @@ def document_of(ended: Ended) -> dict[str, Any]:
 
 
 def test_the_race_and_the_verdict(outrider: Outrider) -> None:
-    """Not on a terminal: what each arm wrote, then a table, then the speed-up in words; no colours, no cursor."""
+    """Not on a terminal: the prompt, the texts, then a table, then the speed-up in words; no colours, no cursor."""
     ended = outrider("compare", PROMPT, *QUICK)
     assert (ended.code, ended.err) == (0, "")
     assert "\x1b" not in ended.out
@@ -35,7 +35,7 @@ def test_the_race_and_the_verdict(outrider: Outrider) -> None:
         f"--- {name}\n{arm.generate(PROMPT, **options)[0].text}\n"
         for name, arm in (("plain", decoder.plain()), ("fable-draft, K = 4", decoder))
     )
-    assert ended.out.startswith(race)
+    assert ended.out.startswith(f"{PROMPT}\n{race}")
     (line,) = [line for line in ended.out.splitlines() if "times as fast as plain" in line]
     number = r"\d+\.\d\d"
     assert re.fullmatch(rf"fable-draft, K = 4: {number} \[{number}, {number}\] times as fast as plain", line)

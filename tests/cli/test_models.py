@@ -117,6 +117,13 @@ def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
     assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
 
 
+def test_a_prediction_stays_within_the_context_of_both_models(outrider: Outrider) -> None:
+    """Without --context."""
+    ended = outrider("models", "--target", "fable", "--draft", "fable-draft", "--json", "-")
+    document = only_document(ended.out, "models")
+    assert document["options"]["context"] == 1024
+
+
 def test_predictions_that_are_not_possible(outrider: Outrider) -> None:
     for arguments, message in (
         (("--draft", "fable-draft"), "--draft = 'fable-draft' is not possible: give its --target too"),

@@ -98,7 +98,7 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
         positions.plot(places, unconditional, color=colour, marker="s", ls="--")
     histogram.set(xlabel="accepted tokens in a round", ylabel="share of rounds", title=title)
     positions.set(xlabel="position in the round", ylabel="share accepted", ylim=(0, 1.05))
-    positions.set_title("solid: if those before it are accepted; dashed: of those drafted")
+    positions.set_title("solid: of those judged; dashed: of those drafted")
     for axes in (histogram, positions):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=min(3, len(arms)), fontsize="small")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError, ModelNotFound
+from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # see quantize.py
@@ -94,8 +95,8 @@ def known_models(extra: Path | None = None) -> dict[str, ModelSpec]:
 
 def _read(file: Path, source: str) -> dict[str, ModelSpec]:
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        document = tomllib.loads(read_text(file))
+    except tomllib.TOMLDecodeError as error:
         raise FileError(f"cannot read the model file {file}: {error}") from None
     tables = document.pop("models", {})
     if document or not isinstance(tables, dict):

@@ -92,6 +92,7 @@ def compare(
         if html is not None:
             rounds.append(teller.round(arms.index(arm), chunk))
 
+    console.print(prompt, style="dim", markup=False, soft_wrap=True)
     shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
@@ -204,7 +205,8 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
     from outrider.bench.report import interval_text, new_table, pm_text
 
     num_runs = summaries[0].num_cases
-    title = f"{decoder.target.name}, {num_runs} runs of each arm, in turn; parts in ms per token"
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    title = f"{decoder.target.name}, {runs} of each arm, in turn; parts in ms per token"
     parts = ("prefill", "draft", "verify", "rest")
     table = new_table(title, "arm", "K", "tok/s", "ms/token", "tau", *parts)
     for summary in summaries:

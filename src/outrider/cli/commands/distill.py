@@ -129,7 +129,7 @@ def distill(
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
     num_params = sum(parameter.numel() for parameter in draft.parameters())
-    console.print(f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; {len(held_out)} texts held out")
+    console.print(f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; texts held out: {len(held_out)}")
     with progress_bar("training, per mille", 1000) as advance:
         done = 0
 
@@ -152,7 +152,8 @@ def distill(
             on_check=lambda check: console.print(_line(check)),
         )
     best = max(checks, key=lambda check: check.alpha.value)
-    console.print(f"Best: {_line(best)}. Use it: outrider generate --target {target} --draft {output}")
+    console.print(f"Best: {_line(best)}")
+    console.print(f"  outrider generate --target {target} --draft {output}", soft_wrap=True)
     if processes.is_main_process:
         body = {
             "checks": [check.to_json() for check in checks],

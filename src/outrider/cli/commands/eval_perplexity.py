@@ -70,7 +70,8 @@ def perplexity(
         result = judge(target, draft, pieces, num_bytes, batch_size=batch_size, on_done=advance)
 
     console = console_for(json_target)
-    size = f"{result.num_tokens} tokens, {num_bytes} bytes, {result.num_windows} windows of {context}"
+    size = f"{result.num_tokens} tokens, {num_bytes} bytes, {result.num_windows} window"
+    size += f"{'' if result.num_windows == 1 else 's'} of {context}"
     table = new_table(f"{file.name}: {size}", "model", "perplexity, 95%", "per byte", "bits per byte, 95%")
     for one in result.perplexities:
         bits = interval_text(one.bits_per_byte, 4)

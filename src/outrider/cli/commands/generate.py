@@ -94,10 +94,17 @@ def generate(
     Exit code 1: some prompts of the file failed. Their lines say why; the others have their text."""
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     check_batch_size(batch_size)
-    if prompts is None and (output is not None or batch_size > 1 or shard is not None or cluster.ray is not None):
-        raise OptionError("--prompts", None, "--output, --batch-size, --shard and --ray are for a file of prompts")
-    if prompts is not None and (prompt is not None or show_origin):
-        raise OptionError("--prompts", str(prompts), "it goes without a PROMPT and without --show-origin")
+    if prompts is None:
+        for option, value, default in (
+            ("--output", None if output is None else str(output), None),
+            ("--batch-size", batch_size, 1),
+            ("--shard", shard, None),
+            ("--ray", cluster.ray, None),
+        ):
+            if value != default:
+                raise OptionError(option, value, "it is for a file of prompts: add --prompts FILE")
+    elif prompt is not None or show_origin:
+        raise OptionError("--prompts", str(prompts), "leave out the PROMPT and --show-origin")
     part = Shard() if shard is None else Shard.parse(shard)
     cluster.check(pair)
     check_json_target(json_target)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.models.registry import ModelSpec
 
 _MOST_DEVICES = 64
+_USUAL_CONTEXT = 2048
 
 
 def models(
@@ -27,7 +28,9 @@ def models(
         str | None, typer.Option(help="Predict the memory of this model in all forms: a name, folder or hub id.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="With --target: of this draft as well.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens in the cache, at most the model's context.")] = 2048,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in the cache. Default: 2048, at most the model's context.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     num_draft_tokens: Annotated[
         int, typer.Option("-k", "--num-draft-tokens", help="With --target: tokens drafted per round.")
@@ -43,7 +46,7 @@ def models(
     With --target: predict the memory of one model, or of a pair, in every form, from its configuration alone."""
     from outrider.models.registry import BYTES_PER_NUMBER
 
-    if context < 1:
+    if context is not None and context < 1:
         raise OptionError("--context", context, "a whole number >= 1")
     if batch_size < 1:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
@@ -55,9 +58,10 @@ def models(
     if draft == "ngram" or (draft or "").endswith(":greedy"):
         raise OptionError("--draft", draft, "name the model alone: a look-up needs none, and greedy drafts no other")
     check_json_target(json_target)
-    options: dict[str, Any] = {"models": models, "context": context, "batch_size": batch_size, "dtype": dtype}
     console = console_for(json_target)
+    options: dict[str, Any] = {"models": models, "batch_size": batch_size, "dtype": dtype}
     if target is None:
+        context = context or _USUAL_CONTEXT
         rows = _known(models, context, batch_size, dtype)
         console.print(_list(rows, context, batch_size))
         from outrider.models.registry import user_file
@@ -68,14 +72,23 @@ def models(
         from outrider.bench.predicted_memory import Work
         from outrider.models.registry import resolve
 
-        work = Work(context, batch_size, num_draft_tokens)
         sizes = _numbers_of_devices(devices)
         specs = [resolve(name, models) for name in (target, draft) if name is not None]
+        context = context or min(_USUAL_CONTEXT, *(_context_of(spec) for spec in specs))
+        work = Work(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
         console.print(_predicted(rows, work))
         console.print("The total has the larger of prefill and verify; the process itself comes on top.", style="dim")
         options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
-    write_json(json_target, "models", options, {"models": rows})
+    write_json(json_target, "models", options | {"context": context}, {"models": rows})
+
+
+def _context_of(spec: ModelSpec) -> int:
+    """The most tokens that a model takes, where this is known."""
+    from outrider.models.memory import sizes_of
+
+    sizes = sizes_of(spec)
+    return _USUAL_CONTEXT if sizes is None else sizes.context_len
 
 
 def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> list[dict[str, Any]]:

@@ -42,12 +42,16 @@ def tell_deviation(console: Console, report: StatisticalReport, towards: str) ->
     least = report.detectable
     console.print(
         f"{report.num_tokens} tokens of {report.num_texts} texts. "
-        f"A deviation towards {towards} would have been detected with 99% "
-        + ("only if larger than its whole distance." if least is None else f"from {least:.2%} on (total variation).")
+        + (
+            f"They are too few to detect even a complete deviation towards {towards} with a probability of 99%."
+            if least is None
+            else f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected "
+            "with a probability of 99%."
+        )
     )
     if report.estimate is not None and report.estimate_std is not None:
         console.print(
-            f"Estimated: {report.estimate:+.2%} +- {report.estimate_std:.2%} (one standard error); "
+            f"Estimated: {report.estimate:+.2%} ± {report.estimate_std:.2%} (one standard error); "
             f"mean of -log p less the entropy: {report.surprise_excess:+.4f} nats."
         )
 

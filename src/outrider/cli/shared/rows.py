@@ -73,9 +73,9 @@ class Totals:
             pair: the models, and how they are used.
         """
         tau = self.stats.mean_acceptance_length
+        speed = f", {self.tokens_per_s:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f}"
         return (
-            f"{self.stats.num_generated_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, "
-            f"mean acceptance length {1.0 if tau is None else tau:.2f} ({pair})"
+            f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"
             + (f", {self.num_failed} failed" if self.num_failed else "")
             + (", interrupted" if self.is_interrupted else "")
         )
