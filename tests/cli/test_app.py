@@ -1,5 +1,6 @@
 """The program as it is started: what takes a process of its own to see. Everything else is tested in this process."""
 
+import io
 import json
 import os
 import re
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from commands import Outrider
+from outrider.bench.report import new_table
 from outrider.cli.app import app
+from outrider.cli.shared.output import print_table
 from pairs import embedded
 
 # The program, and what is looked at when it has ended.
@@ -215,3 +219,21 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: the device's memory is full (CUDA out of memory): choose a narrower --dtype")
     assert ended.err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "outrider", "models"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (result.returncode, result.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_a_narrow_terminal_cuts_no_number_off() -> None:
+    table = new_table("title", "arm", "tokens/s", "speed-up, 95%", "prefill ms", "verify ms", "tau")
+    table.add_row("fable-draft", "1234.56789", "1.42 [1.11, 1.81]", "33.44 ±13.21", "22.33 ±44.55", "3.05")
+    out = io.StringIO()
+    print_table(Console(file=out, width=40, legacy_windows=False), table)
+    for cell in ("fable-draft", "1234.56789", "1.42 [1.11, 1.81]", "33.44 ±13.21", "22.33 ±44.55", "3.05"):
+        assert cell in out.getvalue()

@@ -141,7 +141,7 @@ def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) 
     rounds.write_text("[3]\n[4]\n[2]\n[4]\n")
     ended = outrider("analyze", rounds, "--plot", plot)
     assert ended.code == 0 and plot.stat().st_size > 5000
-    assert "if those before" in ended.out and "Plot:" in ended.out
+    assert "of judged" in ended.out and "Plot:" in ended.out
 
 
 def test_an_interrupted_recording_is_continued(

@@ -1,10 +1,11 @@
 """Files are written whole or not at all, whoever else writes them."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from outrider.system.files import write_whole
+from outrider.system.files import write_text, write_whole
 
 
 def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +46,26 @@ def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
     plain.write_bytes(b"")
     write_whole(whole, b"")
     assert whole.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    """As does a device: as root, /dev/null would be replaced by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "text")
+        assert os.read(reader, 9) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    file, link = tmp_path / "folder" / "file", tmp_path / "link"
+    file.parent.mkdir()
+    file.write_text("old")
+    link.symlink_to(file)
+    write_text(link, "new")
+    assert link.is_symlink() and file.read_text() == "new" and [*file.parent.iterdir()] == [file]

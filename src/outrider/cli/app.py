@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -108,6 +109,10 @@ def main() -> None:
         message = _mistake(error)
         if message is None:
             raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk, which would be told once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -116,6 +121,8 @@ def _mistake(error: BaseException) -> str | None:
     """What to tell the user, in one line; None if the fault is Outrider's own."""
     if isinstance(error, OutriderError):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cannot write the output: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported before it is needed
         reason = str(error).split(". ")[0]
         return (

@@ -75,13 +75,17 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all. A link is followed; a device or a pipe stays one, and is written to.
 
     Raises:
         FileError: it cannot be written.
     """
     try:
-        write_whole(path, text.encode())
+        if path.exists() and not path.is_file():
+            if here().is_first:
+                path.write_bytes(text.encode())
+        else:
+            write_whole(path.resolve(), text.encode())
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror}") from None
 

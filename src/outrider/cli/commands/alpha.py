@@ -9,7 +9,14 @@ import typer
 
 from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import BatchSizeOption, JsonOption, check_batch_size, flat
-from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.output import (
+    check_json_target,
+    console_for,
+    options_json,
+    print_table,
+    progress_bar,
+    write_json,
+)
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError
 
@@ -70,7 +77,7 @@ def alpha(
             top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # no effect at temperature 0
             row = f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"
             table.add_row(name, *row)
-    console.print(table)
+    print_table(console, table)
     console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")
     if plot is not None:
         plot_alpha(results, plot, f"{decoder.target.name}: agreement with its draft")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import check_json_target, check_outputs, console_for, write_json
+from outrider.cli.shared.output import check_json_target, check_outputs, console_for, print_table, write_json
 from outrider.errors import OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
 
@@ -53,7 +53,7 @@ def analyze(
     found = read_file(file, tokens_per_prompt=tokens_per_prompt, k=num_draft_tokens)
     analyses = {arm: analyse(prompts) for arm, prompts in found.arms.items()}
     console = console_for(json_target)
-    rounds = new_table(str(file), "rounds", "category", "prompts", "rounds", "tau, 95%", "mean of prompts", "accepted")
+    rounds = new_table(str(file), "rounds", "category", "prompts", "rounds", "tau, 95%", "by prompt", "accepted")
     for arm, all_prompts in analyses.items():
         for category, one in [("all", all_prompts), *all_prompts.by_category.items()]:
             rounds.add_row(
@@ -65,9 +65,9 @@ def analyze(
                 "-" if one.prompt_tau is None else f"{one.prompt_tau:.2f}",
                 "-" if one.counts.draft_acceptance_rate is None else f"{100 * one.counts.draft_acceptance_rate:.1f}%",
             )
-    console.print(rounds)
+    print_table(console, rounds)
     for arm, one in analyses.items():
-        positions = new_table(arm.label, "position", "drafted", "judged", "accepted", "if those before", "of drafted")
+        positions = new_table(arm.label, "position", "drafted", "judged", "accepted", "of judged", "of drafted")
         for rate in one.rates:
             at = rate.position
             positions.add_row(
@@ -78,9 +78,10 @@ def analyze(
                 interval_text(rate.conditional),
                 interval_text(rate.unconditional),
             )
-        console.print(positions)
+        print_table(console, positions)
     console.print(
-        "tau: tokens per round, with an interval over the prompts; intervals of positions treat rounds as independent",
+        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau; judged: the "
+        "tokens before it were accepted; intervals of positions treat rounds as independent",
         style="dim",
     )
     for note in found.notes:

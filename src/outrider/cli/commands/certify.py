@@ -42,6 +42,7 @@ from outrider.cli.shared.output import (
     console_for,
     make_document,
     options_json,
+    print_table,
     progress_bar,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
@@ -269,7 +270,7 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
     for control in certificate.controls:
         found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
         table.add_row(f"control: {control.control.about}", _control_text(control), found)
-    console.print(table)
+    print_table(console, table)
     for one in certificate.greedy:
         tell_differences(console, one, "prompt", decoder.tokenizer)
     if statistical is not None:

@@ -28,6 +28,7 @@ from outrider.cli.shared.output import (
     console_for,
     make_document,
     options_json,
+    print_table,
     progress_bar,
 )
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions
@@ -173,7 +174,7 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
             table.add_row(*row)
     for one in report.greedy:
         table.add_row(*greedy_row(one))
-    console.print(table)
+    print_table(console, table)
     false_alarm = ""
     if report.statistical is not None:
         is_draft = decoder.drafter.most_drafted != 0

@@ -24,6 +24,7 @@ from outrider.cli.shared.output import (
     console_for,
     gather,
     options_json,
+    print_table,
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
@@ -220,7 +221,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
             f"{summary.stats.mean_acceptance_length or 1:.2f}",
             *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
         )
-    console.print(table)
+    print_table(console, table)
     console.print("tok/s and ms/token (mean ± standard deviation): without prefill; tau: tokens per round", style="dim")
     for summary in summaries[1:]:
         console.print(f"{summary.arm.name}: [bold]{interval_text(summary.speed_up)}[/] times as fast as plain")

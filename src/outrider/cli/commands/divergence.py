@@ -21,7 +21,14 @@ from outrider.cli.shared.options import (
     check_batch_size,
     flat,
 )
-from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.output import (
+    check_json_target,
+    console_for,
+    options_json,
+    print_table,
+    progress_bar,
+    write_json,
+)
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.errors import OptionError
 
@@ -69,7 +76,7 @@ def divergence(
     title = f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {k}, temperature {sampling.temperature:g}"
     table = new_table(title, "texts", "found", "verdict")
     table.add_row(*greedy_row(report))
-    console.print(table)
+    print_table(console, table)
     tell_differences(console, report, "prompt", decoder.tokenizer)
     settings = options_json(pair, options, num_draft_tokens=k, prompts=prompts, batch_size=batch_size)
     write_json(json_target, "divergence", settings, report.to_json(), decoder.target)

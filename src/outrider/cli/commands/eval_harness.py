@@ -20,7 +20,14 @@ from outrider.cli.shared.options import (
     check_batch_size,
     flat,
 )
-from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.output import (
+    check_json_target,
+    console_for,
+    options_json,
+    print_table,
+    progress_bar,
+    write_json,
+)
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import Sampling
@@ -126,7 +133,7 @@ def harness(
     title = decoder.target.name
     if other is not None:
         title += f" against {against}" if against else f" with {draft}, K = {k}, {decoder.acceptance}"
-    console.print(_table(scores, title, results))
+    print_table(console, _table(scores, title, results))
     for line in _notes(scores, margin):
         console.print(line)
     if overall is not None:

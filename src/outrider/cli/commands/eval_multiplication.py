@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption, flat
-from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
+from outrider.cli.shared.output import (
+    check_json_target,
+    console_for,
+    options_json,
+    print_table,
+    progress_bar,
+    write_json,
+)
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.errors import OptionError
 
@@ -67,7 +74,7 @@ def multiplication(
             f"{result.wilson.low:.1%} to {result.wilson.high:.1%}",
             f"{result.stats.mean_acceptance_length or 1:.2f}",
         )
-    console.print(table)
+    print_table(console, table)
     difference = paired.difference
     console.print(
         f"Speculative minus plain: {difference.value:+.1%}, 95% {difference.low:+.1%} to {difference.high:+.1%}; "

@@ -14,6 +14,7 @@ from outrider.cli.shared.output import (
     check_outputs,
     console_for,
     options_json,
+    print_table,
     progress_bar,
     write_json,
 )
@@ -76,7 +77,7 @@ def perplexity(
     for one in result.perplexities:
         bits = interval_text(one.bits_per_byte, 4)
         table.add_row(one.model, interval_text(one.per_token), f"{one.per_byte.value:.4f}", bits)
-    console.print(table)
+    print_table(console, table)
     if result.agreement is None or result.alpha is None:
         console.print(f"The draft {name!r} has no probabilities of its own: this is the target alone.")
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, write_json
+from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ def latency(
         raise typer.Exit(130)
     peak = peak_memory_bytes(decoder.target.device)
     console = console_for(json_target)
-    console.print(
-        table(summaries, f"{decoder.target.name}, {summaries[0].num_cases} prompts, {max_new_tokens} tokens each")
-    )
+    title = f"{decoder.target.name}, {summaries[0].num_cases} prompts, {max_new_tokens} tokens each"
+    print_table(console, table(summaries, title))
     console.print(
         f"mean ± standard deviation over the prompts; tau: tokens per round; {_memory_text(peak)}", style="dim"
     )

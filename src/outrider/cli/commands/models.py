@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import check_json_target, console_for, write_json
+from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
 from outrider.errors import OptionError, OutriderError
 from outrider.options import check_num_draft_tokens
 
@@ -63,7 +63,7 @@ def models(
     if target is None:
         context = context or _USUAL_CONTEXT
         rows = _known(models, context, batch_size, dtype)
-        console.print(_list(rows, context, batch_size))
+        print_table(console, _list(rows, context, batch_size), FILE_WIDTH)
         from outrider.models.registry import user_file
 
         console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
@@ -77,7 +77,7 @@ def models(
         context = context or min(_USUAL_CONTEXT, *(_context_of(spec) for spec in specs))
         work = Work(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
-        console.print(_predicted(rows, work))
+        print_table(console, _predicted(rows, work), FILE_WIDTH)
         console.print("The total has the larger of prefill and verify; the process itself comes on top.", style="dim")
         options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
     write_json(json_target, "models", options | {"context": context}, {"models": rows})

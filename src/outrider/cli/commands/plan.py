@@ -12,7 +12,15 @@ import typer
 
 from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.shared.output import check_json_target, console_for, counted, options_json, progress_bar, write_json
+from outrider.cli.shared.output import (
+    check_json_target,
+    console_for,
+    counted,
+    options_json,
+    print_table,
+    progress_bar,
+    write_json,
+)
 from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
@@ -245,7 +253,7 @@ def _show(
             interval_text(one.speed_up),
             f"{one.tokens_per_s:.0f}",
         )
-    console.print(table)
+    print_table(console, table)
     if len(found) > _NUM_ROWS_SHOWN:
         console.print(f"The best {_NUM_ROWS_SHOWN} of {len(found)}; --json has all.", style="dim")
     steps = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in costs.target_s().items())

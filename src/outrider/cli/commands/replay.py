@@ -24,6 +24,7 @@ from outrider.cli.shared.output import (
     console_for,
     counted,
     json_text,
+    print_table,
     progress_bar,
     write_json,
 )
@@ -285,7 +286,7 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
             + (f" to {_percent(upper.counts.draft_acceptance_rate)}" if upper else ""),
             "-" if alpha is None else _alpha_text(alpha),
         )
-    console.print(table)
+    print_table(console, table)
     console.print(
         "tau: tokens per round, expected given the texts, with an interval over the prompts; alpha: E sum min(p, q)"
         + ("; a to b: bounds from the recorded part of p" if any(one.upper for _, one in arms) else ""),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption, flat
-from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
+from outrider.cli.shared.output import check_json_target, console_for, print_table, progress_bar, write_json
 from outrider.cli.shared.pair_options import MachineOptions
 from outrider.errors import OptionError
 
@@ -67,7 +67,7 @@ def shapes(
         is_worth = "yes" if cost in best else ""
         millions = f"{cost.num_params / 1e6:.2f} M"
         table.add_row(_name(cost.shape), millions, f"{1e3 * cost.draft_s:.3f}", needed, is_worth)
-    console.print(table)
+    print_table(console, table)
     console.print(
         "alpha needed: to be as fast as plain decoding (- : cannot be); worth it: within the budget, "
         "and no other has as many parameters for less time",

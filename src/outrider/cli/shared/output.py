@@ -16,6 +16,7 @@ from outrider.system.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from outrider.bench.run import Measurement
     from outrider.cli.shared.pair_options import PairOptions
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _Item = TypeVar("_Item")
-_FILE_WIDTH = 120  # of tables written to a file or a pipe, which have no width
+FILE_WIDTH = 120  # of tables written to a file or a pipe, which have no width
 
 
 def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
@@ -37,8 +38,21 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
 
     console = Console(stderr=json_target == "-", highlight=False, emoji=False, force_terminal=has_colours)
     if not console.file.isatty():
-        console.width = _FILE_WIDTH
+        console.width = FILE_WIDTH
     return console
+
+
+def print_table(console: Console, table: Table, width: int = 80) -> None:
+    """A narrower terminal wraps the lines, which is better than numbers that are cut off.
+
+    Args:
+        width: the columns that the table needs.
+    """
+    from rich.measure import Measurement
+
+    if console.width < width:
+        table.width = Measurement.get(console, console.options.update(max_width=width), table).maximum
+    console.print(table, crop=False)
 
 
 @contextmanager

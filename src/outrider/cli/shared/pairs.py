@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.shared.output import progress_bar
+from outrider.cli.shared.output import print_table, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,4 +80,4 @@ def compare(console: Console, found: Sequence[Choice], measured: Sequence[ArmSum
         expected = predicted[arm.draft, arm.num_draft_tokens]
         difference = f"{expected / speed_up.value - 1:+.1%}"
         table.add_row(arm.draft, str(arm.num_draft_tokens), f"{expected:.2f}", interval_text(speed_up), difference)
-    console.print(table)
+    print_table(console, table)

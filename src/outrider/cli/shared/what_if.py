@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.shared.output import console_for, write_json
+from outrider.cli.shared.output import console_for, print_table, write_json
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
     table = new_table(title, "K", "tau", "speed-up", "operations")
     for one in predictions:
         table.add_row(str(one.k), f"{one.tau:.2f}", f"{one.speed_up:.2f}", f"{one.operations:.2f}")
-    console.print(table)
+    print_table(console, table)
     if best is None:
         console.print("Best: none. No K is faster than plain decoding: outrider generate --draft none")
     else:
