@@ -37,7 +37,7 @@ def alpha(
     plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """The probability that a drafted token is accepted, at every place of given texts. Nothing is generated."""
+    """Measure how far target and draft agree on given texts: the mean acceptance probability. Nothing is generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
     check_batch_size(batch_size)
     check_json_target(json_target)

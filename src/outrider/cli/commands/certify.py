@@ -101,7 +101,9 @@ def certify(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Prove on this pair and this machine that speculation changes nothing. Exit code 0: certified, 1: not."""
+    """Test that speculation with this pair, on this machine, does not change the output distribution.
+
+    Exit code 0: certified; 1: not."""
     check_json_target(json_target)
     sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
     given = [(name, value) for name, value in sizes.items() if value is not None]

@@ -58,7 +58,7 @@ def certify_samples(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test whether texts of any system follow the law of its target. Exit code 0: consistent, 1: not.
+    """Test whether texts from any system follow the distribution of its target. Exit code 0: consistent, 1: not.
 
     Sampling options are those of the texts, for lines without options of their own. Each text must have been sampled
     with its own randomness."""

@@ -53,15 +53,17 @@ def compare(
     end: EndOptions,
     prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
     num_draft_tokens: NumDraftTokensListOption = "4",
-    num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the one that is shown.")] = 5,
+    num_runs: Annotated[
+        int, typer.Option(help="Measured runs of each arm, in turn, after the race that is shown.")
+    ] = 5,
     seed: SeedOption = 0,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the race that is shown as a page that plays it: one HTML file."),
+        typer.Option(metavar="FILE", help="Write the race as one HTML page that replays it."),
     ] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Race plain against speculative decoding, and say how much faster it is, with an interval."""
+    """Race plain against speculative decoding, and measure the speed-up with its 95% interval."""
     ks = parse_k(num_draft_tokens)
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")

@@ -28,24 +28,24 @@ def compile(
     sampling: SamplingOptions,
     num_draft_tokens: Annotated[
         str,
-        typer.Option("-k", "--num-draft-tokens", help="K as in the use to come, or several.", rich_help_panel="Models"),
+        typer.Option("-k", "--num-draft-tokens", help="One or several K, as in later use.", rich_help_panel="Models"),
     ] = "auto",
     slots: Annotated[
-        int, typer.Option("--slots", "--batch-size", help="Rows at a time, as in the use to come; 8 for serve.")
+        int, typer.Option("--slots", "--batch-size", help="Rows at a time, as in later use; 8 for serve.")
     ] = 1,
     context: Annotated[
         int,
         typer.Option(
-            help="Most tokens of a text, prompt included. Sizes are rounded up to a power of two, and each is compiled "
-            "by itself."
+            help="Maximum tokens of a text, prompt included, rounded up to a power of two. Each power of two needs "
+            "programs of its own."
         ),
     ] = 256,
     json_target: JsonOption = None,
 ) -> None:
-    """Compile all that --compile will ask for, so that it starts at once. CPU only.
+    """Compile beforehand the programs that --compile needs. CPU only.
 
-    What a program depends on: the models and their types, threads, K, rows, the context, and which sampling options
-    are in use (not their values)."""
+    A program depends on the models and their types, threads, K, rows, the context, and on which sampling options are
+    in use (not on their values)."""
     options = sampling.to_options(seed=None, num_seeds=1)
     chosen = parse_k(num_draft_tokens)
     check_num_slots(slots)

@@ -27,7 +27,7 @@ _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
 def distill(
     target: Annotated[str, typer.Argument(help="Known name, folder or hub id.")],
-    output: Annotated[Path, typer.Option(help="Folder for the draft. A run that was interrupted is continued.")],
+    output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     layers: Annotated[
         int | None, typer.Option(help="Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
     ] = None,
@@ -40,34 +40,34 @@ def distill(
     init: Annotated[
         str,
         typer.Option(
-            help="Weights to begin with: target (some of its layers, part of its width), scratch (random), or a "
+            help="Initial weights: target (some of its layers, part of its width), scratch (random), or an "
             "existing draft (known name, folder, hub id).",
             rich_help_panel=_SHAPE,
         ),
     ] = "target",
-    data: Annotated[Path | None, typer.Option(help="Text file to train on, and to prompt the target with.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Text file for training and for the target's prompts.")] = None,
     written: Annotated[int, typer.Option(help="Sequences that the target generates first.")] = 1024,
-    written_fraction: Annotated[float, typer.Option(help="With --data: their share of the training sequences.")] = 0.5,
+    written_fraction: Annotated[
+        float, typer.Option(help="With --data: the share of these among the training sequences.")
+    ] = 0.5,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel=_TRAINING)] = 256,
     steps: Annotated[int | None, typer.Option(help="Number of steps.", rich_help_panel=_TRAINING)] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Minutes of training (default: 10).", rich_help_panel=_TRAINING)
     ] = None,
     loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd or tv.", rich_help_panel=_TRAINING)] = "kl",
-    batch_size: Annotated[
-        int, typer.Option(help="Sequences in a step, on each device.", rich_help_panel=_TRAINING)
-    ] = 8,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8,
     learning_rate: Annotated[
-        float, typer.Option(help="The highest rate of the schedule.", rich_help_panel=_TRAINING)
+        float, typer.Option(help="Peak of the learning-rate schedule.", rich_help_panel=_TRAINING)
     ] = 2e-3,
     patience: Annotated[
-        int, typer.Option(help="End after this many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
+        int, typer.Option(help="Stop after this many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
     ] = 8,
     seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0,
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=_MACHINE)] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=_MACHINE)] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=_MACHINE)
+        int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", rich_help_panel=_MACHINE)
     ] = None,
     json_target: JsonOption = None,
 ) -> None:

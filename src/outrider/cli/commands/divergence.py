@@ -55,7 +55,7 @@ def divergence(
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Explain where greedy speculation and plain decoding part: rounding, or a fault (exit code 1)."""
+    """Explain where greedy speculation and plain decoding diverge: rounding, or a bug (exit code 1)."""
     check_json_target(json_target)
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)

@@ -41,9 +41,11 @@ def export(
         str | None, typer.Option(help="Known name, folder or hub id. Default: fable-draft for fable.")
     ] = None,
     num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="K; auto takes the best one, if it is known, else 4.")
+        str, typer.Option("-k", "--num-draft-tokens", help="K; auto takes the best one if it is known, else 4.")
     ] = "auto",
-    context: Annotated[int | None, typer.Option(help="Most tokens of a text. Default: what the target takes.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Maximum tokens of a text. Default: the target's context.")
+    ] = None,
     log: Annotated[
         Path | None,
         typer.Option(help="Recorded output of the target (outrider record --probs 1), with its sampling options."),
@@ -58,14 +60,12 @@ def export(
     ] = False,
     draft_cost: Annotated[
         float | None,
-        typer.Option(
-            help="Time of a draft step over that of a target step in the engine. Default: the ratio of the weights."
-        ),
+        typer.Option(help="Time of a draft step in the engine, in target steps. Default: the ratio of the parameters."),
     ] = None,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Hand a pair to another engine: its configuration and command, and what its own law of acceptance promises."""
+    """Write what another engine needs to serve a pair: configuration, command, tau under its own rule."""
     from outrider.export.checks import check_pair, describe
     from outrider.export.engines import ENGINES, Handover
     from outrider.export.folder import Facts, location, write_folder

@@ -64,34 +64,34 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. Without it: standard input.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of prompts: plain lines; or JSON lines with a 'prompt', and perhaps its own options."),
+        typer.Option(
+            help="File of prompts: plain lines, or JSON lines with a 'prompt' and optionally options of its own."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --prompts: write JSON lines here. An interrupted run is continued.")
+        Path | None, typer.Option(help="With --prompts: write JSON lines to this file. An interrupted run resumes.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="With --prompts: rows generated at once.")] = 1,
     shard: Annotated[
         str | None,
-        typer.Option(
-            metavar="I/N", help="With --prompts: only the I-th of N parts. Each has an --output file of its own."
-        ),
+        typer.Option(metavar="I/N", help="With --prompts: only the I-th of N parts, each with its own --output file."),
     ] = None,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i. Default: random.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Log-probability of each token, and of the N most probable, into the JSON.")
+        int | None, typer.Option(help="Add to the JSON the log-probability of each token and of the N most probable.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message: use the model's chat template.")
     ] = False,
     show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Colour the text: accepted, correction, bonus.")
+        bool, typer.Option("--show-origin", help="Colour the tokens by origin: accepted, correction or bonus.")
     ] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Continue a text, printing it as it comes; or continue every prompt of a file.
+    """Continue a text and print it as it is generated, or continue every prompt of a file.
 
-    Exit code 1: some prompts of the file failed. Their lines say why; the others have their text."""
+    Exit code 1: some prompts of the file failed. Their lines give the reason; the others have their text."""
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     check_batch_size(batch_size)
     if prompts is None:

@@ -29,7 +29,7 @@ def latency(
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure target, drafts and pairs over 15 built-in prompts, arms in turn, after a warm-up."""
+    """Measure target, drafts and pairs at many K on 15 built-in prompts, in turn, after a warm-up."""
     from outrider.evals.prompts import PROMPTS
 
     options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)

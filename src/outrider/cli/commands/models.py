@@ -25,7 +25,7 @@ _USUAL_CONTEXT = 2048
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="Predict the memory of this model in all forms: a name, folder or hub id.")
+        str | None, typer.Option(help="Predict the memory of this model in all forms: known name, folder or hub id.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="With --target: of this draft as well.")] = None,
     context: Annotated[

@@ -48,7 +48,9 @@ def plan(
     sampling: SamplingOptions,
     num_draft_tokens: Annotated[
         str | None,
-        typer.Option("-k", "--num-draft-tokens", help="K to choose among, like 1-8. Default: 1-16; compiled, a few."),
+        typer.Option(
+            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few when compiled."
+        ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
@@ -56,7 +58,7 @@ def plan(
         typer.Option(help="Recorded output of the target (outrider record --probs N), with its sampling options."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
-    batch_size: Annotated[str, typer.Option(help="Rows at once, one or several: 1,4.")] = "1",
+    batch_size: Annotated[str, typer.Option(help="Batch sizes, one or several: 1,4.")] = "1",
     context: Annotated[str, typer.Option(help="Tokens in a row when rounds are timed, one or several: 64,512.")] = "64",
     measure: Annotated[
         bool,
@@ -70,7 +72,7 @@ def plan(
     what_if: Annotated[
         str | None,
         typer.Option(
-            help="Measure nothing; use these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
+            help="Measure nothing and use these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
             "token is accepted; c, the time of a draft step over that of a plain step; v, the same of a verify "
             "(default: 1); c_ops, the operations of a draft step over those of a plain step (default: c)."
         ),
@@ -78,7 +80,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Predict the speed-up of every draft and K from measured costs and acceptance. The answer may be: no draft."""
+    """Predict the speed-up of every draft and K from measured costs and acceptance. The result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
     ks = [k for k in parse_k(num_draft_tokens or default_k) if isinstance(k, int)]
     if not ks:

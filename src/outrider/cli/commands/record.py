@@ -53,7 +53,7 @@ def record(
         ),
     ] = None,
 ) -> None:
-    """Record the output of the target alone, with probabilities, as a log for 'outrider replay'."""
+    """Record the target's own output, with probabilities, as a log for 'outrider replay'."""
     check_batch_size(batch_size)
     if probs is not None and probs < 1:
         raise OptionError("--probs", probs, "a whole number >= 1")

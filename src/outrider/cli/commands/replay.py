@@ -47,25 +47,23 @@ _OUTPUT_FORMATS = ("outrider", "cumulative")
 @flat
 def replay(
     drafts: DraftOptions,
-    log: Annotated[Path, typer.Argument(help="A log of outrider record.")],
+    log: Annotated[Path, typer.Argument(help="A log written by outrider record.")],
     num_draft_tokens: NumDraftTokensListOption = "1-8",
     batch_size: BatchSizeOption = 8,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the rounds here: JSON lines, for outrider analyze.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the rounds as JSON lines, for outrider analyze.")] = None,
     output_format: Annotated[
         str,
         typer.Option(
-            help="Of --output: outrider; or cumulative, lines like [3, 5] with the tokens so far of each of "
+            help="Format of --output: outrider; or cumulative, lines like [3, 5] with the tokens so far of each of "
             "--batch-size prompts (decoding-speculative-decoding; one draft, one K)."
         ),
     ] = "outrider",
-    seed: Annotated[int, typer.Option(help="For sampled text --output draws rounds at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="For --output: rounds over sampled text are drawn at random.")] = 0,
     log_format: Annotated[
         str,
         typer.Option(
             "--format",
-            help="Of the log: outrider; or tensors, printed output ids of greedy decoding without the prompts "
+            help="Format of the log: outrider; or tensors, printed output ids of greedy decoding without the prompts "
             "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
         ),
     ] = "outrider",
@@ -78,7 +76,7 @@ def replay(
     plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Judge drafts by a log: tokens per round at every K, exactly, without running the target."""
+    """Compute from a log, without running the target, how many tokens per round a draft gives at every K."""
     check_batch_size(batch_size)
     ks = [k for k in parse_k(num_draft_tokens) if isinstance(k, int)]
     if len(ks) < len(parse_k(num_draft_tokens)):

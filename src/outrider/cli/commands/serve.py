@@ -33,53 +33,59 @@ def serve(
         typer.Option(
             "-k",
             "--num-draft-tokens",
-            help="K, tokens drafted per round; auto chooses it by the load (and is 4 for requests with a seed).",
+            help="K, the number of tokens drafted per round, or auto, which adapts it to the load (but is 4 for "
+            "requests with a seed).",
             rich_help_panel="Models",
         ),
     ] = "auto",
-    slots: Annotated[int, typer.Option(help="Texts at a time.", rich_help_panel=_SERVER)] = DEFAULT_NUM_SLOTS,
+    slots: Annotated[int, typer.Option(help="Texts generated at a time.", rich_help_panel=_SERVER)] = DEFAULT_NUM_SLOTS,
     context: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of a text, prompt included. Default: the target's context, at most 8192.",
+            help="Maximum tokens of a text, prompt included. Default: the target's context, at most 8192.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Others than loopback need a key.", rich_help_panel=_SERVER)
+        str, typer.Option(help="Address to listen on. Any but loopback requires --api-key.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="OUTRIDER_API_KEY",
-            help="Clients must send it. Prefer the variable: others see command lines.",
+            help="Key that clients must send. Prefer the environment variable: other users can see command lines.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="What clients call the model. Repeatable. Default: the target.", rich_help_panel=_SERVER),
+        typer.Option(
+            metavar="NAME",
+            help="Model name for clients. Repeatable. Default: the target's name.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Most texts that wait for a slot; more get 503.", rich_help_panel=_SERVER)
+        int, typer.Option(help="Maximum number of texts waiting for a slot; more get 503.", rich_help_panel=_SERVER)
     ] = 256,
     queue_timeout: Annotated[
-        float, typer.Option(help="Seconds that a request may wait for a slot; then 503.", rich_help_panel=_SERVER)
+        float,
+        typer.Option(help="Seconds that a request may wait for a slot before it gets 503.", rich_help_panel=_SERVER),
     ] = 600.0,
     wait: Annotated[
         bool,
         typer.Option(
             "--wait",
-            help="With --compile: be ready when the programs are. Else rounds are eager until then.",
+            help="With --compile: get ready only when all programs are. Without it, rounds are eager until then.",
             rich_help_panel=_SERVER,
         ),
     ] = False,
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running texts may go on after SIGTERM.", rich_help_panel=_SERVER)
+        float, typer.Option(help="Seconds that running texts may continue after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
 ) -> None:
-    """Serve /v1/completions and /v1/chat/completions for OpenAI's clients."""
+    """Serve a target with its draft over OpenAI's API: /v1/completions and /v1/chat/completions."""
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")

@@ -26,16 +26,17 @@ def shapes(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="LAYERSxWIDTH, or LAYERSxWIDTHxFEEDFORWARD. Repeatable. Default: 1, 2, 4, ... layers at four widths."
+            metavar="SHAPE",
+            help="LAYERSxWIDTH or LAYERSxWIDTHxFEEDFORWARD. Repeatable. Default: 1, 2, 4, ... layers at four widths.",
         ),
     ] = None,
-    budget_ms: Annotated[float | None, typer.Option(help="Most milliseconds for a drafted token.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows at once.")] = 1,
+    budget_ms: Annotated[float | None, typer.Option(help="Maximum milliseconds per drafted token.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Batch size.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens in a row when rounds are timed.")] = 64,
     plot: Annotated[Path | None, typer.Option(help="Plot the latencies: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Time drafts with random weights beside the target, and name the shapes worth training."""
+    """Time drafts of several shapes, with random weights, and list the shapes worth training."""
     if budget_ms is not None and not 0 < budget_ms < math.inf:
         raise OptionError("--budget-ms", budget_ms, "a number above 0")
     for name, value in (("--batch-size", batch_size), ("--context", context)):

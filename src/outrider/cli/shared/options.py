@@ -33,7 +33,7 @@ JsonOption = Annotated[
 ]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write it as a page to read: one HTML file with figures."),
+    typer.Option("--html", metavar="FILE", help="Write the result as one HTML page with figures."),
 ]
 
 
@@ -50,17 +50,25 @@ class SamplingOptions:
     repetition_penalty: Annotated[float, typer.Option(help="1.0 is none.", rich_help_panel=SAMPLING_PANEL)] = 1.0
     presence_penalty: Annotated[
         float,
-        typer.Option(help="Off the logits of tokens generated before, -2 to 2.", rich_help_panel=SAMPLING_PANEL),
+        typer.Option(
+            help="Subtracted from the logits of tokens generated so far: -2 to 2.", rich_help_panel=SAMPLING_PANEL
+        ),
     ] = 0.0
     frequency_penalty: Annotated[
-        float, typer.Option(help="The same, for each time they were generated.", rich_help_panel=SAMPLING_PANEL)
+        float,
+        typer.Option(help="The same, times the number of times they were generated.", rich_help_panel=SAMPLING_PANEL),
     ] = 0.0
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(help="TOKEN_ID=BIAS, added to the logit. Repeatable.", rich_help_panel=SAMPLING_PANEL),
+        typer.Option(
+            metavar="ID=BIAS", help="Bias added to the logit of a token id. Repeatable.", rich_help_panel=SAMPLING_PANEL
+        ),
     ] = None
     min_tokens: Annotated[
-        int, typer.Option(help="No token that ends the text before so many.", rich_help_panel=SAMPLING_PANEL)
+        int,
+        typer.Option(
+            help="Nothing but the limit ends the text before this many tokens.", rich_help_panel=SAMPLING_PANEL
+        ),
     ] = 0
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
@@ -117,17 +125,26 @@ class EndOptions:
     """What ends a text."""
 
     max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Most tokens to generate.", rich_help_panel=SAMPLING_PANEL)
+        int,
+        typer.Option(
+            "-n", "--max-new-tokens", help="Maximum number of tokens to generate.", rich_help_panel=SAMPLING_PANEL
+        ),
     ] = 128
     stop: Annotated[
-        list[str] | None, typer.Option(help="String that ends the text. Repeatable.", rich_help_panel=SAMPLING_PANEL)
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="String that ends the text. Repeatable.", rich_help_panel=SAMPLING_PANEL),
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
-        typer.Option("--stop-token-id", help="Token that ends the text. Repeatable.", rich_help_panel=SAMPLING_PANEL),
+        typer.Option(
+            "--stop-token-id",
+            metavar="ID",
+            help="Token that ends the text. Repeatable.",
+            rich_help_panel=SAMPLING_PANEL,
+        ),
     ] = None
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=SAMPLING_PANEL)
+        bool, typer.Option("--ignore-eos", help="Continue after an end token.", rich_help_panel=SAMPLING_PANEL)
     ] = False
 
     def to_options(self) -> dict[str, Any]:
@@ -179,8 +196,8 @@ NumDraftTokensOption = Annotated[
     typer.Option(
         "-k",
         "--num-draft-tokens",
-        help="K, tokens drafted per round; auto chooses it as it goes. Default: auto, but 4 where a seed is to give "
-        "the same text again.",
+        help="K, the number of tokens drafted per round, or auto, which adapts it. Default: auto; 4 with a seed, for "
+        "reproducible text.",
         rich_help_panel=MODELS_PANEL,
     ),
 ]
@@ -191,12 +208,13 @@ NumDraftTokensListOption = Annotated[
     ),
 ]
 PromptsOption = Annotated[
-    Path | None, typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15.")
+    Path | None,
+    typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15 built-in ones."),
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Prompts at once.", rich_help_panel=MACHINE_PANEL)]
 SignificanceOption = Annotated[
     float,
-    typer.Option(help="Probability that a right rule fails the statistical tests.", rich_help_panel="Statistics"),
+    typer.Option(help="Probability that a correct rule fails the statistical tests.", rich_help_panel="Statistics"),
 ]
 SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=SAMPLING_PANEL)]
 

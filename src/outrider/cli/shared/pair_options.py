@@ -58,9 +58,9 @@ class PairOptions:
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="Known name, folder, hub id, 'ngram' or 'none'; NAME:greedy drafts the likeliest tokens. Repeat it to "
-            "compare several. "
-            "Default: fable-draft for fable, else ngram.",
+            metavar="NAME",
+            help="Known name, folder, hub id, 'ngram' or 'none'; NAME:greedy drafts the likeliest tokens. Repeatable "
+            "where drafts are compared. Default: fable-draft for fable, else ngram.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
@@ -70,18 +70,18 @@ class PairOptions:
     models: Annotated[
         Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=MACHINE_PANEL)] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=MACHINE_PANEL)] = "auto"
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto, float64, float32, bfloat16, float16. auto is float32 on the CPU, else the checkpoint's own.",
+            help="auto, float64, float32, bfloat16 or float16. auto: float32 on the CPU, else the checkpoint's type.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = "auto"
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Weights of the target in fewer bits: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes), none. The "
+            help="Quantize the target's weights: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes) or none. The "
             "same as a name that ends in :int8.",
             rich_help_panel=MACHINE_PANEL,
         ),
@@ -98,15 +98,15 @@ class PairOptions:
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="The most that its device map may put on each device: 0=20GiB,1=20GiB,cpu=60GiB.",
+            help="Limits of the target's device map, by device: 0=20GiB,1=20GiB,cpu=60GiB.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
     store: Annotated[
         str | None,
         typer.Option(
-            help="On the CPU: auto keeps large matrices in the checkpoint's type, with a kernel of ours for few rows; "
-            "plain widens them.",
+            help="On the CPU: auto keeps large matrices in the checkpoint's type and widens them as they are read; "
+            "plain widens them on loading. Default: auto.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
@@ -127,14 +127,14 @@ class PairOptions:
         typer.Option(metavar="SIZES", help="The same as --max-memory, for the draft.", rich_help_panel=MACHINE_PANEL),
     ] = None
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: torch's own choice.", rich_help_panel=MACHINE_PANEL)
+        int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", rich_help_panel=MACHINE_PANEL)
     ] = None
     compile: Annotated[
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the models: minutes the first time ('outrider compile' does so beforehand). On a CUDA "
-            "device: capture them as graphs. Default: for long work on the CPU.",
+            help="Compile the models, which takes minutes the first time ('outrider compile' does it beforehand). On a "
+            "CUDA device: capture CUDA graphs. Default: only for long work on the CPU.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None

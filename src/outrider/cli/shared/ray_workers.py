@@ -44,7 +44,7 @@ class RayOptions:
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="With --prompts: work on this Ray cluster. auto: the one of this machine. local: on all processors of "
+            help="With --prompts: run on this Ray cluster. auto: the one of this machine. local: all processors of "
             "this machine, without a cluster.",
             rich_help_panel="Machine",
         ),
@@ -52,7 +52,7 @@ class RayOptions:
     ray_workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes on it, each with the models. Default: as many as there is room for.",
+            help="Number of workers, each with the models. Default: as many as there is room for.",
             rich_help_panel="Machine",
         ),
     ] = None
