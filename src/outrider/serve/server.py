@@ -159,4 +159,5 @@ def listen(host: str, port: int) -> socket.socket:
             raise
         return listener
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one, like a..b
-        raise OptionError("--host, --port", f"{host}:{port}", f"nothing can listen there ({error})") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OptionError("--host, --port", f"{host}:{port}", f"{reason}: choose another address or port") from None

@@ -6,6 +6,7 @@ that tokens stand for, which may come next. Its names: a matcher is a grammar wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -130,9 +131,11 @@ def _llguidance() -> Any:
 
 
 def _refusal(name: str, value: Any, message: str) -> OptionError:
-    return OptionError(name, value, _line(message))
+    reason = re.search(r"^error: (.+)$", message, re.MULTILINE) if name == "regex" else None
+    return OptionError(name, value, reason[1] if reason else _line(message))
 
 
 def _line(message: object) -> str:
     text, _, _ = str(message).partition("<state>")  # what follows is for llguidance's own developers
+    text = re.split(r"\n +\d+ \|", text)[0]  # a line of the grammar, with a caret below it
     return " ".join(text.split())[:_MOST_CHARACTERS]
