@@ -138,7 +138,7 @@ def _verify(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:
     draft = Draft(torch.zeros(rows, k, dtype=torch.long), q, k_of_rows)
     noise = rule.make_noise(ids, lengths, k, lm.vocab_size)
     view_len = lm.view_len(work.context, cache)
-    arguments = (cache, ids, lengths, lengths + k + 1, draft, settings, NO_HISTORY, None, noise)
+    arguments = (cache, ids[:, None].expand(-1, 2), lengths, lengths + k + 1, draft, settings, NO_HISTORY, None, noise)
     return lambda: verify_step(lm, rule, view_len, (), *arguments)
 
 
