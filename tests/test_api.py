@@ -136,7 +136,7 @@ def test_a_row_has_its_least_number_of_tokens(acceptance: str, k: int) -> None:
     (one,) = decoder.generate(PROMPT, min_tokens=5, max_new_tokens=3, **certain)
     assert one.finish_reason == "length" and eos not in one.token_ids
     nothing_else = {i: -float("inf") for i in range(decoder.target.vocab_size) if i != eos}
-    with pytest.raises(OptionError, match="min_tokens = 2 is not possible: no token is left"):
+    with pytest.raises(OptionError, match="min_tokens = 2 is invalid: no token is left"):
         decoder.generate(PROMPT, min_tokens=2, logit_bias=nothing_else)
 
 
@@ -337,12 +337,12 @@ def test_no_prompts_no_completions() -> None:
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -0.1}, "temperature = -0.1 is not possible"),
+    ({"temperature": -0.1}, "temperature = -0.1 is invalid"),
     ({"temperature": [1.0]}, "one value for each of the 2 prompts"),
     ({"seed": [1, 2, 3]}, "one value for each of the 2 prompts"),
     ({"stop": [["a"]]}, "one value for each of the 2 prompts"),
     ({"max_new_token": 5}, "did you mean max_new_tokens"),
-    ({"do_sample": True}, "do_sample = True is not possible: there is no such option"),
+    ({"do_sample": True}, "do_sample = True is invalid: there is no such option"),
     ({"top_p": 0.0}, "0 < top_p <= 1"),
     ({"top_p": float("nan")}, "top_p = nan"),
     ({"top_k": 2.5}, "top_k = 2.5"),

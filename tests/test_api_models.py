@@ -137,9 +137,9 @@ def test_drafters_by_name(draft: str | None, name: str) -> None:
 
 
 def test_bad_choices_of_load() -> None:
-    with pytest.raises(OptionError, match="acceptance = 'typical' is not possible: choose one of rejection, block"):
+    with pytest.raises(OptionError, match="acceptance = 'typical' is invalid: choose one of rejection, block"):
         outrider.load("fable", acceptance="typical")
-    with pytest.raises(OptionError, match="num_draft_tokens = 0 is not possible"):
+    with pytest.raises(OptionError, match="num_draft_tokens = 0 is invalid"):
         outrider.load("fable", num_draft_tokens=0)
 
 

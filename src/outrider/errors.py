@@ -61,7 +61,7 @@ class OptionError(UsageError):
         shown = repr(value)
         if len(shown) > _MOST_CHARACTERS:
             shown = f"{shown[: _MOST_CHARACTERS - 4]} ..."
-        super().__init__(f"{name} = {shown} is not possible: {remedy}")
+        super().__init__(f"{name} = {shown} is invalid: {remedy}")
         self.name = name
         self.value = value
         self.remedy = remedy

@@ -115,7 +115,7 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "line 2: there is no option 'temp'" in error(good, good | {"options": {"temp": 1}})
     assert "line 1: the options [1] are not" in error(good | {"options": [1]})
     assert "line 1: logit_bias is a list" in error(good | {"options": {"logit_bias": {"4": 1}}})
-    assert "line 2: top_p = 2 is not possible" in error(good, good | {"options": {"top_p": 2}})
+    assert "line 2: top_p = 2 is invalid" in error(good, good | {"options": {"top_p": 2}})
     assert "line 1: a token id outside" in error(good | {"token_ids": [10**6]}, good)
     assert "line 1: 2002 tokens" in error(good | {"token_ids": [3] * 2000}, good)
     assert "logit_bias = 1000000" in error(good, good | {"options": {"logit_bias": ["1000000=1"]}})

@@ -36,7 +36,7 @@ def test_what_cannot_be_compiled(outrider: Outrider, tmp_path: Path, monkeypatch
         assert (
             done.code == 2 and "cannot be compiled here: RuntimeError: no compiler at all" in done.err.splitlines()[-1]
         )
-    assert "--context = 3 is not possible" in outrider("compile", "--context", "3").error
+    assert "--context = 3 is invalid" in outrider("compile", "--context", "3").error
 
 
 @pytest.mark.slow  # compiles a program

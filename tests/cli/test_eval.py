@@ -90,10 +90,10 @@ def test_problems_are_not_left_out_of_the_progress(outrider: Outrider, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--num-prompts", 0), "--num-prompts = 0 is not possible: a whole number >= 1"),
-        (("--batch-size", 0), "--batch-size = 0 is not possible"),
-        (("--margin", 0), "--margin = 0.0 is not possible: a number between 0 and 1"),
-        (("--margin", "nan"), "--margin = nan is not possible"),
+        (("--num-prompts", 0), "--num-prompts = 0 is invalid: a whole number >= 1"),
+        (("--batch-size", 0), "--batch-size = 0 is invalid"),
+        (("--margin", 0), "--margin = 0.0 is invalid: a number between 0 and 1"),
+        (("--margin", "nan"), "--margin = nan is invalid"),
         (("--draft", "none"), "there would be nothing to compare"),
         (("--draft", "ngram", "--draft", "fable"), "this command takes one draft"),
         (("-k", "1-3"), "this command takes one number"),

@@ -182,7 +182,7 @@ def test_an_error_before_anything_is_loaded(
     monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda *_: pytest.fail("loaded"))
     beams = write_tasks(tmp_path, generation_kwargs={"num_beams": 4, "until": []})
     *_, error = outrider(*EVAL, beams).err.splitlines()
-    assert "generation_kwargs: num_beams = 4 is not possible: Outrider has no such option" in error
+    assert "generation_kwargs: num_beams = 4 is invalid: Outrider has no such option" in error
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     assert outrider(*EVAL, folder).error == "this needs lm-eval: pip install 'outrider[eval]'"
 
@@ -190,15 +190,15 @@ def test_an_error_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tasks", " , "), "--tasks = ' , ' is not possible: name one or more"),
-        (("--tasks", "a", "--limit", 0), "--limit = 0 is not possible: a whole number >= 1"),
-        (("--tasks", "a", "--num-fewshot", -1), "--num-fewshot = -1 is not possible: a whole number >= 0"),
-        (("--tasks", "a", "--margin", 0), "--margin = 0.0 is not possible: a number above 0"),
-        (("--tasks", "a", "--margin", "nan"), "--margin = nan is not possible"),
-        (("--tasks", "a", "--batch-size", 0), "--batch-size = 0 is not possible"),
-        (("--tasks", "a", "--seed", -1), "seed = -1 is not possible"),
-        (("--tasks", "a", "-t", -1), "temperature = -1.0 is not possible"),
-        (("--tasks", "a", "-n", 0), "max_new_tokens = 0 is not possible"),
+        (("--tasks", " , "), "--tasks = ' , ' is invalid: name one or more"),
+        (("--tasks", "a", "--limit", 0), "--limit = 0 is invalid: a whole number >= 1"),
+        (("--tasks", "a", "--num-fewshot", -1), "--num-fewshot = -1 is invalid: a whole number >= 0"),
+        (("--tasks", "a", "--margin", 0), "--margin = 0.0 is invalid: a number above 0"),
+        (("--tasks", "a", "--margin", "nan"), "--margin = nan is invalid"),
+        (("--tasks", "a", "--batch-size", 0), "--batch-size = 0 is invalid"),
+        (("--tasks", "a", "--seed", -1), "seed = -1 is invalid"),
+        (("--tasks", "a", "-t", -1), "temperature = -1.0 is invalid"),
+        (("--tasks", "a", "-n", 0), "max_new_tokens = 0 is invalid"),
         (("--tasks", "a", "--logit-bias", "x"), "write TOKEN_ID=BIAS"),
         (("--tasks", "a", "--draft", "none"), "there would be nothing to compare"),
         (("--tasks", "a", "-k", "1-3"), "this command takes one number"),

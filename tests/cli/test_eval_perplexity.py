@@ -94,8 +94,8 @@ def test_bad_input(outrider: Outrider, text: Path, tmp_path: Path) -> None:
     assert "contains no text" in outrider("eval", "perplexity", empty).error
     empty.write_text("a")
     assert "only one token" in outrider("eval", "perplexity", empty).error
-    assert "--context = 0 is not possible" in outrider("eval", "perplexity", text, "--context", 0).error
-    assert "--stride = -1 is not possible" in outrider("eval", "perplexity", text, "--stride", -1).error
+    assert "--context = 0 is invalid" in outrider("eval", "perplexity", text, "--context", 0).error
+    assert "--stride = -1 is invalid" in outrider("eval", "perplexity", text, "--stride", -1).error
     assert "some would be left out" in outrider("eval", "perplexity", text, "--stride", 9, "--context", 8).error
     assert "this command reads it" in outrider("eval", "perplexity", text, "--json", text).error
     assert "takes one draft" in outrider("eval", "perplexity", text, "--draft", "ngram", "--draft", "fable").error

@@ -75,12 +75,12 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once", "regex": "(a"}\n')
     for arguments, message in (
-        ((PROMPT, "--regex", "(a"), "regex = '(a' is not possible: "),
+        ((PROMPT, "--regex", "(a"), "regex = '(a' is invalid: "),
         ((PROMPT, "--regex", "a", "--grammar", tmp_path / "animal.lark"), "give it or regex, not both"),
-        ((PROMPT, "--regex", "a", "--ignore-eos"), "ignore_eos = True is not possible: with regex"),
+        ((PROMPT, "--regex", "a", "--ignore-eos"), "ignore_eos = True is invalid: with regex"),
         ((PROMPT, "--json-schema", tmp_path / "half.json"), f"{tmp_path / 'half.json'} is not JSON"),
         ((PROMPT, "--json-schema", tmp_path / "none.json"), "none.json"),
-        (("--prompts", prompts), f"{prompts}, line 1: regex = '(a' is not possible"),
+        (("--prompts", prompts), f"{prompts}, line 1: regex = '(a' is invalid"),
     ):
         assert message in outrider("generate", *arguments).error
 

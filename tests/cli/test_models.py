@@ -94,9 +94,9 @@ def test_any_dtype_that_a_command_takes_can_be_listed(outrider: Outrider, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--context", 0), "--context = 0 is not possible: a whole number >= 1"),
-        (("--batch-size", 0), "--batch-size = 0 is not possible"),
-        (("--dtype", "int4"), "--dtype = 'int4' is not possible: choose one of float64, float32"),
+        (("--context", 0), "--context = 0 is invalid: a whole number >= 1"),
+        (("--batch-size", 0), "--batch-size = 0 is invalid"),
+        (("--dtype", "int4"), "--dtype = 'int4' is invalid: choose one of float64, float32"),
     ],
 )
 def test_bad_options(outrider: Outrider, tmp_path: Path, arguments: tuple[object, ...], message: str) -> None:
@@ -126,11 +126,11 @@ def test_a_prediction_stays_within_the_context_of_both_models(outrider: Outrider
 
 def test_predictions_that_are_not_possible(outrider: Outrider) -> None:
     for arguments, message in (
-        (("--draft", "fable-draft"), "--draft = 'fable-draft' is not possible: give its --target too"),
+        (("--draft", "fable-draft"), "--draft = 'fable-draft' is invalid: give its --target too"),
         (("--target", "fable", "--devices", "3"), "which 3 processes cannot share evenly"),
-        (("--target", "fable", "-k", "-1"), "num_draft_tokens = -1 is not possible"),
+        (("--target", "fable", "-k", "-1"), "num_draft_tokens = -1 is invalid"),
         (("--target", "fable", "--draft", "ngram"), "name the model alone"),
-        (("--target", "fable", "--devices", "0"), "--devices = '0' is not possible: whole numbers from 1 to 64"),
+        (("--target", "fable", "--devices", "0"), "--devices = '0' is invalid: whole numbers from 1 to 64"),
         (("--target", "fable", "--context", 10**6), "this model accepts"),
     ):
         ended = outrider("models", *arguments)

@@ -29,10 +29,10 @@ def prompts(tmp_path: Path) -> Path:
 
 
 REFUSED: list[tuple[tuple[object, ...], str]] = [
-    (("--ray-workers", 2), "--ray-workers = 2 is not possible: it is for work on a cluster: add --ray ADDRESS"),
-    (("--ray", "local", "--ray-workers", 0), "--ray-workers = 0 is not possible: a whole number >= 1"),
+    (("--ray-workers", 2), "--ray-workers = 2 is invalid: it is for work on a cluster: add --ray ADDRESS"),
+    (("--ray", "local", "--ray-workers", 0), "--ray-workers = 0 is invalid: a whole number >= 1"),
     (("--ray", "ray://head:10001"), "start the command on the cluster, with --ray auto"),
-    (("--ray", "local", "--device", "cuda:1"), "--device = 'cuda:1' is not possible: a worker on Ray sees one GPU"),
+    (("--ray", "local", "--device", "cuda:1"), "--device = 'cuda:1' is invalid: a worker on Ray sees one GPU"),
 ]
 
 
@@ -174,7 +174,7 @@ def test_a_killed_command_is_continued_without_ray(
     [
         ((), "{prompts}, line 61: the prompt has "),
         (("--target", "fabel"), "no model is called 'fabel': did you mean 'fable'?"),
-        (("--top-k", "-1"), "top_k = -1 is not possible"),
+        (("--top-k", "-1"), "top_k = -1 is invalid"),
         (("--logit-bias", "99999999=1"), "99999999"),
     ],
 )
@@ -196,5 +196,5 @@ def test_a_cluster_that_is_not_there(prompts: Path, tmp_path: Path) -> None:
     with started(prompts, tmp_path / "out.jsonl", "--ray", "auto") as process:
         _, message = process.communicate()
     assert process.returncode == 2
-    assert message.startswith("error: --ray = 'auto' is not possible: ") and message.count("\n") == 1
+    assert message.startswith("error: --ray = 'auto' is invalid: ") and message.count("\n") == 1
     assert message.endswith("(local: this machine, without a cluster)\n")

@@ -220,11 +220,11 @@ def test_the_user_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     ("gen_kwargs", "message"),
     [
-        ({"num_beams": 10}, "num_beams = 10 is not possible: Outrider has no such option"),
+        ({"num_beams": 10}, "num_beams = 10 is invalid: Outrider has no such option"),
         ({"length_penalty": 2.0}, "length_penalty = 2.0"),
         ({"do_sample": True}, "the task must set a temperature"),
-        ({"temperature": -1.0}, "temperature = -1.0 is not possible"),
-        ({"max_gen_toks": 0}, "max_new_tokens = 0 is not possible"),
+        ({"temperature": -1.0}, "temperature = -1.0 is invalid"),
+        ({"max_gen_toks": 0}, "max_new_tokens = 0 is invalid"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(gen_kwargs: dict[str, Any], message: str) -> None:
@@ -234,7 +234,7 @@ def test_what_cannot_be_sampled_is_refused(gen_kwargs: dict[str, Any], message: 
 
 def test_what_does_not_fit_the_context_is_refused() -> None:
     lm = OutriderLM(decoder_of())
-    with pytest.raises(OptionError, match="max_gen_toks = 64 is not possible: .* takes 64 tokens in all"):
+    with pytest.raises(OptionError, match="max_gen_toks = 64 is invalid: .* takes 64 tokens in all"):
         generate(lm, ["a"], max_gen_toks=64)
     for continuation in ("", "x" * 65):
         with pytest.raises(PromptError, match=f"a continuation of {len(continuation)} tokens cannot be judged"):
@@ -263,9 +263,9 @@ def test_a_model_by_its_arguments(tmp_path: Path) -> None:
     assert (lm.decoder.target.name, lm.decoder.drafter.name) == (str(target), str(draft))
     assert str(lm.decoder.target.dtype) == "torch.float64"
     assert OutriderLM.create_from_arg_obj({"target": str(target)}).decoder.drafter.name == "none"
-    with pytest.raises(OptionError, match="model_args: drft = 'x' is not possible: did you mean draft?"):
+    with pytest.raises(OptionError, match="model_args: drft = 'x' is invalid: did you mean draft?"):
         OutriderLM.create_from_arg_string("drft=x")
-    with pytest.raises(OptionError, match="batch_size = 'auto' is not possible"):
+    with pytest.raises(OptionError, match="batch_size = 'auto' is invalid"):
         OutriderLM.create_from_arg_string(f"target={target}", {"batch_size": "auto"})
 
 

@@ -118,7 +118,7 @@ def test_groups_and_tags(folder: Path, reads_defaults: list[bool]) -> None:
 @pytest.mark.usefixtures("reads_defaults")
 def test_a_task_with_two_settings_has_no_one_score(tmp_path: Path) -> None:
     write_group(write_groups(tmp_path), "more", [{"task": "few", "num_fewshot": 1}], [{"metric": "bleu"}])
-    with pytest.raises(OptionError, match="--tasks = 'more' is not possible: few occurs twice with different settings"):
+    with pytest.raises(OptionError, match="--tasks = 'more' is invalid: few occurs twice with different settings"):
         load_tasks(["few", "more"], tmp_path)
 
 
@@ -150,18 +150,18 @@ def test_how_much_there_is_to_generate(folder: Path) -> None:
 
 @pytest.mark.usefixtures("reads_defaults")
 def test_tasks_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="--tasks = 'anwsers' is not possible: did you mean answers?"):
+    with pytest.raises(OptionError, match="--tasks = 'anwsers' is invalid: did you mean answers?"):
         load_tasks(["anwsers"], folder)
     with pytest.raises(OptionError, match="`lm_eval ls tasks` lists"):
         load_tasks(["zzz"], folder)
-    with pytest.raises(OptionError, match="--include-path = '.*nowhere' is not possible: there is no such folder"):
+    with pytest.raises(OptionError, match="--include-path = '.*nowhere' is invalid: there is no such folder"):
         load_tasks(["answers"], tmp_path / "nowhere")
     write_group(tmp_path, "empty", [], [])
-    with pytest.raises(OptionError, match="--tasks = 'empty' is not possible: it contains no task"):
+    with pytest.raises(OptionError, match="--tasks = 'empty' is invalid: it contains no task"):
         load_tasks(["empty"], tmp_path)
     damaged = write_tasks(tmp_path)
     (damaged / "answers.jsonl").unlink()
-    with pytest.raises(OptionError, match=r"--tasks = 'answers' is not possible: it cannot be loaded \(\w+: .*answers"):
+    with pytest.raises(OptionError, match=r"--tasks = 'answers' is invalid: it cannot be loaded \(\w+: .*answers"):
         load_tasks(["answers"], damaged)
     unsafe = write_tasks(tmp_path, unsafe_code=True)
     with pytest.raises(OptionError, match="it runs generated code, which is not supported"):

@@ -88,7 +88,7 @@ def test_a_name_s_own_dtype_yields_to_the_command_s(folder: Path, tmp_path: Path
 
 
 def test_bad_dtypes_and_devices(folder: Path) -> None:
-    with pytest.raises(OptionError, match="dtype = 'float13' is not possible: choose auto, float64, float32"):
+    with pytest.raises(OptionError, match="dtype = 'float13' is invalid: choose auto, float64, float32"):
         outrider.load(folder, dtype="float13")
     with pytest.raises(DeviceError, match="there is no device 'tpu' here: choose auto, cpu"):
         outrider.load(folder, device="tpu")

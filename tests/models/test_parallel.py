@@ -62,7 +62,7 @@ def test_what_is_drawn_and_measured_is_that_of_the_first(found: list[dict[str, A
     assert first["drawn_seed"] == second["drawn_seed"]
     assert first["costs"] == second["costs"]
     assert first["certificate"]["seconds"] == second["certificate"]["seconds"]
-    assert first["first"] == second["first"] == [0, "OptionError: a = 'b' is not possible: process 0 cannot", [0, 1]]
+    assert first["first"] == second["first"] == [0, "OptionError: a = 'b' is invalid: process 0 cannot", [0, 1]]
 
 
 def test_quantized_shares(found: list[dict[str, Any]]) -> None:
@@ -81,8 +81,8 @@ def test_what_the_processes_refuse(found: list[dict[str, Any]]) -> None:
         assert refused["compiled"].startswith("CompileError: shared cannot be compiled: it is shared by 2 processes")
         assert "run it without torchrun" in refused["alone"]
         assert "not 2: torchrun --nproc-per-node 3" in refused["three"]
-        assert refused["device map"].startswith("OptionError: device_map = 'auto' is not possible")
-        assert refused["8bit"].startswith("OptionError: quantization = '8bit' is not possible")
+        assert refused["device map"].startswith("OptionError: device_map = 'auto' is invalid")
+        assert refused["8bit"].startswith("OptionError: quantization = '8bit' is invalid")
 
 
 def test_one_process_is_told_how_to_start_several() -> None:
@@ -120,7 +120,7 @@ def test_a_model_without_a_plan() -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "bitsandbytes", "gguf"])
 def test_checkpoints_that_are_quantized(method: str) -> None:
-    with pytest.raises(OptionError, match=f"quantization = '{method}' is not possible: m is shared by 2"):
+    with pytest.raises(OptionError, match=f"quantization = '{method}' is invalid: m is shared by 2"):
         check_shares("m", 2, HERE, ON_CPU, _llama(), method)
 
 

@@ -186,7 +186,7 @@ def test_a_model_file_may_state_it(tmp_path: Path) -> None:
     models.write_text(f'[models.mine]\npath = "{folder}"\nstore = "plain"\n')
     assert not _stored(outrider.load("mine", models_file=models).target.model)
     assert _stored(outrider.load("mine", models_file=models, store="auto").target.model)
-    with pytest.raises(outrider.UsageError, match="store = 'wide' is not possible: choose auto or plain"):
+    with pytest.raises(outrider.UsageError, match="store = 'wide' is invalid: choose auto or plain"):
         outrider.load(folder, store="wide")
     models.write_text(models.read_text().replace("plain", "wide"))
     with pytest.raises(outrider.UsageError, match="models.mine.store = 'wide' should be one of auto, plain"):

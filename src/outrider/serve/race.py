@@ -109,7 +109,7 @@ def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:
         raise Refusal(f"drafter = {name!r:.60} is not served: choose one of {', '.join(drafts)}", param="drafter")
     k = DEFAULT_NUM_DRAFT_TOKENS if k is None else k
     if not 1 <= k <= _MOST_K:
-        raise Refusal(f"num_draft_tokens = {k} is not possible: 1 to {_MOST_K}", param="num_draft_tokens")
+        raise Refusal(f"num_draft_tokens = {k} is invalid: 1 to {_MOST_K}", param="num_draft_tokens")
     if name != decoder.drafter.name:
         decoder = replace(decoder, drafter=load_drafter(decoder, name))
     if name == "none":

@@ -320,7 +320,7 @@ def _integer(body: Mapping[str, Any], name: str, low: int | None, high: int | No
         value = int(value)
     if type(value) is not int or (low is not None and value < low) or (high is not None and value > high):
         limits = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
-        raise Refusal(f"{name} = {value!r:.60} is not possible: a whole number{limits}", param=name)
+        raise Refusal(f"{name} = {value!r:.60} is invalid: a whole number{limits}", param=name)
     return value
 
 
