@@ -350,6 +350,18 @@ def test_no_weights_are_packed(call: Call) -> None:
     torch.testing.assert_close(other.lm.model.model.rotary_emb.inv_freq, call.lm.model.model.rotary_emb.inv_freq)
 
 
+def test_tensors_of_every_type_are_packed() -> None:
+    """float8 has no typed storage."""
+    lm = as_lm(tiny_llama())
+    for size in (4, 10_000):
+        lm.model.register_buffer(f"eights_{size}", torch.full((size,), 1.5).to(torch.float8_e4m3fn))
+    packed = pack(_call(lm))
+    small, large = (unpack(packed).lm.model.get_buffer(f"eights_{size}") for size in (4, 10_000))
+    assert small.dtype == large.dtype == torch.float8_e4m3fn and large.shape == (10_000,)
+    assert small.tolist() == [1.5] * 4
+    assert len(packed) - len(pack(_call(as_lm(tiny_llama())))) < 5_000
+
+
 def test_a_program_holds_nothing_but_the_step(call: Call) -> None:
     """Two drafted tokens are two forwards. What else the other process may ask the model is not traced with them."""
     other = unpack(pack(call))

@@ -192,6 +192,8 @@ class _Packer(pickle.Pickler):
         self._numbers: dict[int, int] = {}  # of storages, in the order in which they are met
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.UntypedStorage):  # of float8 and other newer types; torch.load makes it one of bytes
+            value = torch.storage.TypedStorage(wrap_storage=value, dtype=torch.uint8, _internal=True)
         if isinstance(value, torch.storage.TypedStorage):
             storage = value._untyped_storage
             place = storage.data_ptr()
