@@ -99,10 +99,17 @@ def _certificate(decoder: Decoder) -> dict[str, Any]:
 
 
 def _costs(decoder: Decoder) -> dict[str, Any]:
-    """Measured costs, and what ``-k auto`` writes with them, without a seed."""
-    text = decoder.generate(PROMPTS[0], max_new_tokens=24, num_draft_tokens="auto")[0].token_ids
+    """Measured costs, and what ``-k auto`` writes with them, without a seed; call by call, the tokens drafted in each
+    round of each row."""
+    drafted = []
+    for num_rows in (1, 2, 1, 3, 1):
+        chunks = decoder.stream_many(PROMPTS[:num_rows], max_new_tokens=24, num_draft_tokens="auto")
+        drafted.append([(chunk.row, chunk.token_ids, chunk.stats.num_draft_tokens) for chunk in chunks])
     kept = costs.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
-    return {"text": text, "seconds": list(kept[1].values())}
+    assert decoder.experience is not None
+    learned = decoder.experience.under(RULES["block"], 1, 40).costs
+    seconds = [learned.seconds(1, k) for k in learned.ks]
+    return {"drafted": drafted, "measured": list(kept[1].values()), "learned": seconds}
 
 
 def _first(ranks: Ranks) -> list[Any]:

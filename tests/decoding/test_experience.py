@@ -89,15 +89,68 @@ def _judged(num_drafted: int, num_accepted: int) -> RowRound:
 def test_a_place_that_was_judged_little_is_like_the_one_before() -> None:
     estimate = Estimate([0.0] * 4, [0.0] * 4)
     for number in range(200):
-        estimate.learn([_judged(1, int(number % 4 > 0))])
+        estimate.learn([[_judged(1, int(number % 4 > 0))]])
     assert estimate.acceptance() == pytest.approx([0.75] * 4, abs=0.01)
-    estimate.learn([_judged(2, 1)] * 2)  # the second drafted token falls, twice
+    estimate.learn([[_judged(2, 1)] * 2])  # the second drafted token falls, twice
     a_1, a_2, *_ = usual = estimate.acceptance()
     assert a_1 > 0.75 and 0.6 < a_2 < 0.7
     certain, uncertain, *_ = (hoped - a for hoped, a in zip(estimate.acceptance(doubt=1.0), usual, strict=True))
     assert 0 < certain < uncertain
-    estimate.learn([_judged(0, 0)] * 100)
+    estimate.learn([[_judged(0, 0)] * 100])
     assert estimate.acceptance() == usual  # rounds without drafts show nothing
+
+
+def test_rounds_are_learned_together_as_one_by_one() -> None:
+    rng = random.Random(0)
+    rounds = [[_judged(k := rng.randrange(5), rng.randint(0, k)) for _ in range(3)] for _ in range(50)]
+    together, one_by_one = (Estimate([0.0] * 4, [0.0] * 4) for _ in range(2))
+    together.learn(rounds)
+    for round_ in rounds:
+        one_by_one.learn([round_])
+    assert together.judged == pytest.approx(one_by_one.judged)
+    assert together.stood == pytest.approx(one_by_one.stood)
+
+
+def _row() -> Row:
+    return Row(0, Request([1]), 10_000)
+
+
+def test_the_last_rounds_of_a_call_are_learned_when_the_next_begins() -> None:
+    """Also if its stream was given up."""
+    learned = Learned(LiveCosts({1: COSTS[1]}))
+    schedule = AdaptiveSchedule(learned)
+    schedule.next_k([_row()], 1)
+    schedule.learn([_judged(2, 1)])
+    schedule.learn_cost(1, 2, 1e-3 * COSTS[1][2])
+    AdaptiveSchedule(learned)
+    assert learned.acceptance.judged[:2] == [1.0, 1.0]
+    assert learned.costs.seconds(1, 2) < COSTS[1][2]
+
+
+def test_no_round_is_lost_between_threads() -> None:
+    """The oldest of 2,000 rounds still weighs 0.018, which would be missed."""
+    learned = Learned(LiveCosts({1: COSTS[1]}))
+
+    def run(_: int) -> None:
+        schedule, row = AdaptiveSchedule(learned), _row()
+        for _ in range(500):
+            schedule.next_k([row], 1)
+            schedule.learn([_judged(1, 1)])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
+    AdaptiveSchedule(learned)
+    assert learned.acceptance.judged[0] == pytest.approx(sum(0.998**age for age in range(2_000)), rel=1e-9)
+
+
+def test_rows_with_a_constant_k_are_learned_from() -> None:
+    """Though there is nothing to choose for them."""
+    schedule, row = adaptive({1: COSTS[1]}), Row(0, Request([1], num_draft_tokens=2), 100)
+    for _ in range(5):
+        schedule.next_k([row], 1)
+        schedule.learn([_judged(2, 2)])
+    assert schedule.learned.acceptance.judged[0] == pytest.approx(4.0, rel=0.01)
+    assert schedule.learned.habit(1).usual_k is None
 
 
 def test_a_row_differs_by_one_number() -> None:

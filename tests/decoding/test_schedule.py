@@ -13,6 +13,7 @@ from outrider.decoding import costs as costs_module
 from outrider.decoding.batch import Row
 from outrider.decoding.costs import CostArm, measure_round_costs, round_costs, time_rounds
 from outrider.decoding.engine import decode
+from outrider.decoding.learned import Learned
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
@@ -92,6 +93,16 @@ def test_a_choice_stands_while_the_rows_are_the_same() -> None:
     assert schedule.next_k([row], 1) == 0
     assert schedule.next_k([row, Row(1, row.request, 1_000)], 2) == 0
     assert schedule.next_k([row], 1) > 0
+
+
+def test_a_choice_that_is_made_again_stands_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For eight rounds, not four. (Each choice asks once for the habit of its load.)"""
+    schedule, row = adaptive({1: {0: 1.0, 2: 9.0}}), _row(1, 1_000)
+    asked, habit = [], Learned.habit
+    monkeypatch.setattr(Learned, "habit", lambda learned, num_rows: asked.append(number) or habit(learned, num_rows))
+    for number in range(30):  # noqa: B007
+        assert schedule.next_k([row], 1) == 0
+    assert asked == [0, 4, 12, 20, 28]
 
 
 class Wandering:

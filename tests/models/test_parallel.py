@@ -61,6 +61,7 @@ def test_what_is_drawn_and_measured_is_that_of_the_first(found: list[dict[str, A
     first, second = found
     assert first["drawn_seed"] == second["drawn_seed"]
     assert first["costs"] == second["costs"]
+    assert first["costs"]["learned"][0] != first["costs"]["measured"][0]
     assert first["certificate"]["seconds"] == second["certificate"]["seconds"]
     assert first["first"] == second["first"] == [0, "OptionError: a = 'b' is invalid: process 0 cannot", [0, 1]]
 

@@ -11,7 +11,8 @@ This module knows no rows and chooses nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 # A round that takes longer counts as so many times the expected time: it was held up by something else. One that takes
@@ -77,6 +78,7 @@ class LiveCosts:
     def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
         self._sizes = {num_rows: _Size(costs) for num_rows, costs in sorted(measured.items())}
         self.ks = tuple(sorted(next(iter(measured.values()))))
+        self._near: dict[int, Sequence[tuple[_Size, float]]] = {}  # by number of rows: kept results of _around
 
     @property
     def measured(self) -> dict[int, Mapping[int, float]]:
@@ -86,6 +88,7 @@ class LiveCosts:
     def add(self, measured: Mapping[int, Mapping[int, float]]) -> None:
         """Costs at other numbers of rows."""
         self._sizes |= {num_rows: _Size(costs) for num_rows, costs in measured.items()}
+        self._near.clear()
 
     def size_below(self, num_rows: int) -> int:
         """The largest number of rows that was measured and is not above this one; the least if there is none."""
@@ -106,7 +109,7 @@ class LiveCosts:
         )
 
     def _measured_k(self, k: int) -> int:
-        return next((one for one in self.ks if one >= k), self.ks[-1])
+        return self.ks[min(bisect_left(self.ks, k), len(self.ks) - 1)]
 
     def learn(self, num_rows: int, k: int, seconds: float) -> None:
         """See what a round took. It must have done nothing else; rounds of a K that was not measured are passed
@@ -117,11 +120,13 @@ class LiveCosts:
         for size, share in self._around(num_rows):
             size.learn(k, error, share)
 
-    def _around(self, num_rows: int) -> Iterator[tuple[_Size, float]]:
+    def _around(self, num_rows: int) -> Sequence[tuple[_Size, float]]:
         """The numbers of rows next to this one that were measured, and how near it is to each: shares of 1."""
-        below = self.size_below(num_rows)
-        above = min((size for size in self._sizes if size >= num_rows), default=max(self._sizes))
-        at = (num_rows - below) / (above - below) if above > below else 0.0
-        yield self._sizes[below], 1 - at
-        if at > 0:
-            yield self._sizes[above], at
+        found = self._near.get(num_rows)
+        if found is None:
+            below = self.size_below(num_rows)
+            above = min((size for size in self._sizes if size >= num_rows), default=max(self._sizes))
+            at = (num_rows - below) / (above - below) if above > below else 0.0
+            shares = (self._sizes[below], 1 - at), (self._sizes[above], at)
+            found = self._near[num_rows] = shares[: 1 + (at > 0)]
+        return found

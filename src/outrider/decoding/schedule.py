@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from outrider.decoding.batch import Row
 from outrider.decoding.learned import PRIOR, Learned, RowEstimate
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
-from outrider.system.ranks import here
 
 _WORTH_A_CHANGE = 1.03  # times as many tokens per second: the first round of another K takes longer
 # The same for drafting at all where there are several rows. It costs what no round shows: the draft has to read each
@@ -28,6 +28,7 @@ _WORTH_A_CHANGE = 1.03  # times as many tokens per second: the first round of an
 _WORTH_DRAFTS = 1.05
 # Rounds that a choice stands for, unless the number of rows changes before: to choose takes a tenth of a millisecond.
 _ROUNDS = 4
+_ROUNDS_AGAIN = 8  # where it is the last one again
 _TRIED_ROUNDS = 2  # only the second of a K in a row shows what it costs
 _PLAIN_ROUNDS = 2  # and of K = 0 the third: until then the processor's caches are full of the draft
 
@@ -99,7 +100,8 @@ class Choice:
 
 @dataclass(slots=True)
 class AdaptiveSchedule:
-    """The K with the most expected tokens per second at this load, 0 included. A choice stands for four rounds.
+    """The K with the most expected tokens per second at this load, 0 included. A choice stands for four rounds, and for
+    eight if it is the last one again. A round is only noted; it is learned from when K is chosen next.
 
     Acceptance and costs are those that all rows and rounds have shown, in earlier generations too (learned.py); what a
     row has shown itself moves its acceptance. From time to time a K is tried for two rounds: the one that would be the
@@ -118,9 +120,11 @@ class AdaptiveSchedule:
     _num_left: int = field(default=0, init=False)  # rounds for which it still stands
     _num_rows: int = field(default=0, init=False)  # that it was chosen for
     _num_plain: int = field(default=0, init=False)  # rounds in a row without drafts whose time was seen
+    _noted: list[Sequence[RowRound]] = field(default_factory=list, init=False)  # since then, for the estimates
 
     def __post_init__(self) -> None:
         with self.learned.lock:
+            self.learned.catch_up()
             self._usual = self.learned.acceptance.acceptance()
 
     @property
@@ -128,20 +132,31 @@ class AdaptiveSchedule:
         return self.learned.costs.ks[-1]
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        if all(row.request.num_draft_tokens is not None for row in rows):
-            return 0  # nothing to choose, and nothing to be learned of the choice
         if self._num_left == 0 or len(rows) != self._num_rows:
             self._num_left, self._num_rows = _ROUNDS, len(rows)
+            self._learn_of_rows(rows)
             with self.learned.lock:
-                self._k = self._chosen_k(rows, num_rows)
+                self.learned.catch_up()
+                # Otherwise there is nothing to choose, and nothing to be learned of the choice.
+                if any(row.request.num_draft_tokens is None for row in rows):
+                    self._k = self._chosen_k(rows, num_rows)
         self._num_left -= 1
         return self._k
+
+    def _learn_of_rows(self, rows: Sequence[Row]) -> None:
+        """What these have shown since K was last chosen."""
+        for row in rows:
+            self._estimates.setdefault(row.index, RowEstimate())
+        for round_ in chain.from_iterable(self._noted):
+            if round_.row in self._estimates:
+                self._estimates[round_.row].learn(round_, self._usual)
+        self._noted.clear()
 
     def _chosen_k(self, rows: Sequence[Row], num_rows: int) -> int:
         costs, habit = self.learned.costs, self.learned.habit(num_rows)
         estimate = self.learned.acceptance
         usual = self._usual = estimate.acceptance()
-        shifts = [self._estimates[row.index].shift if row.index in self._estimates else 0.0 for row in rows]
+        shifts = [self._estimates[row.index].shift for row in rows]
         least = max((row.request.num_draft_tokens or 0 for row in rows), default=0)  # that are verified in any case
 
         def rates(acceptance: Sequence[float], seconds: Callable[[int, int], float]) -> dict[int, float]:
@@ -155,6 +170,8 @@ class AdaptiveSchedule:
         best = max(expected, key=expected.__getitem__)
         if habit.usual_k is not None and expected[best] < _WORTH_A_CHANGE * expected[habit.usual_k]:
             best = habit.usual_k
+        if best == habit.usual_k:
+            self._num_left = _ROUNDS_AGAIN
         habit.usual_k = best
         if not habit.may_try(expected):
             return best
@@ -177,17 +194,13 @@ class AdaptiveSchedule:
         return found
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
-        with self.learned.lock:
-            self.learned.acceptance.learn(rounds)
-        for round_ in rounds:
-            self._estimates.setdefault(round_.row, RowEstimate()).learn(round_, self._usual)
+        self.learned.note(rounds)
+        self._noted.append(rounds)
 
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        seconds = here().shared(seconds)
         self._num_plain = self._num_plain + 1 if k == 0 else 0
         if k > 0 or self._num_plain >= _PLAIN_ROUNDS:
-            with self.learned.lock:
-                self.learned.costs.learn(num_rows, k, seconds)
+            self.learned.note_time(num_rows, k, seconds)
 
     def forget(self, index: int) -> None:
         self._estimates.pop(index, None)
