@@ -140,8 +140,8 @@ class ModelSession(Session):
 
     ``cached`` counts the tokens of each row that were fed. After a verdict the valid ones are the first
     ``min(cached, length - 1)``: if fewer tokens were accepted than fed, the committed text goes on with another token
-    at position length - 1, which is the first wrong one in the cache. The minimum must be taken after *every* round,
-    also in rows and rounds without drafts: a round later the length has grown, and would hide the rejected token.
+    at position length - 1, which is the first wrong one in the cache. The minimum must be taken after *every* round
+    with drafts, in all rows: a round later the length has grown, and would hide the rejected token.
 
     So the cache of a row that is drafted for lacks one token if its last draft was accepted whole, since the last
     token was never fed, and one more for each round without drafts since then. A prompt that joins while no row is
@@ -221,9 +221,10 @@ class ModelSession(Session):
         lm, num_rows = self._lm, len(rows)
         wanted = self._wanted(rows)
         cached = self._cached[:num_rows]
-        self._is_idle = not any(wanted)
+        was_idle, self._is_idle = self._is_idle, not any(wanted)
         if self._is_idle:
-            cached.copy_(torch.minimum(cached, rows.lengths - 1))
+            if not was_idle:  # later rounds only make texts longer
+                cached.copy_(torch.minimum(cached, rows.lengths - 1))
             self._count_idle(wanted)
             return empty_draft(rows)
         cache = self._cache.head(num_rows)
