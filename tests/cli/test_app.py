@@ -222,12 +222,14 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_in_one_line() -> None:
+@pytest.mark.parametrize("options", [(), ("--json", "-")])
+def test_a_full_disk_is_told_in_one_line(options: tuple[str, ...]) -> None:
+    command = sys.executable, "-m", "outrider", "models", *options
     with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "outrider", "models"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (result.returncode, result.stderr) == (2, "error: cannot write the output: No space left on device\n")
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    *_, message = result.stderr.splitlines()
+    assert (result.returncode, message) == (2, "error: cannot write the output: No space left on device")
+    assert "Exception" not in result.stderr
 
 
 def test_a_narrow_terminal_cuts_no_number_off() -> None:

@@ -73,7 +73,7 @@ def test_both_caches_hold_the_committed_text_after_every_round(
     """Four ragged rows that end at different times, all at once and in two slots. The target's cache holds all
     committed tokens but the last, the draft's as many of them as it counts."""
     target, drafter = llama_pair()
-    engine = _engine(target, drafter, rule, InTurn(0, k, k) if is_pausing else ConstantSchedule(k), num_slots)
+    engine = _engine(target, drafter, rule, InTurn(0, 0, k, k) if is_pausing else ConstantSchedule(k), num_slots)
     num_behind = set()
     for rows in _open_rows(engine, _requests()):
         for row in rows:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.system.files import write_text, write_whole
+from outrider.system.files import check_writable, write_text, write_whole
 
 
 def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +55,7 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
+        check_writable(pipe)
         write_text(pipe, "text")
         assert os.read(reader, 9) == b"text"
     finally:
@@ -65,7 +66,19 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
 def test_a_link_is_followed(tmp_path: Path) -> None:
     file, link = tmp_path / "folder" / "file", tmp_path / "link"
     file.parent.mkdir()
-    file.write_text("old")
     link.symlink_to(file)
-    write_text(link, "new")
-    assert link.is_symlink() and file.read_text() == "new" and [*file.parent.iterdir()] == [file]
+    for text in ("made", "made anew"):
+        check_writable(link)
+        write_text(link, text)
+        assert link.is_symlink() and file.read_text() == text and [*file.parent.iterdir()] == [file]
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there is no /dev/fd here")
+def test_a_name_of_an_open_file_is_appended_to(tmp_path: Path) -> None:
+    """``--json /dev/stdout >> file``"""
+    file = tmp_path / "file"
+    file.write_text("old,")
+    with file.open("a") as stream:
+        check_writable(Path(f"/dev/fd/{stream.fileno()}"))
+        write_text(Path(f"/dev/fd/{stream.fileno()}"), "new")
+    assert file.read_text() == "old,new" and [*tmp_path.iterdir()] == [file]

@@ -122,7 +122,7 @@ def _mistake(error: BaseException) -> str | None:
     if isinstance(error, OutriderError):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"cannot write the output: {error.strerror}"
+        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported before it is needed
         reason = str(error).split(". ")[0]
         return (

@@ -121,10 +121,11 @@ class Row:
 
 
 class _Head(NamedTuple):
-    """What rounds on the first slots have in common as long as the same rows take part: views of the batch, and
+    """Shared by all rounds on the first slots while the same rows take part. The tensors that the batch has as well are
+    views of it.
 
     Attributes:
-        last_places: at which each row may have a token. [B]
+        last_places: the last place of each row that may have a token. [B]
         nothing: zeros. [B]
         constant_k: None where the schedule chooses for all rows.
         constraints: None where no row has any.

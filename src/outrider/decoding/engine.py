@@ -228,7 +228,7 @@ class Engine:
     # Joining and leaving
 
     def _leave_cancelled(self) -> None:
-        if not self._cancelled:
+        if not self._cancelled:  # one that comes now is seen in the next step
             return
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.decoding.live_costs import LiveCosts
 from outrider.records import RowRound
@@ -30,6 +31,13 @@ _FIRST_TRY, _MORE_EACH_TRY, _LONGEST_WITHOUT = 2, 16, 64  # choices from one try
 _A_SUCCESS = 1.1  # a K whose promise grows by this factor with its try is tried again soon
 
 
+class Counts(NamedTuple):
+    """Of one row in a round: tokens that were drafted, and that were accepted."""
+
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(slots=True)
 class Estimate:
     """Of all rows: how often the i-th drafted token was judged, and how often it stood. A round with drafts weighs
@@ -38,7 +46,7 @@ class Estimate:
     judged: list[float]
     stood: list[float]
 
-    def learn(self, rounds: Sequence[Sequence[RowRound]]) -> None:
+    def learn(self, rounds: Sequence[Sequence[Counts]]) -> None:
         """
         Args:
             rounds: each of some rows; the oldest first.
@@ -92,7 +100,7 @@ class RowEstimate:
         return self.surplus / (self.judged + _USUAL_WEIGHT)
 
 
-def num_judged(round_: RowRound) -> int:
+def num_judged(round_: Counts | RowRound) -> int:
     """How many drafted tokens the rule has looked at: up to the first that fell."""
     return min(round_.num_accepted + 1, round_.num_drafted)
 
@@ -136,9 +144,9 @@ class Habit:
 class Learned:
     """What was learned of a target with a drafter, under one rule.
 
-    The schedules of several threads may share it. What a round has shown is only noted, which needs no lock and takes
-    a microsecond; to learn it takes twenty where the round's own work has swept the processor's caches. For all else
-    schedules hold ``lock``, and call ``catch_up`` before they read.
+    The schedules of several threads may share it. Rounds are only noted, which needs no lock and takes a microsecond or
+    two; to learn from one takes twenty where its own work has swept the processor's caches. For all else schedules hold
+    ``lock``, and call ``catch_up`` before they read.
 
     Attributes:
         costs: of rounds, as they were measured before and corrected since.
@@ -150,7 +158,7 @@ class Learned:
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _habits: dict[int, Habit] = field(default_factory=dict, init=False)
     # Not learned yet. Another thread may append to a deque while this one empties it.
-    _rounds: deque[Sequence[RowRound]] = field(default_factory=deque, init=False)
+    _rounds: deque[Sequence[Counts]] = field(default_factory=deque, init=False)
     _times: deque[tuple[int, int, float]] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +167,7 @@ class Learned:
 
     def note(self, rounds: Sequence[RowRound]) -> None:
         """A round has committed this."""
-        self._rounds.append(rounds)
+        self._rounds.append([Counts(round_.num_drafted, round_.num_accepted) for round_ in rounds])
 
     def note_time(self, num_rows: int, k: int, seconds: float) -> None:
         """A round took so long; see ``LiveCosts.learn``."""

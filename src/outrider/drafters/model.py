@@ -223,7 +223,7 @@ class ModelSession(Session):
         cached = self._cached[:num_rows]
         was_idle, self._is_idle = self._is_idle, not any(wanted)
         if self._is_idle:
-            if not was_idle:  # later rounds only make texts longer
+            if not was_idle:  # later rounds only make texts longer, and ``assign`` sets what joins or moves
                 cached.copy_(torch.minimum(cached, rows.lengths - 1))
             self._count_idle(wanted)
             return empty_draft(rows)

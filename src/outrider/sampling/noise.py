@@ -96,17 +96,17 @@ class RoundUniforms:
 
     @property
     def draft(self) -> Tensor:
-        """What the tokens are drafted with. [B, K]"""
+        """For drawing the drafts. [B, K]"""
         return self.values[:, 2::2]
 
     @property
     def accept(self) -> Tensor:
-        """What decides whether they stand. [B, K]"""
+        """For the tests of acceptance. [B, K]"""
         return self.values[:, 1::2]
 
     @property
     def next(self) -> Tensor:
-        """What the token after them is drawn with. [B]"""
+        """For drawing the token after them. [B]"""
         return self.values[:, 0]
 
     def at(self, offset: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -41,7 +42,11 @@ def check_writable(path: Path) -> None:
     Raises:
         FileError
     """
-    path = here().own_path(path)
+    if _is_stream(path):  # opened and closed, a pipe would end for its reader
+        if not os.access(path, os.W_OK):
+            raise FileError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
+        return
+    path = here().own_path(path).resolve()
     existed = path.exists()
     try:
         path.open("a").close()
@@ -75,19 +80,26 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A link is followed; a device or a pipe stays one, and is written to.
+    """Write a file whole or not at all. A link is followed. A device or a pipe stays one, and is appended to.
 
     Raises:
         FileError: it cannot be written.
     """
     try:
-        if path.exists() and not path.is_file():
+        if _is_stream(path):
             if here().is_first:
-                path.write_bytes(text.encode())
+                with path.open("ab") as stream:
+                    stream.write(text.encode())
         else:
             write_whole(path.resolve(), text.encode())
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _is_stream(path: Path) -> bool:
+    """A device or a pipe; or a name of an open file, as /dev/stdout is, whatever file that may be."""
+    is_other = path.exists() and not (path.is_file() or path.is_dir())
+    return is_other or path.parent in (Path("/dev"), Path("/dev/fd"))
 
 
 def to_disk(path: Path) -> None:

@@ -70,25 +70,18 @@ def models(
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
         from outrider.bench.predicted_memory import Work
+        from outrider.models.loading import context_len, read_config
         from outrider.models.registry import resolve
 
         sizes = _numbers_of_devices(devices)
         specs = [resolve(name, models) for name in (target, draft) if name is not None]
-        context = context or min(_USUAL_CONTEXT, *(_context_of(spec) for spec in specs))
+        context = context or min(_USUAL_CONTEXT, *(context_len(read_config(spec)) for spec in specs))
         work = Work(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
         print_table(console, _predicted(rows, work), FILE_WIDTH)
         console.print("The total has the larger of prefill and verify; the process itself comes on top.", style="dim")
         options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
     write_json(json_target, "models", options | {"context": context}, {"models": rows})
-
-
-def _context_of(spec: ModelSpec) -> int:
-    """The most tokens that a model takes, where this is known."""
-    from outrider.models.memory import sizes_of
-
-    sizes = sizes_of(spec)
-    return _USUAL_CONTEXT if sizes is None else sizes.context_len
 
 
 def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> list[dict[str, Any]]:

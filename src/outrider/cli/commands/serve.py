@@ -77,7 +77,8 @@ def serve(
         bool,
         typer.Option(
             "--wait",
-            help="With --compile: get ready only when all programs are. Without it, rounds are eager until then.",
+            help="With --compile: get ready only when the programs for each number of rows are. Without it, rounds are "
+            "eager until then.",
             rich_help_panel=_SERVER,
         ),
     ] = False,

@@ -172,6 +172,7 @@ def write_document(json_target: str, document: dict[str, Any]) -> None:
     text = json_text(document, indent=2)
     if json_target == "-":
         sys.stdout.write(text)
+        sys.stdout.flush()  # a full disk shows here, not at exit
     else:
         write_text(Path(json_target), text)
 
