@@ -111,7 +111,7 @@ def main() -> None:
             raise
         try:
             sys.stdout.flush()
-        except OSError:  # a full disk, which would be told once more at exit
+        except OSError:  # a full disk: Python would report it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
