@@ -342,6 +342,26 @@ def test_a_long_rope_is_cut_at_its_original_context() -> None:
     assert outrider.load(model).target.context_len == 24
 
 
+def test_a_long_rope_of_one_type_of_layer_cuts_the_context_of_all() -> None:
+    ropes = {
+        "full_attention": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_attention_heads=4, head_dim=8)
+    layers = dict(num_hidden_layers=2, layer_types=list(ropes), sliding_window=16, max_position_embeddings=256)
+    config = transformers.Gemma3TextConfig(**sizes, **layers, rope_parameters=ropes)
+    model = transformers.Gemma3ForCausalLM(config)
+    assert outrider.load(model).target.context_len == 64
+    ropes["sliding_attention"] = ropes["full_attention"] | {"original_max_position_embeddings": 32}
+    assert context_len(transformers.Gemma3TextConfig(**sizes, **layers, rope_parameters=ropes)) == 32
+
+
 def test_llama_4_is_cut_where_it_would_scale_queries_by_the_length_of_the_cache() -> None:
     scaled = transformers.Llama4TextConfig(floor_scale=48, max_position_embeddings=256)
     assert context_len(scaled) == 24
@@ -367,3 +387,87 @@ def test_the_checksum_of_weights_knows_every_bit() -> None:
     assert weights_checksum(first) != weights_checksum(second)
     narrow = first.to(torch.bfloat16)
     assert len(weights_checksum(narrow)) == 64 and weights_checksum(narrow) != weights_checksum(random_llama())
+
+
+HEADS: dict[str, tuple[dict[str, Any], str]] = {
+    "EAGLE-3": ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32}, "an EAGLE-3 head"),
+    "EAGLE-3, no word": ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32}, "an EAGLE-3 head"),
+    "speculators": ({"architectures": ["X"], "speculators_model_type": "eagle3"}, "an EAGLE-3 head"),
+    "EAGLE": ({"architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE head"),
+    "Medusa": ({"architectures": None, "model_type": None, "medusa_num_heads": 2}, "a set of Medusa heads"),
+    "DFlash": ({"architectures": ["DFlashDraftModel"]}, "a DFlash draft"),
+    "MLP": ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "an MLP speculator"),
+    "MTP": ({"architectures": ["MiMoMTPForCausalLM"]}, "a multi-token prediction (MTP) head"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_are_named(folder: Path, kind: str) -> None:
+    """As target and as draft, rather than a damaged model."""
+    changes, name = HEADS[kind]
+    _set_config(**changes)(folder)
+    message = refusal(folder, UnsupportedModel)
+    assert f"is {name}, which works only together with its base model" in message
+    with pytest.raises(UnsupportedModel, match="draft 'ngram'"):
+        outrider.load("fable", folder)
+
+
+def test_a_head_with_the_configuration_of_its_target(folder: Path) -> None:
+    """By its weights."""
+    file = folder / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items() if "layers.0" in name}
+    save_file({**tensors, "fc.weight": torch.zeros(32, 64)}, file, metadata={"format": "pt"})
+    assert "is an EAGLE head" in refusal(folder, UnsupportedModel)
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+def test_adapters_are_named(folder: Path, has_base: bool) -> None:
+    """With their base; also where it lies beside them: the adapter would be left out."""
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    if not has_base:
+        (folder / "config.json").unlink()
+    assert "is a LoRA adapter of org/base: pass the base" in refusal(folder, UnsupportedModel)
+    (folder / "adapter_config.json").write_text(json.dumps(adapter | {"peft_type": "IA3"}))
+    assert "is a PEFT adapter (IA3) of org/base" in refusal(folder, UnsupportedModel)
+
+
+def test_multimodal_folders_are_named(tmp_path: Path) -> None:
+    """Before their weights are read. In memory the model works, for text."""
+    text = random_llama(eos_token_id=None)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        text_config=text.config,
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8),
+        image_token_index=90,
+        architectures=["LlavaForConditionalGeneration"],
+    )
+    config.save_pretrained(tmp_path)
+    message = refusal(tmp_path, UnsupportedModel)
+    assert "is a multimodal model (llava, with a vision_config): load it with Transformers" in message
+    model: Any = random_model(transformers.LlavaForConditionalGeneration, config, 0)
+    ids = torch.tensor([[1, 2, 3]])
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+    (done,) = outrider.load(model).generate(ids, temperature=0.0, max_new_tokens=6)
+    assert list(done.token_ids) == want[0, 3:].tolist()
+
+
+CODE = 'raise SystemExit("the code of the folder was run")\n'
+WITH_CODE: dict[str, Callable[[Path], None]] = {
+    "configuration": _set_config(model_type="martian", auto_map={"AutoConfig": "code.Config"}),
+    "model": _set_config(model_type="vit", architectures=None, auto_map={"AutoModelForCausalLM": "code.Model"}),
+    "tokenizer": lambda folder: (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "MartianTokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}})
+    ),
+}
+
+
+@pytest.mark.parametrize("part", WITH_CODE)
+def test_code_of_a_folder_is_never_run(folder: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Nor asked for on standard input, where "y" would run it."""
+    WITH_CODE[part](folder)
+    (folder / "code.py").write_text(CODE)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    message = refusal(folder, UnsupportedModel)
+    assert f"the {part}" in message and "needs code of its own, which is never run here" in message
+    assert "load model and tokenizer yourself (from_pretrained with trust_remote_code=True)" in message

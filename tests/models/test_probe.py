@@ -99,6 +99,68 @@ def test_a_context_that_is_short(context_len: int) -> None:
     load(tf.MistralForCausalLM, tf.MistralConfig, torch.float32, max_position_embeddings=context_len)
 
 
+# Models that make a token all but impossible, or quite: the others are compared as ever.
+
+
+class NoPositions(tf.LlamaForCausalLM):
+    def forward(self, *args: Any, position_ids: Tensor | None = None, **options: Any) -> Any:
+        return super().forward(*args, **options)
+
+
+def rounded_together(_: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Activations in steps of one scale for all rows."""
+    step = inputs[0].abs().amax() / 127
+    return (inputs[0] / step).round() * step
+
+
+IMPROBABLE = [-1e4, -1e6, torch.finfo(torch.float32).min, -torch.inf]
+
+
+def masked(logit: float, model_class: type = tf.LlamaForCausalLM, scale: float = 0.3) -> Any:
+    """A model of which one logit is always this."""
+
+    def mask(_: Any, __: Any, logits: Tensor) -> Tensor:
+        value = logit if logit == -torch.inf else max(logit, torch.finfo(logits.dtype).min)
+        return logits.index_fill(-1, torch.tensor([3]), value)
+
+    model: Any = random_model(model_class, tf.LlamaConfig(**SHAPE | {"initializer_range": scale}), 0)
+    model.lm_head.register_forward_hook(mask)
+    return model
+
+
+def build(model: Any) -> None:
+    build_lm(Checkpoint("odd", model, tokenizer=None), SHAPE["vocab_size"])
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(0.3, torch.float32), (0.3, torch.bfloat16), (0.02, torch.float32)],
+    ids=["float32", "bfloat16", "nearly flat"],
+)
+@pytest.mark.parametrize("logit", IMPROBABLE)
+def test_an_improbable_token_hides_nothing(logit: float, scale: float, dtype: torch.dtype) -> None:
+    model = masked(logit, scale=scale).to(dtype)
+    build(model)
+    with pytest.raises(UnsupportedModel, match="block by block"):
+        build(masked(logit, NoPositions, scale).to(dtype))
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(rounded_together)
+    with pytest.raises(UnsupportedModel, match="when later tokens or other rows change"):
+        build(model)
+
+
+def test_a_token_that_is_impossible_block_by_block_only_is_refused() -> None:
+    """Where another is impossible at all times."""
+    model = masked(-torch.inf)
+
+    def without_token(_: Any, __: Any, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([4]), -torch.inf) if logits.shape[1] == 1 else logits
+
+    model.lm_head.register_forward_hook(without_token)
+    with pytest.raises(UnsupportedModel, match="block by block"):
+        build(model)
+
+
 # Models with states.
 
 

@@ -96,10 +96,10 @@ def _model(name: str) -> tf.PreTrainedModel:
     return random_model(one.model_class, one.make_config(**one.options), seed=3)
 
 
-def _generated(model: tf.PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+def _generated(model: tf.PreTrainedModel, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
     """Hugging Face's greedy text, with the cache that it takes by default."""
     ids = torch.tensor([prompt])
-    text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens)
     return tuple(text[0, len(prompt) :].tolist())
 
 
@@ -122,6 +122,20 @@ def test_greedy_text_is_that_of_generate(name: str) -> None:
         assert tokens(target, drafter, requests[:1], REJECTION, 3) == expected[:1]
         if drafter.name == "close draft":
             assert sum(output.stats.num_accepted_draft_tokens for output in outputs) > 0
+
+
+def test_views_end_with_the_context() -> None:
+    """GPT-Neo has a table of its 100 positions, and no view that is rounded up beyond them."""
+    options = {**SHAPE, "max_position_embeddings": 100, "attention_types": [[["global", "local", "global"], 1]]}
+    model = random_model(tf.GPTNeoForCausalLM, tf.GPTNeoConfig(**options), seed=3)
+    target, draft = as_lm(model, context_len=100), as_lm(perturbed(model, 0.05), "draft", context_len=100)
+    prompt = PROMPTS[2]
+    expected = _generated(model, prompt, 100 - len(prompt))
+    one = request(prompt, temperature=0.0, max_new_tokens=200)
+    for drafter in (NoDrafter(), ModelDrafter(draft)):
+        output = run(target, drafter, [one], BLOCK, 3)[0]
+        assert output.token_ids == expected
+        assert drafter.name != "draft" or output.stats.num_accepted_draft_tokens > 0
 
 
 @ALL

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
+from outrider.models.kinds import check_adapter, check_head, check_kind, check_missing, check_multimodal
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
@@ -50,11 +52,6 @@ from outrider.text.tokenizer import vocab_size
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
 _ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
-# Attention that a mask made of positions describes, states, and layers that keep nothing.
-_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-_LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
-# The probe would refuse these, too, but only with their weights loaded.
-_APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 _UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
 
 
@@ -137,9 +134,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             **_form(spec),
             **how,
         )
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ModelCorrupt(f"{spec.location} lacks {len(missing)} of the model's weights, {missing[0]} among them")
+        check_missing(spec.location, info["missing_keys"], info["unexpected_keys"])
         mismatched = sorted(key for key, *_ in info["mismatched_keys"])
         if mismatched:
             raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
@@ -176,20 +171,37 @@ def read_config(spec: ModelSpec) -> Any:
     """
     import transformers
 
+    with _loading(spec, "adapter"):
+        check_adapter(spec.name, _adapter_of(spec))
     if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with _loading(spec, "configuration"):
+        if spec.gguf is None:
+            check_head(spec.name, transformers.PreTrainedConfig.get_config_dict(spec.location)[0])
         config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
-        _check_kind(spec.name, config)
+        check_kind(spec.name, config)
+        check_multimodal(spec.name, config)
     return config
 
 
-def _form(spec: ModelSpec) -> dict[str, str]:
-    """How a checkpoint is written, for ``from_pretrained``. Raises MissingExtra."""
+def _adapter_of(spec: ModelSpec) -> Path | None:
+    """The adapter_config.json beside a model, or in place of one."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    if spec.path is not None:
+        file = spec.path / "adapter_config.json"
+        return file if file.is_file() else None
+    found = find_adapter_config_file(spec.location)
+    return None if found is None else Path(found)
+
+
+def _form(spec: ModelSpec) -> dict[str, Any]:
+    """How a checkpoint is written, for ``from_pretrained``; and that no code in it is run, which Transformers would
+    otherwise ask for on standard input. Raises MissingExtra."""
     if spec.gguf is None:
-        return {}
+        return {"trust_remote_code": False}
     require_packages("gguf", f"{spec.gguf}")
-    return {"gguf_file": spec.gguf}
+    return {"trust_remote_code": False, "gguf_file": spec.gguf}
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
@@ -222,6 +234,12 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
         raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): fetch them again") from None
     except Exception as error:  # whatever a damaged file makes the libraries stumble over
         reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"the {what} of {spec.name} needs code of its own, which is never run here: if you trust it, load "
+                "model and tokenizer yourself (from_pretrained with trust_remote_code=True) and pass them to "
+                "outrider.load"
+            ) from None
         if spec.hub is not None and isinstance(error, OSError):
             raise ModelNotFound(
                 f"the hub model {spec.hub!r} cannot be fetched, and is not in the local cache: check its name and the "
@@ -245,30 +263,6 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_kind(name: str, config: Any) -> None:
-    """Refuse by name what is known not to work, before its weights are read."""
-    kind = config.model_type
-    architectures = config.architectures or []
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
-    if architectures and not any("CausalLM" in a or "LMHead" in a or "Conditional" in a for a in architectures):
-        raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
-    text_config = config.get_text_config(decoder=True)
-    strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if strange:
-        raise UnsupportedModel(
-            f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
-            "earlier token here: attention must be to all tokens, in a sliding window or in chunks"
-        )
-    if kind in _APART:
-        raise UnsupportedModel(
-            f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be taken "
-            "back to an earlier token"
-        )
-    if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
-        raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which cannot place tokens by position ids")
-
-
 def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     """The model as an LM of ``num_tokens`` tokens, after a probe.
 
@@ -279,7 +273,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
     model: nn.Module = checkpoint.model
     config: Any = model.config
     kind = config.model_type
-    _check_kind(checkpoint.name, config)
+    check_kind(checkpoint.name, config)
     if config._attn_implementation not in _ATTENTION:
         raise UnsupportedModel(
             f"{checkpoint.name} was loaded with attn_implementation={config._attn_implementation!r}: "
@@ -322,10 +316,13 @@ def context_len(config: Any) -> int:
     config = config.get_text_config(decoder=True)
     stated = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond its original context such a model rotates *all* tokens of a forward otherwise, so that logits would
-        # depend on what else is in the forward: on drafted tokens, and on neighbours in the batch.
-        stated = rope.get("original_max_position_embeddings") or stated
+    # Some models state one rope for all layers, others one for each type of layer.
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if one.get("rope_type") == "longrope":
+            # Beyond its original context such a model rotates *all* tokens of a forward otherwise, so that logits would
+            # depend on what else is in the forward: on drafted tokens, and on neighbours in the batch.
+            original = one.get("original_max_position_embeddings") or stated
+            stated = min(stated or original, original)
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
         # From this position on Llama 4 scales queries, by positions that it takes from the length of the cache, which
         # is that of the view here. Half of it leaves room for the tokens of one forward.

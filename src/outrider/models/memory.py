@@ -124,8 +124,13 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
 def skeleton(config: Any, dtype: torch.dtype) -> Any:
     """The model without its numbers, where the surrounding mode or device makes none (fake, or meta)."""
     import transformers
+    from transformers.initialization import no_init_weights
 
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    # Some initializations read numbers, of which there are none. Weights are tied where they are initialized.
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    model.tie_weights()
+    return model
 
 
 def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", parallel: int = 1) -> int:

@@ -7,6 +7,7 @@ architectures would be out of date with the next release of Transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from outrider.errors import UnsupportedModel
 from outrider.models.quantize import method_of
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
+from outrider.sampling.probs import is_finite
 
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
@@ -29,6 +31,8 @@ _NUM_CHANGES = 3  # of the other tokens
 # The same products of the same shape: equal to the last bit with all kernels that are known.
 _TOLERANCE_OF_ROWS = 1e-6
 _MOST_ALONE = 10.0  # times the error among several
+_LEAST_LOG_PROB = -20.0  # rarer tokens are not compared
+_LEAST_SPREAD = 0.01  # nats: where hardly more than one token of each row is compared
 # What modelling code raises that expects another cache.
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # as configurations call them
@@ -118,7 +122,7 @@ def _tolerance_of(lm: LM) -> float:
 @torch.inference_mode()
 def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] = (0,)) -> float:
     """Compare the last tokens of texts, block by block and with a rollback before them, to one forward without a
-    cache: the difference relative to the spread of the logits.
+    cache: the difference relative to the spread of the log-probabilities.
 
     Args:
         behind: for each text, by how many tokens it is shorter than ``length``.
@@ -141,21 +145,46 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         cache = lm.new_cache(len(behind), view_len)
         num_kept = length - int(compared.min())
         output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=num_kept)
-        full = output.logits[:, -num_kept:, : lm.vocab_size].float()
+        full = output.logits[:, -num_kept:, : lm.vocab_size]
         rows = torch.arange(len(behind), device=full.device)[:, None]
         want = full[rows, (compared - (length - num_kept)).to(full.device)]
         ends = begin - shorter
         lm.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=begin)
         feed(wrong, begin, length, begin)  # rejected: the next block is written over it
         bounds = sorted({begin, min(begin + 1, length), min(begin + 2, length), length})
-        got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1).float()
+        got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1)
     except torch.OutOfMemoryError:
         raise
     except _FAILURES as error:
         raise _cannot_run(lm, kind, error) from error
-    if not bool(want.isfinite().all()):
+    if not bool(is_finite(want).all()):
         return 0.0  # broken weights are reported by the loop, with the position
-    return float((got - want).norm() / (want - want.mean(dim=-1, keepdim=True)).norm().clamp_min(1e-30))
+    return _difference(got, want) / _spread(want)
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """Root mean square difference of log-probabilities, in nats, over tokens with more than e^-20 in either. (The
+    others share what these leave of 1, so that their mass is compared, too.) Infinite if other tokens are impossible,
+    NaN if ``got`` is broken."""
+    if not torch.equal(got.isneginf(), want.isneginf()):
+        return math.inf
+    left, right = (_log_probs(logits) for logits in (got, want))
+    is_compared = (left > _LEAST_LOG_PROB) | (right > _LEAST_LOG_PROB)
+    changes = left.clamp_min(_LEAST_LOG_PROB) - right.clamp_min(_LEAST_LOG_PROB)
+    return float(changes[is_compared].square().mean().sqrt())
+
+
+def _spread(logits: Tensor) -> float:
+    """Standard deviation of log-probabilities over tokens with more than e^-20, estimated from their median distance
+    to the median, so that a few tokens cannot set it."""
+    compared = _log_probs(logits)
+    compared = compared.masked_fill(compared <= _LEAST_LOG_PROB, torch.nan)
+    distances = (compared - compared.nanquantile(0.5, dim=-1, keepdim=True)).abs()
+    return max(1.4826 * float(distances.nanmedian()), _LEAST_SPREAD)
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return logits.cpu().double().log_softmax(dim=-1)  # not every device has float64
 
 
 def _cannot_run(lm: LM, kind: str, error: Exception) -> UnsupportedModel:
@@ -175,7 +204,7 @@ def _compare_rows(lm: LM, kind: str) -> None:
 
     def logits(tokens: Tensor) -> Tensor:
         output = lm.model(input_ids=tokens, use_cache=False).logits
-        return torch.as_tensor(output[0, : length - 1, : lm.vocab_size].float())
+        return torch.as_tensor(output[0, : length - 1, : lm.vocab_size])
 
     try:
         first, again, *others = (logits(tokens) for tokens in (ids[0], *ids))
@@ -184,19 +213,18 @@ def _compare_rows(lm: LM, kind: str) -> None:
     except _FAILURES as error:
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedModel(f"{lm.name} ({kind}) cannot run: {reason}") from error
-    if length < 2 or not bool(first.isfinite().all()):
+    if length < 2 or not bool(is_finite(first).all()):
         return
-    spread = float((first - first.mean(dim=-1, keepdim=True)).norm())
+    spread = _spread(first)
     # Some kernels add in another order each time.
-    noise = 4 * float((again - first).norm())
+    noise = 4 * _difference(again, first)
     tolerance = (_tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
-    changes = torch.stack([(other - first).norm() for other in others])
-    change = float(changes.max())  # NaN if any is
-    if not change <= max(tolerance, noise):
+    change = float(torch.tensor([_difference(other, first) for other in others]).max())  # NaN if any is
+    if not change <= max(tolerance, noise) < math.inf:
         raise UnsupportedModel(
             f"{lm.name} ({kind}) gives a token other logits when later tokens or other rows change (by "
-            f"{change / spread:.1e} of them), so that speculation cannot be exact: if it is quantized, choose weights "
-            "only, or a scale for each row of activations"
+            f"{change / spread:.1e} of their spread), so that speculation cannot be exact: if it is quantized, choose "
+            "weights only, or a scale for each row of activations"
         )
 
 

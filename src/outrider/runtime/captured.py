@@ -29,6 +29,7 @@ from outrider.errors import CompileError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import Call, Prepared, Program, put_together
 from outrider.runtime.layers import LayerShape
+from outrider.runtime.rotary import constant_frequencies
 
 _TURN = threading.RLock()  # one for all models: drafts and verdicts of a round take the same turn
 _NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
@@ -75,7 +76,7 @@ class Captured(Prepared):
         except Exception as error:  # what arbitrary models and drivers may raise has no common type
             reason = " ".join(str(error).split())[:300]
             message = f"{call.lm.name} cannot be captured here: {type(error).__name__}: {reason}"
-            raise CompileError(message) from error
+            made.set_exception(CompileError(message))
         return made
 
     def _record(self, call: Call) -> Program:
@@ -86,14 +87,15 @@ class Captured(Prepared):
         run = partial(fixed.on, inputs, stores)
         lm = call.lm
         states = [state.clone() for state in call.states]
-        if lm.device.type != "cuda":
-            program: Program = _Called(inputs, run)
-        else:
-            with torch.cuda.device(lm.device):
-                self._side = self._side or torch.cuda.Stream()
-                program = _Graph(inputs, stores, lm.model, run, self._side)
-        _copy(states, call.states)  # as they were before it was tried
-        return program
+        try:
+            with constant_frequencies(lm.model):
+                if lm.device.type != "cuda":
+                    return _Called(inputs, run)
+                with torch.cuda.device(lm.device):
+                    self._side = self._side or torch.cuda.Stream()
+                    return _Graph(inputs, stores, lm.model, run, self._side)
+        finally:
+            _copy(states, call.states)  # as they were before it was tried
 
 
 class _Graph:
@@ -110,10 +112,12 @@ class _Graph:
         self._inputs = inputs
         self._alive = tuple(stores), model  # the graph knows their tensors by address
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_NUM_WARM_UPS):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(_NUM_WARM_UPS):
+                    call()
+        finally:
+            torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # In memory of its own: with a pool in common, one graph's intermediate values would lie over another's results.
         # On the stream of this device, since torch makes only one of its own, on whichever device comes first.

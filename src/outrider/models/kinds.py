@@ -1,0 +1,139 @@
+"""Kinds of models that are known not to work, refused by name before their weights are read.
+
+So are things that are no model by themselves, but are published like one: adapters, and heads that draft from the
+hidden states of their target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ModelCorrupt, UnsupportedModel
+
+# Attention that a mask made of positions describes, states, and layers that keep nothing.
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+_LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
+# The probe would refuse these, too, but only with their weights loaded.
+_APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+# Words in the names of a head's architectures and type, and fields that only its configuration has.
+_HEADS = {
+    "eagle3": "an EAGLE-3 head",
+    "draft_vocab_size": "an EAGLE-3 head",
+    "eagle": "an EAGLE head",
+    "medusa": "a set of Medusa heads",
+    "hydra": "a set of Hydra heads",
+    "dflash": "a DFlash draft",
+    "mlpspeculator": "an MLP speculator",
+    "mlp_speculator": "an MLP speculator",
+    "mtp": "a multi-token prediction (MTP) head",
+    "speculator": "a speculator",
+}
+_FIELDS_OF_HEADS = ("draft_vocab_size", "medusa_num_heads", "hydra_num_heads", "dflash_config", "eagle_config")
+# Weights that a causal language model has not, for checkpoints whose configuration is that of their target.
+_WEIGHTS = {"lora_": "a LoRA adapter", "medusa": "a set of Medusa heads", "fc.": "an EAGLE head"}
+
+
+def check_adapter(name: str, file: Path | None) -> None:
+    """Refuse an adapter by name, which would otherwise be left out, or fetched together with its base.
+
+    Args:
+        file: its adapter_config.json, if there is one.
+
+    Raises:
+        UnsupportedModel
+    """
+    if file is None:
+        return
+    config = json.loads(file.read_text(encoding="utf-8"))
+    kind, base = config.get("peft_type"), config.get("base_model_name_or_path") or "its base"
+    thing = "a LoRA adapter" if kind == "LORA" else f"a PEFT adapter ({kind})"
+    raise UnsupportedModel(
+        f"{name} is {thing} of {base}: pass the base; or load both with PEFT, merge them (merge_and_unload) and pass "
+        "the model"
+    )
+
+
+def check_head(name: str, stated: Mapping[str, Any]) -> None:
+    """Refuse by name what drafts for a target and is no model by itself.
+
+    Args:
+        stated: its config.json.
+
+    Raises:
+        UnsupportedModel
+    """
+    if "vision_config" in stated:  # some of these are called Eagle, too
+        return
+    names = [*(stated.get("architectures") or []), stated.get("model_type"), stated.get("speculators_model_type")]
+    names += [field for field in _FIELDS_OF_HEADS if stated.get(field) is not None]
+    words = " ".join(filter(None, names)).lower()
+    thing = next((thing for word, thing in _HEADS.items() if word in words), None)
+    if thing is not None:
+        raise UnsupportedModel(_head_message(name, thing))
+
+
+def check_missing(name: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Refuse a checkpoint that lacks weights, by what it has instead of them.
+
+    Raises:
+        UnsupportedModel: it is a part of a model that has a name.
+        ModelCorrupt: it is not.
+    """
+    lacking = sorted(missing)
+    if not lacking:
+        return
+    strange = " ".join(unexpected)
+    thing = next((thing for part, thing in _WEIGHTS.items() if part in strange), None)
+    if thing is not None:
+        raise UnsupportedModel(_head_message(name, thing))
+    raise ModelCorrupt(f"{name} lacks {len(lacking)} of the model's weights, {lacking[0]} among them")
+
+
+def _head_message(name: str, thing: str) -> str:
+    return (
+        f"{name} is {thing}, which works only together with its base model: here target and draft are causal language "
+        "models of their own (or choose the draft 'ngram')"
+    )
+
+
+def check_multimodal(name: str, config: Any) -> None:
+    """Refuse by name what Transformers does not load as a causal language model, though it contains one.
+
+    Raises:
+        UnsupportedModel
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    others = sorted(set(type(config).sub_configs) - {"text_config"})
+    if others and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(
+            f"{name} is a multimodal model ({config.model_type}, with a {others[0]}): load it with Transformers "
+            "(AutoModelForImageTextToText or its own class) and pass the model and its tokenizer; it continues text"
+        )
+
+
+def check_kind(name: str, config: Any) -> None:
+    """Refuse by name what is known not to work, before its weights are read."""
+    kind = config.model_type
+    architectures = config.architectures or []
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
+    if architectures and not any("CausalLM" in a or "LMHead" in a or "Conditional" in a for a in architectures):
+        raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
+    text_config = config.get_text_config(decoder=True)
+    strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
+    if strange:
+        raise UnsupportedModel(
+            f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
+            "earlier token here: attention must be to all tokens, in a sliding window or in chunks"
+        )
+    if kind in _APART:
+        raise UnsupportedModel(
+            f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be taken "
+            "back to an earlier token"
+        )
+    if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
+        raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which cannot place tokens by position ids")
