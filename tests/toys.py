@@ -8,12 +8,14 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.decoding.batch import Row
+from outrider.decoding.costs import Measured
 from outrider.decoding.engine import decode
 from outrider.decoding.learned import Learned
 from outrider.decoding.live_costs import LiveCosts
@@ -94,7 +96,9 @@ def table_pair(vocab_size: int, seed: int = 0, *, draft_context_len: int = 512) 
     return table_lm(table), ModelDrafter(table_lm(draft_table, name="draft", context_len=draft_context_len))
 
 
-def tiny_llama(seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, context_len: int = 256) -> PreTrainedModel:
+def tiny_llama(
+    seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, context_len: int = 256, **options: Any
+) -> PreTrainedModel:
     """A random Llama in float64. Large weights, so that logits are far apart and depend on the whole text."""
     return random_model(
         LlamaForCausalLM,
@@ -109,6 +113,7 @@ def tiny_llama(seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, cont
             initializer_range=0.3,
             bos_token_id=None,
             eos_token_id=None,
+            **options,
         ),
         seed,
     )
@@ -179,15 +184,23 @@ def adaptive(costs: Mapping[int, Mapping[int, float]]) -> AdaptiveSchedule:
     return AdaptiveSchedule(Learned(LiveCosts(costs)))
 
 
+def measured(seconds: Mapping[int, float], spread: float = 0.02) -> Measured:
+    """Costs, as if they had been measured."""
+    return Measured(
+        seconds, dict.fromkeys(seconds, seconds[0]), dict.fromkeys(seconds, spread), dict.fromkeys(seconds, 20), 0.5
+    )
+
+
 @dataclass
 class MadeUpTimes:
     """An adaptive schedule for which each round takes what its costs say, on every machine."""
 
     costs: Mapping[int, Mapping[int, float]]
+    learned: Learned | None = None  # to begin with; None: these costs
     inner: AdaptiveSchedule = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inner = adaptive(self.costs)
+        self.inner = adaptive(self.costs) if self.learned is None else AdaptiveSchedule(self.learned)
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:

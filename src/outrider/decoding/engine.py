@@ -16,6 +16,7 @@ Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algori
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -34,13 +35,14 @@ from outrider.decoding.slots import Slots
 from outrider.decoding.verify import Judged, verify_step
 from outrider.drafters.base import Committed, Drafter, Prefill, padded
 from outrider.errors import NumericsError
-from outrider.records import Request, Round, Timing
+from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.clock import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import Agreement
 
+_LOG = logging.getLogger(__name__)
 _PATIENCE = 4  # rounds that a row may keep the batch wider than it needs to be, before it is moved down
 
 
@@ -135,6 +137,7 @@ class Engine:
         self._lookahead = 0 if must_read else target.execution.lookahead
         self._slots = Slots(num_slots, self._cache.take_over)
         self._last_k = -1
+        self._has_told = False
         self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be
         self._agreement = Agreement()
         self._clock = Clock(target.device)
@@ -199,7 +202,8 @@ class Engine:
         drafting, verifying, verified, end = started.marks
         self._clock.wait(end)
         self._agreement.check(started.report.numbers)
-        row_rounds = read(started, self._target.name, self._drafter.name)
+        row_rounds = read(started, self._target.name)
+        self._tell_of_broken_drafts(row_rounds)
         self._schedule.learn(row_rounds)
         self._leave_ended(started)
         self._move_down()
@@ -219,6 +223,12 @@ class Engine:
         if is_like_the_last and not (started.prefills or is_idle):
             self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
         return Round(tuple(row_rounds), timing)
+
+    def _tell_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
+        """Once: it costs speed, and changes no output."""
+        if not self._has_told and any(row.has_broken_draft for row in row_rounds):
+            self._has_told = True
+            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts end there", self._drafter.name)
 
     @property
     def _may_start(self) -> bool:

@@ -105,29 +105,25 @@ def _logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) 
     return Logprobs(*map(_to_host, (chosen, top.values, top.indices)))
 
 
-def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
+def read(started: Started, target_name: str) -> list[RowRound]:
     """Take note of a round on the host, and let each row's stop act on it token by token. Rows that have ended before
     are passed over."""
     report = started.report
-    num_columns = started.num_columns
     probs = report.drafted_probs.tolist()
     row_rounds = []
     for b, (row, numbers) in enumerate(zip(started.rows, report.numbers.tolist(), strict=True)):
         if row is None or row.is_done:
             continue
-        *tokens, n, num_drafted, bad_place, bad_draft_place = numbers
+        *tokens, n, num_drafted, is_bad, is_bad_draft = numbers
         is_first = row.length == row.prompt_length
         num_cached = row.num_cached if is_first else 0
-        first_bad = min(bad_place, bad_draft_place)
-        if first_bad <= num_columns:
-            row.is_done = row.is_spoilt = True
-            name = target_name if bad_place == first_bad else draft_name
-            row_rounds.append(_failed(row, _about_numerics(name, row, first_bad), num_cached))
-            continue
         row.read_round(num_drafted, n)
         is_rejected = n < num_drafted
-        token_ids, reason = _until_stop(row, tokens[: n + 1])
+        token_ids, reason = _until_stop(row, tokens[:n] if is_bad else tokens[: n + 1])
         broken = _follow(row, token_ids)
+        if is_bad and reason is None:
+            row.is_spoilt = True
+            broken = broken or _about_numerics(target_name, row, n)
         if broken is not None:
             row.is_done = True
             row_rounds.append(_failed(row, broken, num_cached))
@@ -159,6 +155,8 @@ def read(started: Started, target_name: str, draft_name: str) -> list[RowRound]:
                 rejected_ratio=_ratio(*probs[b][n]) if is_rejected else None,
                 num_cached_tokens=num_cached,
                 drafted=drafted,
+                slot=b,
+                has_broken_draft=bool(is_bad_draft),
             )
         )
     return row_rounds

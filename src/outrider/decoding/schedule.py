@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Protocol
 
 from outrider.decoding.batch import Row
-from outrider.decoding.learned import PRIOR, Learned, RowEstimate
+from outrider.decoding.learned import PRIOR, Habit, Learned, RowEstimate
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
 
@@ -29,8 +29,14 @@ _WORTH_DRAFTS = 1.05
 # Rounds that a choice stands for, unless the number of rows changes before: to choose takes a tenth of a millisecond.
 _ROUNDS = 4
 _ROUNDS_AGAIN = 8  # where it is the last one again
+_SEEN = 0.25  # of a round: how much one counts that was seen 2,800 rounds ago
+_LOST = 0.03  # of the time, for checks of what was not seen for so long
 _TRIED_ROUNDS = 2  # only the second of a K in a row shows what it costs
 _PLAIN_ROUNDS = 2  # and of K = 0 the third: until then the processor's caches are full of the draft
+
+
+_Rates = Callable[[Sequence[float], Callable[[int, int], float]], dict[int, float]]
+"""Acceptance, and seconds by numbers of rows and K -> by K, tokens per second."""
 
 
 class Schedule(Protocol):
@@ -104,9 +110,9 @@ class AdaptiveSchedule:
     eight if it is the last one again. A round is only noted; it is learned from when K is chosen next.
 
     Acceptance and costs are those that all rows and rounds have shown, in earlier generations too (learned.py); what a
-    row has shown itself moves its acceptance. From time to time a K is tried for two rounds: the one that would be the
-    best if acceptance were as much higher, and costs as much lower, as what was seen leaves possible. A draft that does
-    not draft cannot show that it has become useful, nor a K that is never run that it costs less than was measured.
+    row has shown itself moves its acceptance. From time to time another K is tried for two rounds (``_tried_k``): a
+    draft that does not draft cannot show that it has become useful, nor a K that is never run that it costs less than
+    was measured.
 
     K is chosen before the draft draws, from earlier rounds and texts alone. Their noise has no part in the next round
     or text, so that the law of each is that of a constant K. (Two texts of one seed meet the same noise, which is why
@@ -173,15 +179,49 @@ class AdaptiveSchedule:
         if best == habit.usual_k:
             self._num_left = _ROUNDS_AGAIN
         habit.usual_k = best
-        if not habit.may_try(expected):
-            return best
-        hoped = rates(estimate.acceptance(doubt=1.0), costs.least_seconds)
-        tried = max((k for k in costs.ks if k >= least), key=hoped.__getitem__, default=best)
-        if tried == best or hoped[tried] < _WORTH_A_CHANGE * expected[best]:
+        habit.time_s += self._num_left * costs.seconds(num_rows, max(best, least))
+        tried = self._tried_k(habit, num_rows, least, expected, rates)
+        if tried is None:
             return best
         habit.note_try(tried, expected)
-        self._num_left = _TRIED_ROUNDS if tried > 0 else _PLAIN_ROUNDS + 2
+        self._num_left = _rounds_of_try(tried)
         return tried
+
+    def _tried_k(
+        self, habit: Habit, num_rows: int, least: int, expected: Mapping[int, float], rates: _Rates
+    ) -> int | None:
+        """A K to be tried in place of the best one, if there is one now: that would be the best if acceptance were as
+        much higher as what was seen leaves possible, and
+
+        - its last round was a surprise, so that another one has to tell what it costs;
+        - or neither it nor any other on its side (drafting or not) was seen for long, and to try it is believed to lose
+          little of the time since the last such check;
+        - or its cost is as much lower as so few rounds of it leave possible.
+        """
+        costs, best = self.learned.costs, habit.usual_k
+        surprises, may_try = costs.surprises(num_rows), habit.may_try(expected)
+        assert best is not None
+        if not (surprises or may_try):
+            return None
+        acceptance, worth = self.learned.acceptance.acceptance(doubt=1.0), _WORTH_A_CHANGE * expected[best]
+        possible, hoped = rates(acceptance, costs.least_possible), rates(acceptance, costs.least_seconds)
+        others = [k for k in costs.ks if k != best and k >= least]
+        promising = [k for k in others if possible[k] > worth]
+        if habit.may_try_again:
+            for k in promising:
+                if k in surprises:
+                    return k
+        if not may_try:
+            return None
+        other_side = [k for k in costs.ks if (k > 0) != (best > 0)]
+        if sum(costs.num_seen(num_rows, k) for k in other_side) < _SEEN:
+            for k in promising:
+                lost_s = _rounds_of_try(k) * costs.seconds(num_rows, k) * (1 - expected[k] / expected[best])
+                if k in other_side and lost_s < _LOST * habit.time_s:
+                    habit.time_s = 0.0
+                    return k
+        tried = max([best, *others], key=hoped.__getitem__)
+        return tried if tried != best and hoped[tried] > worth else None
 
     def choices(self) -> list[Choice]:
         """K before anything is known of the texts, for each load that was measured."""
@@ -215,6 +255,10 @@ def _tokens(rows: Sequence[Row], shifts: Sequence[float], acceptance: Sequence[f
         for k in range(len(totals)):
             totals[k] += tokens[k if constant_k is None else constant_k]
     return totals
+
+
+def _rounds_of_try(k: int) -> int:
+    return _TRIED_ROUNDS if k > 0 else _PLAIN_ROUNDS + 2
 
 
 def _best(seconds: Mapping[int, float], acceptance: float) -> int:

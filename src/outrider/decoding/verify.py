@@ -5,6 +5,7 @@ Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algori
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ class Judged(NamedTuple):
         places: of the committed tokens in the text. [B, K+1]
         lengths: of the texts with them. [B]
         last_ids: the last two tokens of the texts with them. [B, 2]
-        report: for the host: ``committed``; how many drafted tokens are accepted, and of how many; and at which of the
-            K+1 places logits are not finite first, the target's and the draft's (K+1: nowhere). [B, K+5]
+        report: for the host: ``committed``; how many drafted tokens are accepted, and of how many that were judged;
+            whether the target's logits after the accepted ones are not finite, so that there is no token after them;
+            and whether the draft's logits were not finite at a place. [B, K+5]
         drafted_probs: see ``Verdict``. [B, K, 2]
         features: of the tokens fed, if the drafter asks for them. [B, K+1, F]
     """
@@ -61,6 +63,10 @@ def verify_step(
     """Feed each row's last token and its drafted tokens, and judge them. A row at its limit stays as it is, and a slot
     that takes no part has limit 0.
 
+    A draft is cut before the first token for which the draft or the target has no distribution. That depends on the
+    tokens before it alone, like any length of a draft, so the output's distribution stays the target's. Only the place
+    from which the next token is drawn can end a row, as in plain decoding.
+
     Args:
         last_ids: see ``Rows``. [B, 2]
         allowed: see ``Masks.along``; None without constraints. [B, K+1, V]
@@ -70,23 +76,25 @@ def verify_step(
     """
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     goes_on = lengths < limits
-    is_fed = (offsets <= draft.num_drafted[:, None]) & goes_on[:, None]
+    num_drafted = draft.num_drafted
+    if draft.is_finite is not None:
+        num_drafted = torch.minimum(num_drafted, _first(~draft.is_finite))
+    is_fed = (offsets <= num_drafted[:, None]) & goes_on[:, None]
     known = torch.cat((last_ids, draft.ids), dim=1)  # [B, K+2]
     ids = known[:, 1:]
     places = lengths[:, None] + offsets  # of the tokens after those that are fed
     positions = torch.where(is_fed, places - 1, -1)
-    logits, found = lm.forward_with_features(ids, positions, cache, view_len, features)
+    logits, found = lm.forward_with_features(ids, positions, cache, view_len, features, keeps_finite=True)
+    is_bad = is_fed & ~is_finite(logits)
+    num_judged = torch.minimum(num_drafted, _first(is_bad))
     probs = to_probs(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V]
-    verdict = rule.verify(probs, draft, noise)
+    verdict = rule.verify(probs, replace(draft, num_drafted=num_judged), noise)
     if cache.has_states:
         cache.settle(lengths + verdict.num_accepted)
     num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
     committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
-    is_bad = is_fed & ~is_finite(logits)
-    is_bad_draft = torch.zeros_like(is_fed)
-    if draft.is_finite is not None:
-        is_bad_draft[:, :-1] = is_fed[:, 1:] & ~draft.is_finite
-    numbers = num_accepted, draft.num_drafted, _first(is_bad), _first(is_bad_draft)
+    is_bad_end = is_bad.gather(1, num_accepted[:, None]).squeeze(1)
+    numbers = num_accepted, num_judged, is_bad_end.long(), (goes_on & (num_drafted < draft.num_drafted)).long()
     report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
     lengths = lengths + torch.where(goes_on, num_accepted + 1, 0)
     last_ids = torch.cat((known.gather(1, num_accepted[:, None] + 1), next_ids), dim=1)

@@ -115,7 +115,7 @@ def _draft_steps(
     for i in range(k):
         if ids:
             history = history.then(ids[-1])
-        logits = lm.forward(fed, positions, states, view_len, num_logits=1)
+        logits = lm.forward(fed, positions, states, view_len, num_logits=1, keeps_finite=True)
         if cache.has_states:
             states.settle(lengths + i)
             if i == 0 and k > 1:

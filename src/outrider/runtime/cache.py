@@ -176,23 +176,30 @@ class SlotCache(Cache):
         """How many of the first tokens of a slot, which it holds, are not fed again: those before the anchor."""
         return min(num_tokens, int(self.anchors[slot])) if self._states else num_tokens
 
-    def at(self, positions: Tensor, view_len: int, *, is_single: bool) -> None:
+    def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
         """Announce the next forward.
 
         Args:
             positions: of its tokens; -1 is padding. [B, T]
             view_len: above every position.
             is_single: layers with states are given single tokens.
+            keeps_finite: keys and values that are not finite are written as zeros (``find_broken``).
         """
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len
+        self._plan.sums = [] if keeps_finite else None
         for layer in self._states:
             layer.begin(is_single=is_single)
         if self._width:
             self._plan.windows = Windows.at(positions, self._width)
             lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
             self.anchors.copy_(torch.maximum(self.anchors, lowest.to(self.anchors.device)))
+
+    def find_broken(self) -> Tensor | None:
+        """After a forward that kept the cache finite: the tokens with a key or a value that is not. [B, T]"""
+        sums = self._plan.sums
+        return ~torch.stack([one.to(sums[0].device) for one in sums]).sum(dim=0).isfinite() if sums else None
 
     # The same for all layers: some models ask for it by a layer that has no attention.
 

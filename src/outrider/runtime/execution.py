@@ -205,9 +205,9 @@ class Prepared(ABC):
         if not must_wait and (not made.done() or made.exception() is not None):
             with self._beside():
                 return step(lm, *static, *arguments)
-        if error is None:
-            if not made.done():
-                self._hurry(made)
+        if error is None and not made.done():
+            self._hurry(made)
+        if error is None or made.done():
             error = made.exception()
         if error is not None:
             raise CompileError(str(error))  # a new one: one that is raised again and again keeps all frames alive

@@ -134,12 +134,15 @@ class Plan:
         places: where its tokens go, in the flattened [B * (L+1)] block.
         view_len: it sees the places 0 .. view_len-1.
         windows: if layers have some.
+        sums: if only finite numbers may be written: of each store, the sum of the numbers that each token was to write,
+            which tells whether all of them are finite. [B, T] each
     """
 
     capacity: int
     places: Tensor
     view_len: int = 0
     windows: Windows | None = None
+    sums: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,10 @@ class SlotLayer(CacheLayerMixin):
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:
+        if self._plan.sums is not None:
+            # Even a masked place takes part in 0 * value, so a NaN would reach tokens before it.
+            self._plan.sums.append(states.sum(dim=(1, 3), dtype=torch.promote_types(states.dtype, torch.float32)))
+            states = states.nan_to_num(0.0, 0.0, 0.0)
         places = self._plan.places.to(store.device)
         store.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
         return store[:, : self._plan.view_len].transpose(1, 2)  # [B, H, view_len, D]

@@ -149,8 +149,9 @@ class LM:
         return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
 
     def view_len(self, length: int, cache: SlotCache) -> int:
-        """How many places of a cache to view for sequences of ``length`` tokens: few different numbers."""
-        return min(self.execution.round_length(length), cache.capacity)
+        """How many places of a cache to view for sequences of ``length`` tokens: few different numbers, none beyond the
+        context, since a model may hold tables of that length."""
+        return min(self.execution.round_length(length), cache.capacity, self.context_len)
 
     def run(
         self, step: Step, static: tuple[Any, ...], *arguments: Any, is_repeatable: bool = True
@@ -159,7 +160,14 @@ class LM:
         return self.execution.run(step, self, static, arguments, is_repeatable=is_repeatable)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, cache: SlotCache, view_len: int, *, num_logits: int = 0
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        view_len: int,
+        *,
+        num_logits: int = 0,
+        keeps_finite: bool = False,
     ) -> Tensor:
         """Logits after each token. To be called without gradients: the cache is written in place.
 
@@ -169,6 +177,9 @@ class LM:
             cache: holds all tokens of lower position; this forward adds its own.
             view_len: above every position.
             num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
+            keeps_finite: for tokens that may be rejected. Keys and values that are not finite are written as zeros, so
+                that they spoil neither tokens before them nor those that replace them; the logits after such a token
+                are NaN.
 
         A model with states starts from the anchors of its cache, and feeds the tokens since then once more. Unless
         ``SlotCache.settle`` follows, the anchors stay where they are.
@@ -176,7 +187,8 @@ class LM:
         Returns:
             [B, T, V]
         """
-        return self.forward_with_features(ids, positions, cache, view_len, (), num_logits=num_logits)[0]
+        given = ids, positions, cache, view_len, ()
+        return self.forward_with_features(*given, num_logits=num_logits, keeps_finite=keeps_finite)[0]
 
     def forward_with_features(
         self,
@@ -187,6 +199,7 @@ class LM:
         features: Sequence[int],
         *,
         num_logits: int = 0,
+        keeps_finite: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The same, with hidden states of the model.
 
@@ -205,7 +218,7 @@ class LM:
             width = cache.num_columns(positions, self.least_columns)
             columns = (positions - cache.anchors[:, None]).clamp_min(0)
             ids, positions = cache.from_anchors(positions.amax(dim=1), width)
-        logits, states = self._feed(ids, positions, cache, view_len, features, columns, num_logits)
+        logits, states = self._feed(ids, positions, cache, view_len, features, columns, num_logits, keeps_finite)
         if columns is not None:
             states = {i: _take(state, columns) for i, state in states.items()}
         found = torch.cat([states[i].to(device) for i in features], dim=-1) if features else None
@@ -220,6 +233,7 @@ class LM:
         features: Sequence[int] = (),
         columns: Tensor | None = None,
         num_logits: int = 1,
+        keeps_finite: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the model on these tokens.
 
@@ -230,7 +244,8 @@ class LM:
         Returns:
             logits [B, T, V]; and by the index of the feature, hidden states of all columns
         """
-        cache.at(positions, view_len, is_single=self.is_stepped or positions.shape[1] == 1)
+        is_single = self.is_stepped or positions.shape[1] == 1
+        cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite and not self.is_stepped)
         # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
         with self.lock, _hidden_states(self.model, features) as states, ExitStack() as stack:
             if self.is_stepped:
@@ -253,6 +268,11 @@ class LM:
                 **arguments,
             )
         logits: Tensor = output.logits[..., : self.vocab_size]
+        broken = cache.find_broken()
+        if broken is not None:
+            broken = broken.to(logits.device)
+            broken = broken[:, -logits.shape[1] :] if columns is None else broken.gather(1, wanted)
+            logits = logits.masked_fill(broken[..., None], torch.nan)
         return logits, states
 
     @torch.inference_mode()
