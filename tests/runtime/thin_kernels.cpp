@@ -1,6 +1,7 @@
 // The kernels of thin_products.cpp and thin_attention.cpp against sums in double. A program without torch, so that it
 // runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are those of the tests
-// in Python. It prints how many results it has compared, or the first one that is off, and then ends with 1.
+// in Python, and results with one row or query and with another number of threads must be equal to the bit. It prints how
+// many results it has compared, with a hash of their bits, or the first one that is off, and then ends with 1.
 
 #include <cmath>
 #include <cstdint>
@@ -32,9 +33,13 @@ namespace {
 const double EPSILON = std::ldexp(1.0, -24);
 std::mt19937 generator(0);
 int64_t num_compared = 0;
+uint64_t hash_of_bits = 14695981039346656037u;  // FNV-1a
 
-void compare(double got, double want, double bound, const char* what) {
+void compare(float got, double want, double bound, const char* what) {
   num_compared++;
+  uint32_t bits;
+  std::memcpy(&bits, &got, sizeof bits);
+  hash_of_bits = (hash_of_bits ^ bits) * 1099511628211u;
   if (std::fabs(got - want) <= bound) return;
   std::printf("%s: %.9g, not %.9g (within %.3g)\n", what, got, want, bound);
   std::exit(1);
@@ -86,9 +91,10 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
     all += number;
   }
   for (const Stored& matrix : matrices) data.push_back(matrix.data.data());
-  std::vector<float> y(num_rows * all, NAN), alone(all);
+  std::vector<float> y(num_rows * all, NAN), again(num_rows * all, NAN), alone(all);
   const int64_t number = nums_channels.size();
   outrider_thin_products(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, y.data(), 2);
+  outrider_thin_products(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, again.data(), 3);
   for (int64_t t = 0; t < num_rows; t++) {
     const float* row = x.data() + t * width;
     outrider_thin_products(row, 1, width, data.data(), nums_channels.data(), number, bits, alone.data(), 1);
@@ -103,6 +109,7 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
         }
         compare(y[place], want, 1.01 * width * EPSILON * size, "a product");
         compare(y[place], alone[place - t * all], 0.0, "a product alone");
+        compare(y[place], again[place], 0.0, "a product by three threads");
       }
     }
   }
@@ -119,12 +126,26 @@ void attention(Shape s, int64_t bits) {
     for (int64_t j = 0; j < s.places; j++) mask[t * s.places + j] = j > last ? -INFINITY : j % 3;
   }
   std::vector<float> out(s.rows * s.queries * s.heads * s.value_width, NAN);
+  std::vector<float> alone(s.rows * s.heads * s.value_width);
   const Strides of_query{s.heads * s.queries * s.width, s.queries * s.width, s.width};
   const Strides of_key{s.groups * s.places * s.width, s.places * s.width, s.width};
   const Strides of_value{s.groups * s.places * s.value_width, s.places * s.value_width, s.value_width};
   const Strides of_mask{s.queries * s.places, 0, s.places};
   outrider_thin_attention(&s, query.data(), &of_query, key.data.data(), &of_key, value.data.data(), &of_value,
                           mask.data(), &of_mask, bits, scale, out.data(), 2);
+  Shape of_one = s;
+  of_one.queries = 1;
+  for (int64_t t = 0; t < s.queries; t++) {
+    outrider_thin_attention(&of_one, query.data() + t * of_query.place, &of_query, key.data.data(), &of_key,
+                            value.data.data(), &of_value, mask.data() + t * of_mask.place, &of_mask, bits, scale,
+                            alone.data(), 1);
+    for (int64_t b = 0; b < s.rows; b++) {
+      for (int64_t i = 0; i < s.heads * s.value_width; i++) {
+        compare(out[(b * s.queries + t) * s.heads * s.value_width + i], alone[b * s.heads * s.value_width + i], 0.0,
+                "an attention alone");
+      }
+    }
+  }
   for (int64_t b = 0; b < s.rows; b++) {
     for (int64_t h = 0; h < s.heads; h++) {
       for (int64_t t = 0; t < s.queries; t++) {
@@ -181,5 +202,6 @@ int main() {
       }
     }
   }
-  std::printf("%lld results are as they should be\n", static_cast<long long>(num_compared));
+  std::printf("%lld results are as they should be (%016llx)\n", static_cast<long long>(num_compared),
+              static_cast<unsigned long long>(hash_of_bits));
 }

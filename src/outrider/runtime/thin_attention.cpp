@@ -47,16 +47,17 @@ INLINE Floats exponential(Floats x) {
   const Floats zero = {}, least = zero - 87.0f;
   Ints is_tiny = x < least;
   x = chosen(is_tiny, least, x);
-  const float round = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-  Floats shifted = x * 1.44269504088896341f + round;
+  const Floats round = all_lanes(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to a whole number
+  Floats shifted = multiply_add(x, all_lanes(1.44269504088896341f), round);
   Floats whole = shifted - round;
-  Floats rest = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-  Floats sum = zero + 1.9875691500e-4f;
+  Floats rest = multiply_add(whole, all_lanes(-0.693359375f), x);
+  rest = multiply_add(whole, all_lanes(2.12194440e-4f), rest);
+  Floats sum = all_lanes(1.9875691500e-4f);
   for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    sum = sum * rest + next;
+    sum = multiply_add(sum, rest, all_lanes(next));
   }
-  sum = sum * (rest * rest) + rest + 1.0f;
-  Ints exponent = ((Ints)shifted - (Ints)(zero + round) + 127) << 23;
+  sum = multiply_add(sum, rest * rest, rest) + 1.0f;
+  Ints exponent = ((Ints)shifted - (Ints)round + 127) << 23;
   return chosen(is_tiny, zero, sum * (Floats)exponent);
 }
 
@@ -82,7 +83,7 @@ INLINE void some_scores(const float* queries, int64_t padded, const Number* keys
     UNROLLED for (int c = 0; c < NUMBER; c++) column[c] = load_keys(keys + c * stride + i);
     UNROLLED for (int r = 0; r < ROWS; r++) {
       Floats row = load(queries + r * padded + i);
-      UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c] += row * column[c];
+      UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c] = multiply_add(row, column[c], sums[r][c]);
     }
   };
   int64_t i = 0;
@@ -109,7 +110,8 @@ INLINE void some_values(const float* weights, const Number* values, int64_t stri
       column[c] = num_last == LANES ? load(row + c * LANES) : load_first(row + c * LANES, num_last);
     }
     UNROLLED for (int r = 0; r < ROWS; r++) {
-      UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c] += weights[r * CHUNK + j] * column[c];
+      Floats weight = all_lanes(weights[r * CHUNK + j]);
+      UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c] = multiply_add(weight, column[c], sums[r][c]);
     }
   }
   UNROLLED for (int r = 0; r < ROWS; r++) {
@@ -147,11 +149,10 @@ INLINE void attend(Part& part, const Number* keys, int64_t key_stride, int64_t w
     const Floats zero = {}, nothing = zero - __builtin_inff();
     Floats largest = nothing, total = zero;
     for (int64_t i = 0; i < number; i += LANES) {
-      Floats values = load(row + i) * part.scale;
-      if (i + LANES <= number) {
-        values += load(part.masks[r] + i);
-      } else {
-        values += load_first(part.masks[r] + i, number - i);
+      bool is_whole = i + LANES <= number;
+      Floats mask = is_whole ? load(part.masks[r] + i) : load_first(part.masks[r] + i, number - i);
+      Floats values = multiply_add(load(row + i), all_lanes(part.scale), mask);
+      if (!is_whole) {
         for (int64_t lane = number - i; lane < LANES; lane++) values[lane] = -__builtin_inff();
       }
       memcpy(row + i, &values, sizeof values);

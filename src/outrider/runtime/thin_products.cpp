@@ -42,7 +42,7 @@ INLINE void tile(const float* x, const Weight* weights, int64_t width, int64_t a
     UNROLLED for (int c = 0; c < CHANNELS; c++) column[c] = load_weights(weights + c * apart * width);
     UNROLLED for (int r = 0; r < ROWS; r++) {
       Floats row = load_x(x + r * width);
-      UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c] += row * column[c];
+      UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c] = multiply_add(row, column[c], sums[r][c]);
     }
   };
   int64_t i = 0;

@@ -89,6 +89,23 @@ INLINE Floats load(const int8_t* from) {
 #endif
 }
 
+INLINE Floats all_lanes(float number) { return number - Floats{}; }  // less zero, which keeps the sign of -0
+
+// a * b + c, rounded once where the processor can (and twice where no processor of its level can). This is said with the
+// instruction, since compilers choose by their taste: GCC 12 avoids chains of 256-bit FMAs when it tunes for Zen, in some
+// instances of a template and not in others, so that a row's sum depended on the number of rows and threads.
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if VECTOR_BYTES == 64
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VECTOR_BYTES == 32 && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;  // two instructions, by -ffp-contract=off
+#endif
+}
+
 // The first of the numbers, zeros after them.
 template <typename Number>
 INLINE Floats load_first(const Number* from, int64_t number) {
