@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from transformers.models.llama import modeling_llama as llama
 from languages import Remainders
 from makers import Fails, OnCall, Refuses
 from outrider.decoder import Decoder
-from outrider.decoding.costs import round_costs
+from outrider.decoding.kept_costs import round_costs
 from outrider.decoding.verify import verify_step
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import CompileError
@@ -235,6 +236,32 @@ def test_a_step_beside_the_compiler_leaves_one_thread_to_it() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
+    """torch's own setting is for the process, and a thread keeps what it finds there when it first touches torch."""
+    maker, found = Maker(), list[int]()
+    before = torch.get_num_threads()
+    begins, goes_on = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        found.append(torch.get_num_threads())
+        begins.set()
+        assert goes_on.wait(LIMIT_S)
+        found.append(torch.get_num_threads())
+
+    try:
+        torch.set_num_threads(3)
+        maker._num_compiling = 1
+        other = threading.Thread(target=begin)
+        with maker.room():
+            other.start()
+            assert begins.wait(LIMIT_S) and torch.get_num_threads() == 2
+        goes_on.set()
+        other.join()
+        assert found == [3, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.chdir(tmp_path)
@@ -368,6 +395,28 @@ def test_a_program_holds_nothing_but_the_step(call: Call) -> None:
     exported = making._trace(making._Traced(other), other.tensors, other.stores)
     names = [str(node.target) for node in exported.graph_module.graph.nodes]
     assert names.count("aten.embedding.default") == 2
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_are_chosen_in_each_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the highest position, on the host: they are traced as those of any model, since a context ends where others
+    begin."""
+    graphs: list[list[str]] = []
+
+    def compile_(exported: Any, options: Any, path: Path) -> None:
+        graphs.append([str(node.target) for node in exported.graph_module.graph.nodes if node.op == "call_function"])
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(making, "_compile", compile_)
+    monkeypatch.setattr(making, "package_of", lambda name: None)
+    monkeypatch.setattr(making, "keep_package", lambda name, package: None)
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 256}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {}
+    for parameters in ({"rope_type": "default", "rope_theta": 10000.0}, rope):
+        lm = as_lm(tiny_llama(rope_parameters=parameters))
+        making.make(Job(pack(_call(lm)), code_of(lm.model), 1))
+    plain, chosen = graphs
+    assert chosen == plain
 
 
 def test_what_a_program_depends_on_is_part_of_its_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

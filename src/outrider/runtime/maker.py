@@ -28,6 +28,7 @@ from outrider.runtime import programs
 from outrider.runtime.bare import code_of, key_of, pack, weights_of
 from outrider.runtime.execution import Call, Program
 from outrider.runtime.making import Job, reason_of
+from outrider.runtime.own_threads import num_threads_here
 from outrider.runtime.programs import Loaded, Made
 
 _LOG = logging.getLogger(__name__)
@@ -118,11 +119,8 @@ class Maker:
         if self._num_compiling == 0 or full == 1:
             yield
             return
-        torch.set_num_threads(full - 1)
-        try:
+        with num_threads_here(full - 1):
             yield
-        finally:
-            torch.set_num_threads(full)
 
     def hurry(self, program: Future[Program]) -> None:
         """Somebody waits for it now."""

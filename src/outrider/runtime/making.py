@@ -31,6 +31,7 @@ from outrider.errors import CompileError
 from outrider.runtime.bare import MAX_INLINED, code_of, unpack, weights_of
 from outrider.runtime.execution import Call
 from outrider.runtime.programs import Made, keep_package, package_of
+from outrider.runtime.rotary import constant_frequencies
 from outrider.runtime.toolchain import compiler, processor
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
@@ -107,7 +108,8 @@ def make(job: Job) -> Made:
     }
     weights = weights_of(call.lm.model)
     _set_attention(call.lm, num_threads)
-    exported = _trace(_Traced(call), call.tensors, call.stores)
+    with constant_frequencies(call.lm.model):
+        exported = _trace(_Traced(call), call.tensors, call.stores)
     check_constants(exported.constants, weights)
     name = _digest(exported, {**weights, **exported.constants}, options)
     constants = io.BytesIO()
