@@ -139,6 +139,60 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+_PATTERNS = [f".*a{i}.*b{i}.*" for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"json_schema": {"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]}},
+            "it takes too much time or memory to read",
+        ),
+        (
+            {"grammar": "start: T\nT: " + " & ".join(f"/{one}/" for one in _PATTERNS)},
+            "it has more than 5 operators &",
+        ),
+        ({"regex": "a" * 300_000}, "it has 300000 bytes, and may have 262144"),
+        ({"regex": "\ud800"}, "surrogates not allowed"),
+        ({"json_schema": {"enum": {1}}}, "not JSON serializable"),
+    ],
+    ids=["schema", "grammar", "bytes", "surrogate", "set"],
+)
+def test_a_constraint_that_would_not_be_read_in_time(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        embedded().generate(PROMPT, **options)
+
+
+def test_an_unknown_format_is_any_string() -> None:
+    """But data is not changed, nor a property of that name."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "phone", "maxLength": 3},
+            "a": {"const": {"format": "phone"}},
+        },
+        "required": ["format", "a"],
+        "additionalProperties": False,
+    }
+    (one,) = embedded().generate(PROMPT, json_schema=schema, max_new_tokens=120, seed=1)
+    value = json.loads(one.text)
+    assert value.keys() == {"format", "a"} and value["a"] == {"format": "phone"}
+
+
+def test_an_ampersand_in_quotes_is_no_operator() -> None:
+    (one,) = embedded().generate(PROMPT, grammar='start: " &&&&&" /&&&&&/ // & & & & & &', max_new_tokens=40, seed=1)
+    assert one.text == " " + "&" * 10
+
+
+def test_an_ambiguous_grammar_ends_its_text_alone() -> None:
+    ambiguous = 'start: a\na: a a | /[a-z ]/ | ""'
+    options = {"max_new_tokens": 100, "seed": 1, "logit_bias": dict.fromkeys(embedded().eos_ids, -1e6)}
+    rows = dict(embedded().complete([(PROMPT, {"grammar": ambiguous}), PROMPT], **options))
+    assert isinstance(rows[0], NumericsError) and "Too many items" in str(rows[0])
+    assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
+
+
 def test_models_that_cannot() -> None:
     without_end = load(random_llama(97, eos_token_id=None), tokenizer=None)
     with pytest.raises(OptionError, match="no end token"):
@@ -154,7 +208,7 @@ def test_a_grammar_beyond_its_limits_ends_its_text(monkeypatch: pytest.MonkeyPat
 
     from outrider.text import structure
 
-    def tight(tokens: Any, grammar: str, log_level: int) -> Any:
+    def tight(tokens: Any, grammar: str, log_level: int, limits: Any) -> Any:
         return LLMatcher(tokens, grammar, log_level=log_level, limits=LLParserLimits(max_items_in_row=3))
 
     monkeypatch.setattr(structure._llguidance(), "LLMatcher", tight)

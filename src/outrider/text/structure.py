@@ -6,6 +6,7 @@ that tokens stand for, which may come next. Its names: a matcher is a grammar wi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -16,10 +17,23 @@ from numpy.typing import NDArray
 
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import CONSTRAINTS, Sampling
+from outrider.text.rehearsal import can_be_read
 
 # Between the parts of JSON. llguidance itself allows any amount, with which small models fill the text to its limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}
 _MOST_CHARACTERS = 200  # of its messages, which may quote the grammar
+
+# Items of the parser in one mask; llguidance allows ten times as many. `a: a a | /[a-z ]/ | ""` needs more with every
+# token, and comes to this limit after 44 of them: 0.05 s for the last mask, with a vocabulary of 8,000, and 0.7 s in
+# all. 300 optional properties of an object need fewer, and so do 1,000 choices.
+_MOST_ITEMS = 5000
+_MOST_BYTES = 2**18  # of a constraint; 5,000 choices have 170 KB and are read in 0.2 s
+# Operators `&` of a grammar. The work doubles with each: 5 take 2 ms, 29 do not come to an end, under any limit of
+# llguidance. Patterns of a schema that have to match together are refused when it is read: see `can_be_read`.
+_MOST_INTERSECTIONS = 5
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
+_DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema whose values are no schemas
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # and comments
 
 
 class Structure:
@@ -97,11 +111,33 @@ def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
     """In llguidance's own form."""
     llguidance = _llguidance()
     try:
-        if isinstance(value, Mapping):
-            return str(llguidance.LLMatcher.grammar_from_json_schema(dict(value), defaults=_JSON_OPTIONS))
-        return str(llguidance.grammar_from(name, value))
-    except ValueError as error:
+        given = json.dumps(_without_unknown_formats(dict(value))) if isinstance(value, Mapping) else value
+        if (num_bytes := len(given.encode())) > _MOST_BYTES:
+            raise OptionError(name, value, f"it has {num_bytes} bytes, and may have {_MOST_BYTES}")
+        if name == "json_schema":
+            grammar = str(llguidance.LLMatcher.grammar_from_json_schema(given, defaults=_JSON_OPTIONS))
+        else:
+            grammar = str(llguidance.grammar_from(name, given))
+    except (TypeError, ValueError, RecursionError) as error:
         raise _refusal(name, value, str(error)) from None
+    if name == "grammar" and _LITERALS.sub("", grammar).count("&") > _MOST_INTERSECTIONS:
+        raise OptionError(name, value, f"it has more than {_MOST_INTERSECTIONS} operators &")
+    if not can_be_read(grammar):
+        raise OptionError(name, value, "it takes too much time or memory to read: make it simpler")
+    return grammar
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """By the standard of JSON Schema a format that is not known does not restrict a string; llguidance refuses it."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: part if key in _DATA else _without_unknown_formats(part)
+        for key, part in schema.items()
+        if not (key == "format" and isinstance(part, str) and part not in _FORMATS)
+    }
 
 
 @lru_cache(maxsize=4)
@@ -116,7 +152,9 @@ def _tokens(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
 def _at_the_beginning(tokens: Any, grammar: str) -> Any:
     """A matcher to be copied, since a request may ask for several texts of one grammar, and the next one for more. Its
     first mask may take long; made here, it holds up no other text."""
-    matcher = _llguidance().LLMatcher(tokens, grammar, log_level=0)
+    llguidance = _llguidance()
+    limits = llguidance.LLParserLimits(step_max_items=_MOST_ITEMS)
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher
