@@ -95,7 +95,7 @@ def test_one_value_is_for_all_rows() -> None:
     """A list of strings under ``stop`` is one value; a list of lists has one for each row."""
     decoder = embedded()
     common = decoder.generate(PROMPTS[:2], stop=["e", "a"], seed=1, max_new_tokens=12)
-    listed = decoder.generate(PROMPTS[:2], stop=[["e", "a"], ["e", "a"]], seed=[1, 1], max_new_tokens=12)
+    listed = decoder.generate(PROMPTS[:2], stop=[["e", "a"], ["e", "a"]], seed=[1, 2], max_new_tokens=12)
     assert [parts(c) for c in common] == [parts(c) for c in listed]
     assert all("e" not in c.text and "a" not in c.text for c in common)
 
@@ -200,6 +200,25 @@ def test_seeds_are_told_and_reproduce() -> None:
     given, drawn = decoder.generate([PROMPT, PROMPT], max_new_tokens=4, seed=[7, None])
     assert given.seed == 7
     assert 0 <= drawn.seed < 2**63
+
+
+def test_one_seed_for_several_prompts_counts_on() -> None:
+    """Prompt i has seed + i, by every way in, as on the command line: equal prompts give different texts."""
+    decoder = embedded()
+    options: dict[str, Any] = {"seed": 7, "max_new_tokens": 16}
+    texts = decoder.generate([PROMPT] * 3, **options)
+    assert [one.seed for one in texts] == [7, 8, 9]
+    assert len({one.token_ids for one in texts}) == 3
+    assert parts(texts[2]) == parts(decoder.generate(PROMPT, **options | {"seed": 9})[0])
+    chunks = list(decoder.stream_many([PROMPT] * 3, **options))
+    assert [joined([c for c in chunks if c.row == row])["token_ids"] for row in range(3)] == [
+        t.token_ids for t in texts
+    ]
+    own = dict(decoder.complete([PROMPT, (PROMPT, {"seed": 70}), (PROMPT, {"top_k": 0})], **options))
+    assert [own[i].seed for i in range(3)] == [7, 70, 9]  # type: ignore[union-attr]
+    assert own[2].token_ids == texts[2].token_ids  # type: ignore[union-attr]
+    with pytest.raises(OptionError, match="seed = 9223372036854775808 is invalid"):
+        decoder.generate([PROMPT] * 2, seed=2**63 - 1)
 
 
 def test_logprobs_are_the_target_s_own() -> None:
@@ -343,6 +362,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"stop": [["a"]]}, "one value for each of the 2 prompts"),
     ({"max_new_token": 5}, "did you mean max_new_tokens"),
     ({"do_sample": True}, "do_sample = True is invalid: there is no such option"),
+    ({"assistant_model": "x"}, "the draft is chosen with the target, outrider.load(target, draft)"),
+    ({"suppress_tokens": [1]}, "logit_bias forbids a token"),
+    ({"min_new_tokens": 5}, "did you mean min_tokens?"),
+    ({"stop_strings": "."}, "did you mean stop?"),
+    ({"max_tokens": 5}, "did you mean max_new_tokens?"),
+    ({"num_assistant_tokens": 5}, "did you mean num_draft_tokens?"),
     ({"top_p": 0.0}, "0 < top_p <= 1"),
     ({"top_p": float("nan")}, "top_p = nan"),
     ({"top_k": 2.5}, "top_k = 2.5"),

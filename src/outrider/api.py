@@ -23,7 +23,7 @@ from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 from outrider.system.ranks import join
-from outrider.text.tokenizer import check_same_tokens
+from outrider.text.tokenizer import check_same_tokens, tokenizer_of
 
 _ANYWHERE = Placement()
 
@@ -54,7 +54,8 @@ def load(
             Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: the same; a name that ends in ":greedy" drafts the model's likeliest tokens; or "ngram"; or "none" or
             None for plain decoding.
-        tokenizer: for a target in memory; without one, prompts are token ids and chunks have no text.
+        tokenizer: for a target in memory, of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
+            prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
         device ... store: how the target is placed (see ``Placement``); models in memory stay as they are.
         draft_placement: how the draft is; where its device and dtype are "auto", with the target's.
@@ -130,4 +131,4 @@ def _checkpoint(
     if (getattr(model, "tp_size", None) or 1) > 1:
         join()  # the processes that share it
     name = config.name_or_path or type(model).__name__
-    return Checkpoint(name, model, tokenizer)
+    return Checkpoint(name, model, tokenizer_of(tokenizer))

@@ -16,7 +16,7 @@ from outrider.decoding.experience import Experience
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
-from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options
+from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options, seed_of
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -31,6 +31,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.maker import Maker
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.ranks import here
+from outrider.text.prompts import check_ids, check_padding, is_chat, prompts_of
 from outrider.text.row_text import RowText
 from outrider.text.structure import Structure
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
@@ -102,11 +103,12 @@ class Decoder:
         ``max_new_tokens`` counts all tokens, those of ``resume_ids`` too. Cut at the end of a round (after a chunk;
         under ``gumbel`` anywhere), the same seed gives the text of the uncut stream.
         """
+        prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt  # a message alone is no chat
         return self.stream_many([prompt], resume_ids=[resume_ids], **options)
 
     def stream_many(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         *,
         resume_ids: Sequence[Sequence[int]] | None = None,
         num_slots: int = DEFAULT_NUM_SLOTS,
@@ -119,7 +121,7 @@ class Decoder:
         """Generate for several prompts at once, a chunk for each row and round.
 
         Args:
-            prompts: texts, lists of token ids, or chats.
+            prompts: texts, lists of token ids, or chats; or one of these; or what a tokenizer returns, with its mask.
             resume_ids: for each prompt the tokens that were generated before (see ``stream``).
             num_slots: prompts at a time. When a row ends, the next prompt takes its place.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
@@ -128,7 +130,8 @@ class Decoder:
                 measurements; the law of the output is the same, as long as no seed is used twice with this decoder).
             reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
             options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``
-                and ``stop_token_ids``: a list of lists). Without a seed each row draws its own.
+                and ``stop_token_ids``: a list of lists). One ``seed`` is that of the first prompt, and prompt i has
+                seed + i. Without a seed each row draws its own.
 
         Raises:
             OptionError, PromptError: at once, not at the first chunk.
@@ -142,7 +145,7 @@ class Decoder:
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         *,
         resume_ids: Sequence[Sequence[int]] | None = None,
         num_slots: int = DEFAULT_NUM_SLOTS,
@@ -150,12 +153,12 @@ class Decoder:
         acceptance: str | None = None,
         **options: Any,
     ) -> list[Completion]:
-        """Generate for one text or several prompts, and wait for all. Arguments and errors: see ``stream_many``.
+        """Generate for one prompt or several, and wait for all. Arguments and errors: see ``stream_many``.
 
         Returns:
             A completion for each prompt, in order.
         """
-        jobs = self._jobs([prompts] if isinstance(prompts, str) else prompts, options, resume_ids)
+        jobs = self._jobs(prompts, options, resume_ids)
         for chunk in chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
             jobs[chunk.row].chunks.append(chunk)
         return [completion_of(job) for job in jobs]
@@ -174,7 +177,8 @@ class Decoder:
 
         Args:
             prompts: each alone, or with options of its own, which override ``options``.
-            num_slots, num_draft_tokens, acceptance, options: see ``stream_many``; each option is one value.
+            num_slots, num_draft_tokens, acceptance, options: see ``stream_many``; each option is one value. Prompt i
+                has seed + i here, too, unless it has a seed of its own.
 
         Yields:
             The number of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), and the
@@ -183,7 +187,7 @@ class Decoder:
         k, rule = self._k_and_rule(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
         check_names(options)
-        return self._complete(enumerate(prompts), num_slots, k, rule, options)
+        return self._complete(enumerate(prompts_of(prompts)), num_slots, k, rule, options)
 
     def _complete(
         self,
@@ -202,9 +206,11 @@ class Decoder:
                 number, prompt = item
                 own: Mapping[str, Any] = {}
                 if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
-                    prompt, own = prompt
+                    prompt, own = (prompt, own) if is_chat(prompt) else prompt
+                own = options | {"seed": seed_of(options.get("seed"), number)} | dict(own)
                 try:
-                    waiting.append((number, self._repeatable(self._job(prompt, options | dict(own)), k, rule)))
+                    check_padding(self.tokenizer, [prompt])
+                    waiting.append((number, self._repeatable(self._job(prompt, own), k, rule)))
                 except (OptionError, PromptError) as error:
                     yield number, error
             if not open_jobs and waiting:
@@ -306,7 +312,7 @@ class Decoder:
         """Token ids of a prompt.
 
         Raises:
-            PromptError: it is empty, longer than the context, or has ids beyond the vocabulary.
+            PromptError: it is empty, longer than the context, or has ids beyond the vocabulary or of an image.
         """
         ids = encode(self.tokenizer, prompt)
         if len(ids) >= self.target.context_len:
@@ -314,13 +320,14 @@ class Decoder:
                 f"the prompt has {len(ids)} tokens, but {self.target.name} can take {self.target.context_len} in all, "
                 "prompt and output together: shorten it"
             )
-        if max(ids) >= self.target.vocab_size or min(ids) < 0:
-            raise PromptError(f"the prompt has a token id outside 0..{self.target.vocab_size - 1}")
+        check_ids(ids, self.target.vocab_size, self.target.model.config, self.tokenizer)
         return ids
 
     def _jobs(
-        self, prompts: Sequence[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
+        self, given: Prompt | Iterable[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
     ) -> list[Job]:
+        prompts = list(prompts_of(given))
+        check_padding(self.tokenizer, prompts)
         if resume_ids is not None and len(resume_ids) != len(prompts):
             raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
         check_names(options)

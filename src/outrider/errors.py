@@ -7,7 +7,7 @@
     │   ├── ModelError             a model cannot be had
     │   │   ├── ModelNotFound      no such name, path or hub id
     │   │   ├── ModelCorrupt       there is something, but it cannot be read as a causal language model
-    │   │   ├── UnsupportedModel   a model of a kind that cannot be rolled back
+    │   │   ├── UnsupportedModel   a model of a kind that does not work here, or a part of one
     │   │   └── CompileError       a model that cannot be compiled on this machine
     │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
     │   ├── DeviceError            the device is not there, or has too little memory
@@ -87,7 +87,8 @@ class ModelCorrupt(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """A model of a kind whose cache cannot be rolled back to an earlier position."""
+    """A model of a kind that does not work here: its cache cannot be rolled back, it needs code of its own, or it is a
+    part of a model."""
 
 
 class CompileError(ModelError):

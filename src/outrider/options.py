@@ -1,10 +1,11 @@
-"""The options of a generation, and their checks.
+"""The options of a generation, their checks, and their names in other programs.
 
 This module knows no model and no tensor. It does not import torch.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,51 @@ NumDraftTokens = int | Literal["auto"]
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """The fields of ``Sampling`` that say what the output must match."""
+
+# Names of our options in other programs: Transformers, vLLM, SGLang, llama.cpp, Ollama, OpenAI's API.
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens max_completion_tokens max_output_tokens max_length max_gen_len n_predict num_predict",
+    "min_tokens": "min_new_tokens min_length",
+    "stop": "stop_strings stop_words stop_sequences until",
+    "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
+    "temperature": "temp",
+    "repetition_penalty": "repeat_penalty",
+    "seed": "random_seed manual_seed",
+    "logprobs": "top_logprobs n_probs output_scores",
+    "json_schema": "guided_json response_format json",
+    "regex": "guided_regex",
+    "grammar": "guided_grammar ebnf gbnf",
+    "num_draft_tokens": "num_assistant_tokens num_speculative_tokens speculative_num_draft_tokens draft_max draft_n "
+    "speculative_num_steps gamma k",
+    "draft": "assistant_model draft_model model_draft speculative_model speculative_draft_model_path",
+    "target": "model model_path model_name pretrained",
+    "num_slots": "batch_size max_num_seqs parallel n_parallel",
+    "slots": "batch_size max_num_seqs parallel n_parallel",
+    "batch_size": "max_num_seqs parallel n_parallel",
+    "context": "ctx_size n_ctx num_ctx max_model_len context_length",
+    "quantize": "quantization load_in_4bit load_in_8bit",
+    "dtype": "torch_dtype",
+    "threads": "num_threads n_threads",
+    "prompts": "file prompt_file input",
+}
+# What to do instead of options that only other programs have.
+_INSTEAD = {
+    "the draft is chosen with the target, outrider.load(target, draft) or --draft": "assistant_model draft_model "
+    "speculative_model",
+    "the draft 'ngram' looks tokens up": "prompt_lookup_num_tokens",
+    "logit_bias forbids a token, {token id: -inf}": "suppress_tokens begin_suppress_tokens bad_words_ids",
+    "temperature 0 is greedy, any other samples": "do_sample",
+    "texts are sampled, there is no beam search": "num_beams length_penalty early_stopping",
+    "give the prompt once for each text": "n num_return_sequences best_of",
+    "the distribution is shaped by temperature, top_k, top_p, min_p, penalties and logit_bias alone": "typical_p top_a "
+    "mirostat tfs_z no_repeat_ngram_size guidance_scale dry_multiplier epsilon_cutoff eta_cutoff penalty_alpha "
+    "xtc_probability",
+    "Decoder.stream gives chunks as they are generated": "streamer",
+    "give all that the tokenizer returns as the prompt": "attention_mask input_ids",
+    "leave it out: rows are not padded, and there always is a cache": "pad_token_id use_cache",
+    "load the model and its tokenizer yourself, and pass them to outrider.load": "trust_remote_code",
+    "the prompt is an argument without a name": "prompt",
+}
 
 _MAX_PENALTY = 2.0  # of OpenAI's API
 _MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
@@ -147,6 +193,20 @@ class Sampling:
         if not self.min_tokens:
             return self
         return replace(self, stop_token_ids=sorted({*self.stop_token_ids, *eos_ids}))
+
+
+def own_name(name: str, known: Collection[str]) -> str | None:
+    """The option of ours that was meant by another program's name for it, or by a slip of the pen."""
+    for own, others in _OTHER_NAMES.items():
+        if own in known and name in others.split():
+            return own
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return nearest[0] if nearest and instead_of(name) is None else None
+
+
+def instead_of(name: str) -> str | None:
+    """What to do in place of an option that only other programs have."""
+    return next((remedy for remedy, others in _INSTEAD.items() if name in others.split()), None)
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Text to ids and back: nothing is lost, nothing is shown half."""
 
 import copy
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import PromptError, TokenizerMismatch
 from outrider.text.tokenizer import Detokenizer, check_same_tokens, encode, vocab_size
-from pairs import NUM_WORDS, embedded_tokenizer, metaspace_tokenizer, word_tokenizer
+from pairs import NUM_WORDS, byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer, word_tokenizer
 
 MANY_BYTES = "Grüße aus Köln: 世界 🙂 naïve 👩‍👩‍👧 Ω."
 
@@ -94,6 +95,52 @@ def test_long_prompts_are_not_decoded_again_for_every_token() -> None:
     tokenizer = Counting()
     assert "".join(pieces_of(tokenizer, list(range(32, 127)), [65] * 500)) == "".join(map(chr, range(32, 127)))
     assert tokenizer.most < 10
+
+
+class Counted:
+    """A tokenizer that counts the ids that it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.num_ids = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.num_ids += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+def _misaligned() -> tuple[Any, list[int]]:
+    """Each token completes a character and begins the next one."""
+    letters = [byte_level_tokenizer().convert_ids_to_tokens(i) for i in byte_level_tokenizer()("\u4e16" * 2).input_ids]
+    tokenizer = byte_level_tokenizer([letters[2] + letters[0], letters[1] + letters[2]])
+    first, middle, last = letters[:3]
+    names = [first, *[middle, last + first] * 300, middle, last]
+    return tokenizer, tokenizer.convert_tokens_to_ids(names)
+
+
+@pytest.mark.parametrize("kind", ["special", "half", "half in bytes", "misaligned", "special in a character"])
+def test_no_token_makes_decoding_quadratic(kind: str) -> None:
+    """Tokens without text, bytes that are no character, and characters that never end between two tokens: each token
+    costs the decoding of a few, and the text is that of the whole."""
+    tokenizer, after = embedded_tokenizer(), embedded_tokenizer()(" hello", add_special_tokens=False).input_ids
+    if kind == "special":
+        ids = [tokenizer.eos_token_id] * 600
+    elif kind == "special in a character":
+        first, *rest = tokenizer("🙂", add_special_tokens=False).input_ids
+        ids = [first, *[tokenizer.eos_token_id] * 600, *rest]
+    elif kind == "half":
+        ids = [tokenizer("🙂", add_special_tokens=False).input_ids[1]] * 600
+    elif kind == "half in bytes":
+        tokenizer = metaspace_tokenizer()
+        ids, after = [tokenizer.convert_tokens_to_ids("<0x80>")] * 600, tokenizer.convert_tokens_to_ids(["▁upon"])
+    else:
+        (tokenizer, ids), after = _misaligned(), []
+    prompt_ids = tokenizer("Once", add_special_tokens=False).input_ids
+    counted = Counted(tokenizer)
+    pieces = pieces_of(counted, ids + after, prompt_ids)
+    assert counted.num_ids < 25 * len(ids)
+    assert "".join(pieces) == decoded(tokenizer, prompt_ids + ids + after)[len(decoded(tokenizer, prompt_ids)) :]
+    longest_wait = max(len(list(group)) for is_empty, group in groupby(pieces, key=lambda p: p == "") if is_empty)
+    assert longest_wait <= 4 or kind.startswith("special")
 
 
 def test_special_tokens_have_no_text() -> None:

@@ -56,7 +56,8 @@ class RowText:
         if self._detokenizer is None:
             return None
         before = sum(len(piece) for _, piece in self._held)
-        self._held.append((index, self._detokenizer.push(token_id)))
+        if piece := self._detokenizer.push(token_id):
+            self._held.append((index, piece))
         text = "".join(piece for _, piece in self._held)
         # One that was complete before this token came too early, and is held as the beginning of a longer one.
         found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]

@@ -5,18 +5,24 @@ This module knows tokenizers of Hugging Face, but no models, rounds or stop stri
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.errors import PromptError, TokenizerMismatch
+from outrider.errors import OptionError, PromptError, TokenizerMismatch
+from outrider.text.chat import chat_text
+from outrider.text.prompts import FORMS, rows_of, without_second_bos
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text; or token ids; or the messages of a chat, ``{"role": ..., "content": ...}``."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text; or token ids; or the messages of a chat, ``{"role": ..., "content": ...}``; or a tokenizer's output for one
+text, with its attention mask."""
 
 _NUM_CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
+_MOST_TOKENS = 8  # that are kept where no character ends between two of them
+_MOST_BYTES = 4  # of a character
 _UNFINISHED = "\ufffd"  # decoders' output for half a character
 
 
@@ -39,69 +45,109 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
             raise PromptError(f"the prompt has half a character at {error.start} (a lone surrogate)") from None
         # verbose=False: a prompt that is too long is an error of ours, with a remedy, not a warning.
         ids = [int(i) for i in tokenizer(prompt, add_special_tokens=has_special, verbose=False).input_ids]
+        ids = without_second_bos(tokenizer, prompt, ids) if has_special else ids
+    elif isinstance(prompt, Mapping):
+        rows = rows_of(prompt)
+        if len(rows) != 1:
+            raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
+        (ids,) = rows
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        ids = _encode_chat(tokenizer, prompt)
+        ids = encode(tokenizer, chat_text(tokenizer, prompt), has_special=False)
     else:
         try:
             ids = [operator.index(item) for item in prompt]  # type: ignore[arg-type]
         except TypeError:
-            raise PromptError(
-                f"a prompt is text, a list of token ids or a list of chat messages, not {prompt!r}"
-            ) from None
+            raise PromptError(f"a prompt is {FORMS}, not {prompt!r:.200}") from None
     if not ids:
         raise PromptError("the prompt is empty: give at least one token of text to start from")
     return ids
 
 
-def _encode_chat(tokenizer: Any | None, messages: Any) -> list[int]:
-    if tokenizer is None or not tokenizer.chat_template:
-        raise PromptError("this model has no chat template: give the prompt as text")
-    from jinja2 import TemplateError
+def tokenizer_of(given: Any | None) -> Any | None:
+    """The tokenizer of Transformers that a user has given: itself, or inside of a processor, or made of a
+    ``tokenizers.Tokenizer``.
 
-    try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:  # a template computes with what it finds in a message
-        raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
-    return encode(tokenizer, text, has_special=False)
+    Raises:
+        OptionError: it is something else.
+    """
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
+
+    if isinstance(given, tokenizers.Tokenizer):
+        return PreTrainedTokenizerFast(tokenizer_object=given)
+    if isinstance(given, ProcessorMixin):
+        inner, template = getattr(given, "tokenizer", None), given.chat_template
+        if isinstance(inner, PreTrainedTokenizerBase) and template and not inner.chat_template:
+            inner = copy.copy(inner)
+            inner.chat_template = template
+        given = type(given).__name__ if inner is None else inner
+    if given is not None and not isinstance(given, PreTrainedTokenizerBase):
+        shown = given if isinstance(given, str) else type(given).__name__
+        raise OptionError("tokenizer", shown, "a tokenizer of Transformers (AutoTokenizer), or tokenizers.Tokenizer")
+    return given
 
 
 class Detokenizer:
     """Turns tokens into text one by one, never giving half a character.
 
     Tokens do not decode on their own: a character may be spread over several, and a leading space may depend on the
-    tokens before. So the new token is decoded together with the tokens before it, and their own text is removed.
+    tokens before. So the last few tokens are decoded together, and the characters that were given are counted. Whatever
+    the tokens are, a push decodes no more than these few.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # tokens whose text has been emitted
-        self._pending: list[int] = []  # tokens whose text has not been emitted in full
-        self._num_given = 0  # emitted characters of the pending tokens
+        self._ids = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # the last tokens
+        self._text = self._decode(self._ids)
+        self._num_given = len(self._text)  # characters of it that the caller has
+        self._num_new = 0  # tokens since the text was whole
+        self._num_waiting = 0  # tokens since a character was completed
+        self._textless: set[int] = set()  # tokens that were found to have no text
 
     def push(self, token_id: int) -> str:
         """The text that has become certain; may be empty."""
-        self._pending.append(token_id)
-        text = self._new_text()
-        certain = text.rstrip(_UNFINISHED)
-        piece = certain[self._num_given :]
-        if certain == text != "":
-            self._settle()
-        else:
-            self._num_given = len(certain)
+        if token_id in self._textless:
+            return ""
+        text = self._decode([*self._ids, token_id])
+        if text == self._text and self._has_no_text(token_id):
+            self._textless.add(token_id)  # kept, a row of them would take the place of the context
+            return ""
+        self._ids.append(token_id)
+        self._text, self._num_new = text, self._num_new + 1
+        num_certain = len(text.rstrip(_UNFINISHED))
+        self._num_waiting = 0 if num_certain > self._num_given else self._num_waiting + 1
+        if num_certain < len(text) and self._num_waiting >= _MOST_BYTES:
+            # The first of them are no part of a character that may still come.
+            num_certain = len(self._decode(self._ids[: 1 - _MOST_BYTES]))
+        piece = text[self._num_given : num_certain]
+        self._num_given = max(self._num_given, num_certain)
+        if num_certain == len(text):
+            self._keep(self._num_new)
+        elif len(self._ids) > _MOST_TOKENS:
+            self._keep(_NUM_CONTEXT_TOKENS)
         return piece
 
     def flush(self) -> str:
         """The remainder at the end, including half characters."""
-        piece = self._new_text()[self._num_given :]
-        self._settle()
+        piece = self._text[self._num_given :]
+        self._num_given = len(self._text)
         return piece
 
-    def _settle(self) -> None:
-        self._context, self._pending, self._num_given = self._pending or self._context, [], 0
+    def _keep(self, num_tokens: int) -> None:
+        """Forget all but the last tokens, if these have text. The part of it that was not given is at its end, and has
+        the same length there."""
+        ids = self._ids[-num_tokens:]
+        text, num_held = self._decode(ids), max(0, len(self._text) - self._num_given)
+        if text:
+            self._ids, self._text, self._num_given = ids, text, max(0, len(text) - num_held)
+            self._num_new = self._num_new if num_held else 0
 
-    def _new_text(self) -> str:
-        before = self._decode(self._context)
-        return self._decode(self._context + self._pending)[len(before) :]
+    def _has_no_text(self, token_id: int) -> bool:
+        """Whether the decoder passes over the token (as over special tokens) wherever it is: alone, where half a
+        character would show, and between two tokens with text, where a space would that is dropped at a beginning."""
+        around = [next((i for i in reversed(self._ids) if self._decode([i])), token_id)]
+        alone, between = self._decode([token_id]), self._decode([*around, token_id, *around])
+        return alone == "" and between == self._decode(around * 2) != ""
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,137 @@
+"""Forms in which prompts come: alone or several, as text, token ids, chats, or as a tokenizer returns them.
+
+A tokenizer's output has a mask, which says what is padding. Ids alone do not, so padding in them is detected by its
+token.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.errors import PromptError
+
+FORMS = "text, a list of token ids or a list of chat messages"
+_ARRAYS = (torch.Tensor, np.ndarray)
+_IDS, _MASK, _TYPES = "input_ids", "attention_mask", "token_type_ids"
+_MEDIA = {"image": "an image", "video": "a video", "audio": "a sound"}
+
+
+def prompts_of(given: Any) -> Iterable[Any]:
+    """The prompts of a call, each as ``encode`` takes it. A text, a chat or a tokenizer's output may stand alone.
+
+    Raises:
+        PromptError: there are none in it.
+    """
+    if isinstance(given, str) or is_chat(given):
+        return [given]
+    if isinstance(given, Mapping):
+        return rows_of(given)
+    if isinstance(given, Iterable) and not (isinstance(given, _ARRAYS) and given.ndim == 0):
+        return given
+    raise PromptError(f"prompts are one or several, each {FORMS}, not {given!r}")
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether it is the messages of one chat."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
+    """The ids of a tokenizer's output, one prompt or several, without those that its mask leaves out.
+
+    Raises:
+        PromptError: it is another mapping, or has something in it that cannot be used.
+    """
+    if _IDS not in encoded:
+        keys = ", ".join(map(repr, encoded))
+        raise PromptError(f"a prompt is {FORMS}, or what a tokenizer returns, not a mapping with the keys {keys}")
+    for name in encoded:
+        if name not in (_IDS, _MASK, _TYPES):
+            raise PromptError(f"a prompt has no {name!r} here: give {_IDS!r} and {_MASK!r} alone")
+    rows = _lists(encoded[_IDS])
+    if any(map(any, _lists(encoded.get(_TYPES, [[]])))):
+        raise PromptError(f"a prompt has no {_TYPES!r} here but zeros: leave them out")
+    masks = _lists(encoded[_MASK]) if _MASK in encoded else [[1] * len(row) for row in rows]
+    if list(map(len, rows)) != list(map(len, masks)) or any(bit not in (0, 1) for mask in masks for bit in mask):
+        raise PromptError(f"{_MASK!r} is a 0 or a 1 for each of the {_IDS!r}")
+    return [[i for i, bit in zip(row, mask, strict=True) if bit] for row, mask in zip(rows, masks, strict=True)]
+
+
+def _lists(value: Any) -> list[list[int]]:
+    value = value.tolist() if isinstance(value, _ARRAYS) else value
+    rows = value if value and isinstance(value[0], Sequence | np.ndarray | torch.Tensor) else [value]
+    try:
+        return [[operator.index(item) for item in row] for row in rows]
+    except TypeError:
+        raise PromptError(f"{_IDS!r} and {_MASK!r} are lists of whole numbers, or lists of such lists") from None
+
+
+def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
+    """Detect padding in arrays of ids, which have no mask. (In a list of ids each token is meant.)
+
+    Where the token of the padding begins or ends texts, too, this is a warning.
+
+    Raises:
+        PromptError
+    """
+    pad = None if tokenizer is None else tokenizer.pad_token_id
+    rows = [(i, row.tolist()) for i, row in enumerate(prompts) if isinstance(row, _ARRAYS) and row.ndim == 1]
+    if pad is None or not rows:
+        return
+    is_meant = pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore[union-attr]
+    runs = {i: _num_leading(row, pad) for i, row in rows if set(row) != {pad}}
+    num_own = 1 if pad == tokenizer.bos_token_id and min(runs.values(), default=0) else 0  # type: ignore[union-attr]
+    padded = next((i for i, num in runs.items() if num > num_own), None)
+    if padded is None:
+        return
+    message = (
+        f"prompt {padded} begins with the padding token ({pad}) and has no mask: give what the tokenizer returns, with "
+        "its 'attention_mask', or lists of ids without padding"
+    )
+    if not is_meant:
+        raise PromptError(message)
+    warnings.warn(message, stacklevel=4)
+
+
+def _num_leading(ids: Sequence[int], token_id: int) -> int:
+    return len(list(takewhile(token_id.__eq__, ids)))
+
+
+def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
+    """Ids of a text that begins with the beginning-of-text token itself, as written by a chat template, without those
+    that the tokenizer has put before it."""
+    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
+    if not bos or not text.startswith(bos):
+        return ids
+    own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    num_own = _num_leading(own, bos_id)
+    return ids[_num_leading(ids, bos_id) - num_own :] if num_own else ids
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any) -> None:
+    """Whether all are tokens, and none is the place of an image, a video or a sound, which cannot be given.
+
+    Args:
+        owners: of the names of such tokens: the model's configuration, the tokenizer.
+
+    Raises:
+        PromptError
+    """
+    if max(ids) >= vocab_size or min(ids) < 0:
+        raise PromptError(f"the prompt has a token id outside 0..{vocab_size - 1}")
+    for kind, thing in _MEDIA.items():
+        for owner in owners:
+            for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                token_id = getattr(owner, name, None)
+                if isinstance(token_id, int) and token_id in ids:
+                    raise PromptError(
+                        f"the prompt has the token {token_id}, the place of {thing}, and none can be given here: leave "
+                        "the token out"
+                    )
