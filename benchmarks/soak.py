@@ -1,6 +1,7 @@
 """A server under mixed load and faults: does it answer everything, once, and keep its memory?
 
     python benchmarks/soak.py [--requests 20000] [--malformed 1000] [--clients 16] [--log /dev/full]
+    python benchmarks/soak.py --hostile [--attacks NAME ...] [--windows 3] [--window-requests 60]
 
 The server is a process of its own, with a tiny model whose weights hold a NaN at one word. Its log goes to a full disk.
 Clients send, at random: texts whole and streamed, chats, scored prompts, several choices, clients that leave (before
@@ -9,7 +10,11 @@ that gives NaN, requests with wrong fields, and bodies that are no requests, eac
 
 Each answer is checked: a text has its tokens and one end; an error has a status and OpenAI's form, and names the field
 where one is wrong; nobody gets both. Memory is that of the server's process (resident), after a tenth of the requests
-and at the end. The last line of standard output is one JSON document.
+and at the end.
+
+With ``--hostile`` the embedded pair is served to ordinary clients, in quiet windows and beside attacks (hostile.py).
+It passes if no ordinary request is lost, their 99th percentile stays within twice its quiet value, memory within 200
+MB, and the log within a megabyte. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -25,11 +30,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from answered import Wrong, refused, streamed, text
+from hostile import ATTACKS, NUM_CLIENTS, hostile, print_hostile
 
 from outrider.system.provenance import provenance
 
@@ -64,38 +72,84 @@ _WRONG: list[tuple[str, Any]] = [
 ]
 
 
-class Wrong(Exception):
-    """An answer that should have been another."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000, help="with those that are malformed")
     parser.add_argument("--malformed", type=int, default=1_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--log", default="/dev/full")
+    parser.add_argument("--hostile", action="store_true", help="hostile requests beside ordinary clients")
+    parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
+    parser.add_argument("--windows", type=int, default=3, help="quiet ones, and as many hostile ones")
+    parser.add_argument("--window-requests", type=int, default=60, help="of each ordinary client in a window")
     arguments = parser.parse_args()
+    result = _hostile(arguments) if arguments.hostile else _faults(arguments)
+    print(json.dumps({"provenance": provenance("cpu"), **result}))
+    if not result["is_passed"]:
+        sys.exit(1)
+
+
+def _faults(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder))
-        command = [sys.executable, "-c", "from outrider.cli.app import main; main()", "serve", "--target", str(model)]
-        command += ["--draft", "ngram", "--device", "cpu", "-k", "4", "--slots", "8", "--context", str(_CONTEXT)]
-        port = _free_port()
-        with open(arguments.log, "w") as log, subprocess.Popen([*command, "--port", str(port)], stderr=log) as process:
-            try:
-                url = f"http://127.0.0.1:{port}"
-                _wait_until_ready(url, process)
-                result = asyncio.run(_soak(url, process, arguments))
-                process.send_signal(signal.SIGTERM)
-                result["exit_code"] = process.wait(_LIMIT_S)
-            finally:
-                process.kill()
+        options = ["--target", str(_model(Path(folder))), "--draft", "ngram", "-k", "4", "--slots", "8"]
+        with _server([*options, "--context", str(_CONTEXT)], Path(arguments.log)) as (url, process):
+            result = asyncio.run(_soak(url, process, arguments))
+            process.send_signal(signal.SIGTERM)
+            result["exit_code"] = process.wait(_LIMIT_S)
     result["is_passed"] = (
         not result["wrong"] and result["exit_code"] == -signal.SIGTERM and result["memory_growth"] < 1.03
     )
     _print(result)
-    print(json.dumps({"provenance": provenance("cpu"), **result}))
-    if not result["is_passed"]:
-        sys.exit(1)
+    return result
+
+
+def _hostile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A slot for every client, and one text of each: so nobody waits for a slot, but for the others' work."""
+    num_slots = NUM_CLIENTS + len(arguments.attacks)
+    options = ["--draft", "none", "--slots", str(num_slots), "--max-per-client", "1", "--context", "1024"]
+    options += ["--threads", "1"]  # more wait for each other where other processes compute
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with _server(options, log, num_files=320) as (url, process):
+            found = hostile(
+                url, psutil.Process(process.pid), arguments.attacks, arguments.windows, arguments.window_requests
+            )
+            result = asyncio.run(found)
+            process.send_signal(signal.SIGTERM)
+            result["exit_code"] = process.wait(_LIMIT_S)
+        result["log_bytes"] = log.stat().st_size
+    result["is_passed"] = (
+        not result["lost"]
+        and not result["wrong"]
+        and result["exit_code"] == -signal.SIGTERM
+        and result["p99_ratio"] <= 2
+        and result["memory_growth_bytes"] <= 200 * 2**20
+        and result["log_bytes"] <= 2**20
+    )
+    print_hostile(result)
+    return result
+
+
+@contextlib.contextmanager
+def _server(options: list[str], log: Path, num_files: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Its address and process.
+
+    Args:
+        num_files: that it may open.
+    """
+    port = _free_port()
+    limit = [] if num_files is None else ["sh", "-c", f'ulimit -n {num_files} && exec "$@"', "sh"]
+    command = [*limit, sys.executable, "-c", "from outrider.cli.app import main; main()", "serve", "--device", "cpu"]
+    with (
+        open(log, "w") as stderr,
+        subprocess.Popen([*command, *options, "--port", str(port)], stderr=stderr) as process,
+    ):
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, process)
+            yield url, process
+        finally:
+            process.kill()
 
 
 def _model(folder: Path) -> Path:
@@ -157,8 +211,8 @@ async def _soak(url: str, process: subprocess.Popen[bytes], arguments: argparse.
         seconds = time.perf_counter() - begin
         is_idle = False
         for _ in range(100):  # those that were left leave before the next round
-            text = (await http.get("/metrics")).text
-            is_idle = "outrider:num_free_slots 8.0" in text and "outrider:num_requests_waiting 0.0" in text
+            found = (await http.get("/metrics")).text
+            is_idle = "outrider:num_free_slots 8.0" in found and "outrider:num_requests_waiting 0.0" in found
             if is_idle:
                 break
             await asyncio.sleep(0.1)
@@ -208,7 +262,7 @@ async def _send(http: httpx.AsyncClient, kind: str, what: Any) -> int:
     """The status of one request. Raises Wrong."""
     if kind == "malformed":
         response = await http.post("/v1/completions", content=what, headers={"content-type": "application/json"})
-        return _refused(response, 400)
+        return refused(response, 400)
     rng = random.Random(what)
     prompt = " ".join(f"w{rng.choice([i for i in range(90) if i != 7])}" for _ in range(rng.randint(1, 20)))
     num_tokens = rng.randint(1, 24)
@@ -217,31 +271,31 @@ async def _send(http: httpx.AsyncClient, kind: str, what: Any) -> int:
     if rng.random() < 0.5:
         body["seed"] = rng.randint(0, 9)
     if kind == "whole":
-        return _text(await http.post("/v1/completions", json=body | {"logprobs": rng.choice([None, 2])}), num_tokens)
+        return text(await http.post("/v1/completions", json=body | {"logprobs": rng.choice([None, 2])}), num_tokens)
     if kind == "streamed":
-        return await _stream(http, body | {"stream": True, "stream_options": {"include_usage": True}}, num_tokens)
+        return await streamed(http, body | {"stream": True, "stream_options": {"include_usage": True}}, num_tokens)
     if kind == "chat":
         del body["prompt"]
         chat = body | {"messages": [{"role": "user", "content": prompt}]}
-        return _text(await http.post("/v1/chat/completions", json=chat), num_tokens)
+        return text(await http.post("/v1/chat/completions", json=chat), num_tokens)
     if kind == "scored":
         echo = body | {"prompt": prompt + " w1", "echo": True, "logprobs": 1}
         response = await http.post("/v1/completions", json=echo)
         (choice,) = response.json()["choices"]
         if len(choice["logprobs"]["token_logprobs"]) != len(prompt.split()) + 1 + num_tokens:
             raise Wrong("a token is not scored")
-        return _text(response, num_tokens)
+        return text(response, num_tokens)
     if kind == "choices":
-        return _text(await http.post("/v1/completions", json=body | {"n": 3}), 3 * num_tokens)
+        return text(await http.post("/v1/completions", json=body | {"n": 3}), 3 * num_tokens)
     if kind == "too long":
-        return _refused(await http.post("/v1/completions", json=body | {"prompt": "w1 " * 80}), 400, "prompt")
+        return refused(await http.post("/v1/completions", json=body | {"prompt": "w1 " * 80}), 400, "prompt")
     if kind == "wrong field":
         name, value = rng.choice(_WRONG)
-        return _refused(await http.post("/v1/completions", json=body | {name: value}), 400, name)
+        return refused(await http.post("/v1/completions", json=body | {name: value}), 400, name)
     if kind == "NaN":
         if rng.random() < 0.5:
-            return await _stream(http, body | {"prompt": "w3 w7 w8", "stream": True}, None)
-        return _refused(await http.post("/v1/completions", json=body | {"prompt": "w3 w7 w8"}), 500)
+            return await streamed(http, body | {"prompt": "w3 w7 w8", "stream": True}, None)
+        return refused(await http.post("/v1/completions", json=body | {"prompt": "w3 w7 w8"}), 500)
     return await _leave(http, kind, body, rng)
 
 
@@ -265,42 +319,6 @@ async def _leave(http: httpx.AsyncClient, kind: str, body: dict[str, Any], rng: 
         for _ in range(rng.randint(1, 6)):
             await anext(lines, None)
     return 0
-
-
-def _text(response: httpx.Response, num_tokens: int) -> int:
-    if response.status_code != 200:
-        raise Wrong(f"{response.status_code}: {response.text}")
-    answer = response.json()
-    if answer["usage"]["completion_tokens"] != num_tokens or "error" in answer:
-        raise Wrong(f"{num_tokens} tokens were asked for: {response.text}")
-    if any(choice["finish_reason"] != "length" for choice in answer["choices"]):
-        raise Wrong(f"no end: {response.text}")
-    return 200
-
-
-async def _stream(http: httpx.AsyncClient, body: dict[str, Any], num_tokens: int | None) -> int:
-    """None: an error is expected, with a status, since nothing was sent before."""
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        await response.aread()
-    if num_tokens is None:
-        return _refused(response, 500)
-    blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
-    if response.status_code != 200 or blocks.pop() != "data: [DONE]":
-        raise Wrong(f"no end of the stream: {response.text}")
-    *chunks, last = (json.loads(block.removeprefix("data: ")) for block in blocks)
-    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    if reasons != [None] * (len(reasons) - 1) + ["length"] or last["usage"]["completion_tokens"] != num_tokens:
-        raise Wrong(response.text)
-    return 200
-
-
-def _refused(response: httpx.Response, status: int, param: str | None = None) -> int:
-    if response.status_code != status:
-        raise Wrong(f"{response.status_code} in place of {status}: {response.text}")
-    error = response.json()["error"]
-    if not error["message"] or (param is not None and error["param"] != param):
-        raise Wrong(f"an error that does not tell: {response.text}")
-    return status
 
 
 def _print(result: dict[str, Any]) -> None:

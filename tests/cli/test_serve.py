@@ -15,6 +15,8 @@ from commands import Outrider
         (["--slots", 0], "num_slots = 0"),
         (["--context", 1], "--context = 1"),
         (["--max-queue", -1], "--max-queue = -1"),
+        (["--max-per-client", 0], "--max-per-client = 0"),
+        (["--max-connections", 1], "--max-connections = 1"),
         (["--shutdown-timeout", -1], "--shutdown-timeout = -1.0"),
         (["--port", 70_000], "choose another address or port"),
         (["--host", "a..b", "--api-key", "x"], "choose another address or port"),

@@ -1,5 +1,7 @@
 """Servers for the tests: real ones, on a free port of this machine, in a thread."""
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ class Running:
     """A server that is ready."""
 
     server: Server
+    listener: socket.socket
     url: str
     api_key: str | None
 
@@ -55,7 +58,8 @@ def running(decoder: Decoder, **options: object) -> Iterator[Running]:
         thread.start()
         try:
             assert is_ready.wait(LIMIT_S)
-            yield Running(server, f"http://127.0.0.1:{listener.getsockname()[1]}", chosen.api_key)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield Running(server, listener, url, next(iter(chosen.api_keys), None))
         finally:
             server.stop()
             thread.join(LIMIT_S)
@@ -67,6 +71,18 @@ def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(pause_s)
+
+
+def as_sent(value: object) -> bytes:
+    """A request as it goes over the wire."""
+    body = json.dumps(value).encode()
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def is_free(server: Running) -> bool:
+    """Of two slots none is taken, and nobody waits."""
+    return server.metric("outrider:num_free_slots") == 2 and server.worker.num_open == 0
 
 
 def words(context_len: int = 64) -> Decoder:

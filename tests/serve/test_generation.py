@@ -125,10 +125,11 @@ def test_eight_clients_get_their_text_alone(rule: str, k: NumDraftTokens, monkey
 
 
 def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
-    """Choice i of a prompt has the seed + i."""
+    """Choice i of the answer has the seed + i."""
     prompts = [PROMPT, "The king"]
     answer = client.completions.create(model="fable", prompt=prompts, n=2, seed=7, max_tokens=12)
-    expected = [alone(decoder, prompt, seed=seed, max_new_tokens=12).text for prompt in prompts for seed in (7, 8)]
+    asked = [(prompts[0], 7), (prompts[0], 8), (prompts[1], 9), (prompts[1], 10)]
+    expected = [alone(decoder, prompt, seed=seed, max_new_tokens=12).text for prompt, seed in asked]
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage.prompt_tokens == sum(len(decoder.encode(prompt)) for prompt in prompts)
@@ -141,7 +142,7 @@ def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
 def test_ids_are_prompts_too(decoder: Decoder, client: OpenAI) -> None:
     ids = decoder.encode(PROMPT)
     answer = client.completions.create(model="fable", prompt=[ids, ids[:3]], seed=1, max_tokens=8)
-    expected = [alone(decoder, prompt, seed=1, max_new_tokens=8).text for prompt in (ids, ids[:3])]
+    expected = [alone(decoder, prompt, seed=seed, max_new_tokens=8).text for seed, prompt in ((1, ids), (2, ids[:3]))]
     assert [choice.text for choice in answer.choices] == expected
 
 
@@ -228,8 +229,8 @@ def test_structured_output(decoder: Decoder, client: OpenAI, field: str, value: 
     """By OpenAI's field, vLLM's and its older ones: the library's text with the same constraint, beside others."""
     many = {"model": "fable", "prompt": [PROMPT, PROMPT], "seed": 3, "max_tokens": 120}
     answer = client.completions.create(**many, extra_body={field: value})
-    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=120, **options)
-    assert [choice.text for choice in answer.choices] == [expected.text] * 2
+    expected = [alone(decoder, PROMPT, seed=seed, max_new_tokens=120, **options).text for seed in (3, 4)]
+    assert [choice.text for choice in answer.choices] == expected
     if "json_schema" in options:
         assert json.loads(answer.choices[0].text).keys() == {"name", "age"}
         assert answer.choices[0].finish_reason == "stop"
@@ -313,6 +314,42 @@ def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
     after = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
     added = [b - a for a, b in zip(before, after, strict=True)]
     assert added == [stats.num_draft_tokens, stats.num_accepted_draft_tokens]
+
+
+@pytest.mark.parametrize(("own", "k"), [({"num_draft_tokens": 2}, 2), ({"seed": 3}, 4), ({}, 6)])
+def test_the_number_of_drafted_tokens_is_that_of_the_text(
+    own: dict, k: int, monkeypatch: pytest.MonkeyPatch, decoder: Decoder
+) -> None:
+    """A K of its own; the constant one of a text with a seed under ``auto``; the most that ``auto`` may choose."""
+    costs = {0: 1.0, 2: 1.1, 6: 1.2}
+    monkeypatch.setattr("outrider.decoding.experience.round_costs", lambda *of_pair: costs)
+    body = {"prompt": PROMPT, "max_tokens": 60}
+    with running(replace(decoder, num_draft_tokens="auto")) as server, server.http() as http:
+        found = http.post("/v1/completions", json=body | own).json()["metrics"]["speculative_decoding"]
+    assert found["num_spec_tokens"] == k
+    assert len(found["acceptance_histogram"]) == k + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"max_new_tokens": 9}, {"max_new_tokens": 9}),
+        ({"n_predict": 9, "repeat_penalty": 1.3, "repeat_last_n": -1}, {"repetition_penalty": 1.3}),
+        ({"max_tokens": 9, "min_new_tokens": 9, "max_completion_tokens": 9}, {"min_tokens": 9}),
+        ({"max_tokens": 9, "regex": " (fox|hen)s?"}, {"regex": " (fox|hen)s?"}),
+        ({"max_tokens": 9, "ebnf": 'root ::= " a" "b"*'}, {"grammar": 'root ::= " a" "b"*'}),
+        ({"max_tokens": 9, "grammar": 'root ::= " a" "b"*'}, {"grammar": 'root ::= " a" "b"*'}),
+        ({"max_tokens": 9, "json_schema": '{"enum": ["fox", "hen"]}'}, {"json_schema": {"enum": ["fox", "hen"]}}),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_names_of_other_servers(decoder: Decoder, server: Running, fields: dict, options: dict) -> None:
+    """SGLang's, llama.cpp's and Transformers' names for options that the library has."""
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": PROMPT, "seed": 3, **fields})
+    assert answer.status_code == 200, answer.text
+    expected = alone(decoder, PROMPT, **{"seed": 3, "max_new_tokens": 9, **options})
+    assert answer.json()["choices"][0]["text"] == expected.text
 
 
 def test_times_of_a_text(server: Running) -> None:

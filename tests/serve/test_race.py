@@ -235,7 +235,7 @@ def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:
 
 
 def test_a_key_is_asked_for_but_not_for_the_page() -> None:
-    with running(words(), api_key="secret") as server, server.http() as http:
+    with running(words(), api_keys=("secret",)) as server, server.http() as http:
         assert http.get("/v1/race/choices").status_code == http.post("/v1/race", json=BODY).status_code == 401
         for path in ("/", "/page/race.css", "/page/main.js", "/page/race.js"):
             response = http.get(path)

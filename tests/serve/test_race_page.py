@@ -246,7 +246,7 @@ def test_a_server_with_a_full_queue_says_so(driver: Any) -> None:
 
 def test_a_key_is_asked_for(driver: Any) -> None:
     """And kept nowhere."""
-    with running(words(), api_key="secret") as server:
+    with running(words(), api_keys=("secret",)) as server:
         driver.get(server.url)
         key = driver.find_element("id", "key")
         wait_until(key.is_displayed)

@@ -11,8 +11,7 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any
@@ -29,17 +28,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
+from outrider.serve.connections import network_of
 from outrider.serve.generation import Prepared, begin, ended, streamed, until_disconnect, whole
 from outrider.serve.page import HEADERS, PAGE, read_file
 from outrider.serve.prepare import Preparer
 from outrider.serve.race import Race, choices, prepare_race, streamed_race
 from outrider.serve.refusal import Refusal, refusal_of, unavailable
+from outrider.serve.turns import TurnsPool
 from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING = 2  # threads
-_MOST_WARNED = 100  # names
 _MOST_RACES, _RACE_RETRY_S = 16, 10  # that run or wait for their turn; more are refused
 _BODY_S, _SEND_S = 60.0, 120.0  # until a client that neither sends nor reads is given up
 _STREAM_HEADERS = [
@@ -55,12 +55,11 @@ class App:
 
     preparer: Preparer
 
-    def __init__(self, worker: Worker, names: tuple[str, ...], api_key: str | None) -> None:
-        self._worker, self._names = worker, names
+    def __init__(self, worker: Worker, names: tuple[str, ...], api_keys: tuple[str, ...]) -> None:
+        self._worker, self._names, self._num_keys = worker, names, len(api_keys)
         self._num_races = 0
         self._created = int(time.time())
-        self._pool = ThreadPoolExecutor(_NUM_TOKENIZING, thread_name_prefix="outrider-tokenizer")
-        self._warned: set[str] = set()
+        self._pool = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
         self._registry = CollectorRegistry()
         self._registry.register(worker.metrics)
         generation = [
@@ -83,7 +82,7 @@ class App:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
-            middleware=[Middleware(KeyGuard, api_key=api_key) if api_key else Middleware(HostGuard)],
+            middleware=[Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard)],
             exception_handlers={
                 Refusal: _refuse,
                 OutriderError: _refuse,
@@ -94,22 +93,24 @@ class App:
         )
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False)
+        self._pool.close()
 
-    async def prepare(self, make: Callable[[bytes], Any], request: Request) -> Any:
-        """Read a body and make something of it, away from the event loop. Raises Refusal."""
-        body = await _body(request)
-        self._worker.check_ready()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, make, body)
+    async def prepare(self, make: Callable[[bytes], Any], body: bytes, client: str) -> Any:
+        """Make something of a body, away from the event loop. It waits in the queue meanwhile. Raises Refusal."""
+        with self._worker.place(client):
+            return await self._pool.run(lambda: make(body), client)
 
-    def warn_once(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(name)
-                _LOG.warning("the field %.60r of a request is not known: it is ignored", name)
+    def client_of(self, scope: Scope) -> str:
+        """A name for the one who sent a request. Where the server has several keys, it is the key; else the address,
+        and the key as it was sent, if any."""
+        digest = hashlib.sha256(_key_of(scope) or b"").hexdigest()
+        if self._num_keys > 1:
+            return digest
+        host, _ = scope.get("client") or ("", 0)
+        return f"{network_of(host)} {digest}"
 
-    async def answer(self, prepared: Prepared, send: Send) -> None:
-        begun = await begin(self._worker, prepared)
+    async def answer(self, prepared: Prepared, client: str, send: Send) -> None:
+        begun = await begin(self._worker, prepared, client)
         try:
             if not prepared.ask.is_stream:
                 await ended(begun)
@@ -119,12 +120,12 @@ class App:
         finally:
             self._worker.close(begun.ticket)
 
-    async def answer_race(self, race: Race, send: Send) -> None:
+    async def answer_race(self, race: Race, client: str, send: Send) -> None:
         if self._num_races >= _MOST_RACES:
             raise unavailable(f"{self._num_races} races run or wait: try again later", _RACE_RETRY_S)
         self._num_races += 1
         try:
-            async with aclosing(self._worker.between_rounds(race.events(), is_alone=True)) as events:
+            async with aclosing(self._worker.between_rounds(race.events(), client, is_alone=True)) as events:
                 await _send_stream(streamed_race(events), send)
         finally:
             self._num_races -= 1
@@ -162,32 +163,37 @@ class App:
         return JSONResponse(choices(self.preparer))
 
     async def _tokenize(self, request: Request) -> Response:
-        return JSONResponse(await self.prepare(lambda body: self.preparer.tokenize(body), request))
+        return await self._prepared(lambda body: self.preparer.tokenize(body), request)
 
     async def _tokenizer_info(self, request: Request) -> Response:
         self._worker.check_ready()
         return JSONResponse(self.preparer.tokenizer_info())
 
     async def _detokenize(self, request: Request) -> Response:
-        return JSONResponse(await self.prepare(lambda body: self.preparer.detokenize(body), request))
+        return await self._prepared(lambda body: self.preparer.detokenize(body), request)
+
+    async def _prepared(self, make: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
+        return JSONResponse(await self.prepare(make, await _body(request), self.client_of(request.scope)))
 
 
 class Generation:
     """An endpoint that generates. (An object, not a function: then it sees when the client goes away.)"""
 
     def __init__(
-        self, app: App, make: Callable[[bytes], Any], answer: Callable[[Any, Send], Coroutine[Any, Any, None]]
+        self, app: App, make: Callable[[bytes], Any], answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
     ) -> None:
         """
         Args:
-            make: from a body to the argument of ``answer``, which has the names of ``unknown`` fields.
+            make: from a body to the first argument of ``answer``; the second is the client.
         """
         self._app, self._make, self._answer = app, make, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prepared = await self._app.prepare(self._make, Request(scope, receive))
-        self._app.warn_once(prepared.unknown)
-        await until_disconnect(receive, self._answer(prepared, send))
+        body = await _body(Request(scope, receive))
+        await until_disconnect(receive, self._respond(body, self._app.client_of(scope), send))
+
+    async def _respond(self, body: bytes, client: str, send: Send) -> None:
+        await self._answer(await self._app.prepare(self._make, body, client), client, send)
 
 
 class HostGuard:
@@ -208,23 +214,27 @@ class HostGuard:
 
 
 class KeyGuard:
-    """Only requests with the key pass."""
+    """Only requests with one of the keys pass."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._digest = app, hashlib.sha256(api_key.encode()).digest()
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        self._app, self._digests = app, [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
+            digest = hashlib.sha256(_key_of(scope) or b"").digest()
             # Digests have one length, so that the comparison takes the same time for all keys.
-            is_right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-            if not (is_right and scheme.lower() == b"bearer"):
+            if not any([hmac.compare_digest(digest, one) for one in self._digests]):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
                 await _send(_response(refusal, {"www-authenticate": "Bearer"}), send)
                 return
         await self._app(scope, receive, send)
+
+
+def _key_of(scope: Scope) -> bytes | None:
+    """The key that was sent with a request."""
+    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else None
 
 
 def _name_of(host: str) -> str:

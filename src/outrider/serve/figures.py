@@ -26,7 +26,7 @@ def metrics_of(completion: Completion, times: Times, max_k: int) -> dict[str, An
     """One text, as vLLM reports it. Times in milliseconds.
 
     Args:
-        max_k: the most tokens drafted in a round.
+        max_k: the most tokens drafted in a round for this text.
     """
     num_tokens = len(completion.token_ids)
     decode_s, whole_s = times.last_s - times.first_s, times.last_s - times.begun_s

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,10 +61,6 @@ class Prepared:
         }
 
     @property
-    def unknown(self) -> Sequence[str]:
-        return self.ask.unknown
-
-    @property
     def num_choices(self) -> int:
         return len(self.prompt_ids) * self.ask.n
 
@@ -75,6 +71,7 @@ class Begun:
 
     Attributes:
         scored: the log-probabilities of each prompt, where they are echoed with them.
+        max_k: the most tokens drafted in a round for rows without a K of their own.
     """
 
     prepared: Prepared
@@ -88,14 +85,14 @@ class Begun:
         return len(self.prepared.jobs) == 1
 
 
-async def begin(worker: Worker, prepared: Prepared) -> Begun:
+async def begin(worker: Worker, prepared: Prepared, client: str) -> Begun:
     """Queue the rows, and score the prompts where log-probabilities are echoed. The caller closes the ticket. Raises
     Refusal."""
-    ticket, scored = worker.submit(prepared.jobs), []
+    ticket, scored = worker.submit(prepared.jobs, client, prepared.ask.priority), []
     num_top = prepared.ask.num_logprobs
     if prepared.ask.echo and num_top is not None:
         try:
-            found = await worker.score(prepared.prompt_ids, num_top)
+            found = await worker.score(prepared.prompt_ids, num_top, client)
         except BaseException:
             worker.close(ticket)
             raise
@@ -105,7 +102,7 @@ async def begin(worker: Worker, prepared: Prepared) -> Begun:
 
 async def ended(begun: Begun) -> None:
     """Gather all chunks. Raises the error of a row."""
-    async for item in _events(begun.ticket):
+    async for item in _events(begun):
         if item is not None:
             which, chunk = item
             begun.prepared.jobs[which].chunks.append(chunk)
@@ -147,7 +144,7 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
             value["usage"] = None
         return event(value)
 
-    events = _events(begun.ticket)
+    events = _events(begun)
     first_item = [await anext(events)] if prepared.jobs else []
     try:
         for index in range(prepared.num_choices):
@@ -182,16 +179,19 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _events(ticket: Ticket) -> AsyncIterator[_Item]:
+async def _events(begun: Begun) -> AsyncIterator[_Item]:
     """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
-    num_open = len(ticket.jobs)
+    num_open = len(begun.ticket.jobs)
     while num_open:
-        event_ = await arrival(ticket.events)
+        event_ = await arrival(begun.ticket.events)
         if event_ is None:
             yield None
             continue
         which, item = event_
         if isinstance(item, Exception):
+            constraint = begun.prepared.jobs[which].request.constraint
+            if constraint is not None and constraint.error is not None:  # the client's grammar, not our fault
+                raise Refusal(str(item), param=begun.prepared.ask.structured_by)
             raise item
         num_open -= item.finish_reason is not None
         yield which, item
@@ -224,7 +224,8 @@ def _totals(begun: Begun, completions: list[Completion]) -> dict[str, Any]:
     usage = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, num_cached)
     if not begun.is_of_one_text:
         return {"usage": usage}
-    metrics = metrics_of(completions[0], begun.ticket.times[0], begun.max_k)
+    own_k = prepared.jobs[0].request.num_draft_tokens
+    metrics = metrics_of(completions[0], begun.ticket.times[0], begun.max_k if own_k is None else own_k)
     return {"usage": usage, "metrics": metrics, **_timings(begun)}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.decoder import Decoder
@@ -11,10 +12,15 @@ from outrider.errors import PromptError
 from outrider.jobs import Job
 from outrider.options import CONSTRAINTS
 from outrider.serve.answers import ChatForm, CompletionForm, Form, TokenTexts
+from outrider.serve.fields import check_names
 from outrider.serve.generation import Prepared
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completions, parse_messages
-from outrider.text.tokenizer import encode
+from outrider.text.tokenizer import Prompt, encode
+
+# Of a token, where none in the vocabulary has more: some tokenizers drop spaces, or have one token for unknown words.
+_LEAST_BYTES_A_TOKEN = 64
+_MOST_TOKENIZED_BYTES = 2**20  # by /tokenize, which has no other limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class Preparer:
         most_rows: the most rows of one request.
         names: of the model, the first is used in answers.
         fingerprint: ``system_fingerprint``.
+        most_bytes: of a prompt that may have room; longer ones are refused before they are tokenized.
     """
 
     decoder: Decoder
@@ -35,6 +42,11 @@ class Preparer:
     most_rows: int
     names: tuple[str, ...]
     fingerprint: str
+    most_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        longest = max(len(token.encode()) for token in self._tokenizer.get_vocab())
+        object.__setattr__(self, "most_bytes", self.capacity * max(longest, _LEAST_BYTES_A_TOKEN))
 
     def completions(self, body: bytes) -> Prepared:
         """Raises Refusal."""
@@ -51,17 +63,16 @@ class Preparer:
             raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
         return name or self.names[0]
 
-    def token_ids(self, prompt: Any) -> list[int]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
         """Of a prompt that has room. Raises Refusal."""
+        assert not isinstance(prompt, Mapping), "no request holds a tokenizer's result"
+        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
         try:
+            if is_chat or isinstance(prompt, str):
+                self._check_room(_num_bytes(prompt), self.most_bytes, "bytes")
             ids = self.decoder.encode(prompt)
-            if len(ids) >= self.capacity:
-                raise PromptError(
-                    f"the prompt has {len(ids)} tokens, but there is room for {self.capacity} in all, prompt and "
-                    "output together: shorten it"
-                )
+            self._check_room(len(ids), self.capacity - 1, "tokens")
         except PromptError as error:
-            is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
             raise Refusal(str(error), param="messages" if is_chat else "prompt") from None
         return ids
 
@@ -69,6 +80,7 @@ class Preparer:
         """Of a prompt or messages, however long. Raises Refusal."""
         value = parse_body(body)
         self.check_model(value.get("model"))
+        check_names(value, "tokenize")
         prompt = value.get("prompt")
         has_special = value.get("add_special_tokens")
         if not isinstance(has_special, bool | None):
@@ -77,6 +89,9 @@ class Preparer:
             prompt = parse_messages(value.get("messages"))
         elif not isinstance(prompt, str):
             raise Refusal("prompt is a text", param="prompt")
+        if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:
+            message = f"{num_bytes} bytes are too many: at most {_MOST_TOKENIZED_BYTES} are tokenized at a time"
+            raise Refusal(message, param="prompt" if isinstance(prompt, str) else "messages")
         try:
             ids = encode(self.decoder.tokenizer, prompt, has_special=has_special is not False)
         except PromptError as error:
@@ -104,6 +119,7 @@ class Preparer:
         """Raises Refusal."""
         value = parse_body(body)
         self.check_model(value.get("model"))
+        check_names(value, "detokenize")
         ids, vocab_size = value.get("tokens"), self.decoder.target.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise Refusal(f"tokens is a list of token ids below {vocab_size}", param="tokens")
@@ -116,13 +132,13 @@ class Preparer:
             message = f"a request of {len(ask.prompts) * ask.n} texts: this server takes {self.most_rows} at a time"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
         all_ids = [self.token_ids(prompt) for prompt in ask.prompts]
-        jobs = []
+        jobs: list[Job] = []
         if ask.max_tokens != 0:
             for ids in all_ids:
                 room = self.capacity - len(ids)
                 max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
-                for child in range(ask.n):
-                    jobs.append(self._job(ask, ids, max_tokens, child))
+                for _ in range(ask.n):
+                    jobs.append(self._job(ask, ids, max_tokens, len(jobs)))
         texts = []
         if ask.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
@@ -130,15 +146,17 @@ class Preparer:
         tokens = TokenTexts(self._tokenizer, ask.as_token_ids)
         return Prepared(ask, all_ids, texts, jobs, form(tokens), model, self.fingerprint)
 
-    def _job(self, ask: Ask, ids: list[int], max_tokens: int, child: int) -> Job:
+    def _job(self, ask: Ask, ids: list[int], max_tokens: int, choice: int) -> Job:
         seed = ask.options["seed"]
-        own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + child) % 2**63}
+        own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
         try:
             job = self.decoder.job(ids, {**ask.options, **own})
         except Exception as error:
             refusal = refusal_of(error)
             if refusal.param in CONSTRAINTS:
                 refusal.param = ask.structured_by
+            elif refusal.param is not None:
+                refusal.param = ask.names.get(refusal.param, refusal.param)
             raise refusal from None
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
@@ -156,6 +174,14 @@ class Preparer:
                 param="num_draft_tokens",
             )
 
+    def _check_room(self, size: int, most: int, unit: str) -> None:
+        """Raises PromptError."""
+        if size > most:
+            raise PromptError(
+                f"the prompt has {size} {unit}, but there is room for {self.capacity} tokens in all, prompt and output "
+                "together: shorten it"
+            )
+
     @property
     def _tokenizer(self) -> Any:
         return self.decoder.tokenizer
@@ -163,3 +189,9 @@ class Preparer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
+
+
+def _num_bytes(prompt: str | Sequence[Any]) -> int:
+    """The size in UTF-8 of a text, or of the messages of a chat."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    return len(text.encode(errors="surrogatepass"))

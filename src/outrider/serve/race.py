@@ -28,16 +28,11 @@ _NUM_SEEDS = 2**32  # to draw from: every one is a number to JavaScript
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Ready to run.
-
-    Attributes:
-        unknown: names of fields that are ignored.
-    """
+    """Ready to run."""
 
     arms: tuple[Arm, Arm]
     case: Case
     options: dict[str, Any]
-    unknown: tuple[str, ...]
 
     def events(self) -> Generator[dict[str, Any]]:
         return race_events(self.arms, self.case, self.options)
@@ -83,7 +78,7 @@ def prepare_race(preparer: Preparer, content: bytes) -> Race:
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
     except Exception as error:
         raise refusal_of(error) from None
-    return Race(arms, Case(0, prompt, options.pop("seed")), options, tuple(ask.unknown))
+    return Race(arms, Case(0, prompt, options.pop("seed")), options)
 
 
 async def streamed_race(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:

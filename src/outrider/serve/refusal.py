@@ -49,6 +49,13 @@ def unavailable(message: str, retry_after_s: int) -> Refusal:
     return Refusal(message, status=503, type_="server_error", code="unavailable", retry_after_s=retry_after_s)
 
 
+def too_many(message: str, retry_after_s: int) -> Refusal:
+    """For this client, for now."""
+    return Refusal(
+        message, status=429, type_="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s
+    )
+
+
 def refusal_of(error: Exception) -> Refusal:
     """The error that is reported to a client."""
     if isinstance(error, Refusal):

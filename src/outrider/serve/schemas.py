@@ -1,10 +1,9 @@
-"""Bodies of requests, checked: OpenAI's fields, those that vLLM added, and ours.
+"""Bodies of requests, checked.
 
-A field that is unknown is ignored, since clients send many. A field that is known, would change the distribution of the
-text and is not served is refused. Ranges of sampling options are checked by
-``Sampling``, which names the option.
+Which fields there are is said in ``fields``. Ranges of sampling options are checked by ``Sampling``, which names the
+option.
 
-Sources: OpenAI's API reference (completions, chat completions); vLLM's "extra parameters" of both.
+Sources: OpenAI's API reference (completions, chat completions).
 """
 
 from __future__ import annotations
@@ -14,92 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.serve.fields import SAMPLING, check_names, given_names
 from outrider.serve.refusal import Refusal
-from outrider.serve.structured import STRUCTURED, structure_of
+from outrider.serve.structured import structure_of
 from outrider.text.tokenizer import Prompt
 
 MOST_CHOICES = 16  # n
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 1000
 _MOST_LOGPROBS = 20
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat goes on as long as there is room
-
-# Fields that pass to ``Sampling`` under their own names.
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop_token_ids", "ignore_eos"),
-)
-
-# Known, not served, and not to be ignored: the values that ask for nothing.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "structural_tag": (),
-    "guided_whitespace_pattern": (),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "logits_processors": ([],),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "thinking_token_budget": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "reasoning_effort": ("none",),
-}
-# Known, and without effect on the text.
-_WITHOUT_EFFECT = {
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "parallel_tool_calls",
-    "prediction",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "priority",
-}
-_COMMON = {
-    *_SAMPLING,
-    "model",
-    "stream",
-    "stream_options",
-    "n",
-    "best_of",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "seed",
-    "top_k",
-    "min_tokens",
-    "logit_bias",
-    "logprobs",
-    "return_tokens_as_token_ids",
-    *STRUCTURED,
-    "acceptance",
-    "num_draft_tokens",
-    "draft",
-}
-_KNOWN = {
-    "completions": {*_COMMON, "prompt", "echo"},
-    "chat": {*_COMMON, "messages", "top_logprobs"},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +35,8 @@ class Ask:
         options: more fields of ``Sampling``.
         num_draft_tokens: K; None for the server's own.
         acceptance: the rule asked for; None for the server's own.
-        unknown: names of fields that are ignored.
+        priority: of the requests of one client the lowest number goes first.
+        names: those that the body has for options with several names.
         structured_by: the field that says what the text must match; the options say it in the library's own way.
         as_token_ids: tokens are written ``token_id:7`` in log-probabilities, since some have the same text.
     """
@@ -130,7 +53,8 @@ class Ask:
     includes_usage: bool = False
     has_usage_in_chunks: bool = False
     as_token_ids: bool = False
-    unknown: Sequence[str] = ()
+    priority: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)
     structured_by: str | None = None
 
     @property
@@ -196,20 +120,22 @@ def _parse(
     least_tokens: int,
     default_tokens: int | None,
 ) -> Ask:
-    unknown = _unknown(body, kind)
+    check_names(body, kind)
+    names = given_names(body)
     n = _integer(body, "n", 1, MOST_CHOICES) or 1
     best_of = _integer(body, "best_of", 1, MOST_CHOICES)
     if best_of not in (None, n):
         raise Refusal(f"best_of = {best_of} is not served: leave it out, or make it n", param="best_of")
-    name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = _integer(body, name, least_tokens, None)
-    options: dict[str, Any] = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
+    max_tokens = _integer(body, names["max_tokens"], least_tokens, None)
+    given = {key: body.get(names.get(key, key)) for key in SAMPLING}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     structure, structured_by = structure_of(body)
     options["ignore_eos"] = _flag(body, "ignore_eos")
-    options["min_tokens"] = _integer(body, "min_tokens", 0, None) or 0
+    options["min_tokens"] = _integer(body, names["min_tokens"], 0, None) or 0
     max_tokens = default_tokens if max_tokens is None else max_tokens
     if max_tokens is not None and options["min_tokens"] > max_tokens:
-        raise Refusal(f"min_tokens is more than {name}, {max_tokens}", param="min_tokens")
+        message = f"{names['min_tokens']} is more than {names['max_tokens']}, {max_tokens}"
+        raise Refusal(message, param=names["min_tokens"])
     top_k = _integer(body, "top_k", -1, None)
     seed = _integer(body, "seed", None, None)
     stream = body.get("stream_options")
@@ -239,21 +165,10 @@ def _parse(
         includes_usage=_flag(stream or {}, "include_usage"),
         has_usage_in_chunks=_flag(stream or {}, "continuous_usage_stats"),
         as_token_ids=_flag(body, "return_tokens_as_token_ids"),
-        unknown=unknown,
+        priority=_integer(body, "priority", None, None) or 0,
+        names=names,
         structured_by=structured_by,
     )
-
-
-def _unknown(body: Mapping[str, Any], kind: str) -> list[str]:
-    """The names that nobody knows. Raises Refusal where one is known and not served."""
-    unknown = []
-    for name, value in body.items():
-        if name in _NOT_SERVED:
-            if value is not None and value not in _NOT_SERVED[name]:
-                raise Refusal(f"{name} is not served: leave it out", param=name)
-        elif name not in _KNOWN[kind] and name not in _WITHOUT_EFFECT:
-            unknown.append(name)
-    return unknown
 
 
 def _prompts(value: Any) -> list[Prompt]:
@@ -292,7 +207,7 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
         raise Refusal("stop is a text or a list of texts", param="stop")
     if len(stops) > _MOST_STOPS or any(len(one) > _MOST_STOP_CHARACTERS for one in stops):

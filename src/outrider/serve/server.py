@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 
 from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.serve.app import App
+from outrider.serve.connections import BACKLOG, Connection
 from outrider.serve.metrics import Metrics
 from outrider.serve.prepare import Preparer
 from outrider.serve.refusal import unavailable
+from outrider.serve.room import Room
+from outrider.serve.turns import Turns
 from outrider.serve.worker import Worker
 
 _LOG = logging.getLogger("outrider.serve")
@@ -33,7 +37,11 @@ class ServerOptions:
         num_slots: rows that generate at a time.
         context_len: most tokens in a row, prompt included.
         max_queue: most rows that wait for a slot.
+        max_per_client: most rows of one client, running or waiting; None is three quarters of all.
+        max_connections: most connections at a time, half of them from one address.
+        has_priority_across_clients: a request's ``priority`` counts beside those of other clients, too.
         queue_timeout_s: how long a request may wait for its first slot.
+        api_keys: that clients may send; none lets everyone in.
         shutdown_timeout_s: how long running rows may go on after a signal to end.
     """
 
@@ -41,8 +49,11 @@ class ServerOptions:
     num_slots: int = 8
     context_len: int = 8192
     max_queue: int = 256
+    max_per_client: int | None = None
+    max_connections: int = 1024
+    has_priority_across_clients: bool = False
     queue_timeout_s: float = 600.0
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0
 
 
@@ -67,13 +78,16 @@ class Server:
             load,
             num_slots=options.num_slots,
             context_len=options.context_len,
-            max_queue=options.max_queue,
+            room=Room(options.num_slots + options.max_queue, options.max_per_client),
+            waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
             queue_timeout_s=options.queue_timeout_s,
             metrics=Metrics(lambda: self.worker.load, options.names[0]),
         )
-        self._app = App(self.worker, options.names, options.api_key)
+        self._app = App(self.worker, options.names, options.api_keys)
         config = uvicorn.Config(
             self._app.asgi,
+            http=partial(Connection, most=options.max_connections),  # type: ignore[arg-type]
+            backlog=BACKLOG,
             lifespan="off",
             log_config=None,
             ws="none",
@@ -97,6 +111,11 @@ class Server:
             self.worker.join(_GRACE_S)  # a thread that computes while Python ends may crash
         if self.worker.error is not None:
             raise self.worker.error
+
+    @property
+    def connections(self) -> Collection[object]:
+        """Those that are open."""
+        return self._uvicorn.server_state.connections
 
     def stop(self) -> None:
         """Shut down in order. May be called from any thread."""
@@ -153,7 +172,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(2048)
+            listener.listen(BACKLOG)
         except OSError:
             listener.close()
             raise

@@ -1,7 +1,8 @@
 """Structured output in the bodies of requests: the fields that say what the text must match.
 
 Sources: OpenAI's API reference (``response_format``); llama.cpp's server (a ``schema`` beside ``json_object``); vLLM's
-"structured outputs" (``structured_outputs``, and the older ``guided_*``, which many clients still send).
+"structured outputs" (``structured_outputs``, and the older ``guided_*``, which many clients still send); SGLang's and
+llama.cpp's own fields.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from outrider.serve.refusal import Refusal
 
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+# SGLang's names (whose EBNF is the GBNF of xgrammar), and llama.cpp's.
+_GUIDED |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
 STRUCTURED = ("response_format", "structured_outputs", *_GUIDED)
 
 
@@ -72,7 +75,8 @@ def _part(name: str, value: Any, param: str) -> dict[str, Any]:
     if name == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise Refusal(f"{param} is a list of texts that are not empty", param=param)
-        return {"grammar": "start: " + " | ".join(json.dumps(one) for one in value)}
+        # A terminal is matched by one automaton; as a rule, thousands of labels exceed the parser's limit on a row.
+        return {"grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(one) for one in value)}
     if name in ("regex", "grammar"):
         if not isinstance(value, str) or not value:
             raise Refusal(f"{param} is a text that is not empty", param=param)

@@ -53,6 +53,8 @@ class Ticket:
 
     Attributes:
         jobs: a row each.
+        client: who asked for it.
+        priority: of the rows of one client those with the lowest number go first.
         submitted_s: see ``Times``.
         times: of each row. The worker writes them, before the event that they belong to.
         events: (which row, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
@@ -62,6 +64,8 @@ class Ticket:
     """
 
     jobs: Sequence[Job]
+    client: str
+    priority: int
     submitted_s: float
     times: list[Times] = field(init=False)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
@@ -95,6 +99,7 @@ class Work:
     """Something else that the worker does, a step between two rounds: scoring a prompt, a race.
 
     Attributes:
+        client: who asked for it.
         submitted_s: see ``Times``.
         is_alone: it has caches of its own, so that it waits for others of this kind to end.
         found: what the steps gave, in order; then an error, StopIteration at the end.
@@ -103,6 +108,7 @@ class Work:
     """
 
     steps: Generator[Any]
+    client: str
     submitted_s: float
     is_alone: bool = False
     found: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)

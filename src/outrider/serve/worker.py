@@ -13,9 +13,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -29,8 +28,10 @@ from outrider.records import Chunk, Round, Timing, TokenLogprob
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.metrics import Metrics
 from outrider.serve.refusal import Refusal, unavailable
+from outrider.serve.room import Room
 from outrider.serve.scoring import prompt_logprobs
 from outrider.serve.tickets import Event, Ticket, TicketRow, Work, arrival
+from outrider.serve.turns import Turns
 
 _LOG = logging.getLogger("outrider.serve")
 _LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
@@ -49,7 +50,6 @@ class Worker:
     Attributes:
         state: "ready" when requests are taken.
         decoder, capacity, schedule, fingerprint: set when it is ready.
-        most_rows: that it takes at a time, waiting or not.
         error: why it failed.
     """
 
@@ -65,7 +65,8 @@ class Worker:
         *,
         num_slots: int,
         context_len: int,
-        max_queue: int,
+        room: Room,
+        waiting: Turns[TicketRow],
         queue_timeout_s: float,
         metrics: Metrics,
     ) -> None:
@@ -73,22 +74,22 @@ class Worker:
         Args:
             load: called in the thread.
             context_len: most tokens in a row, prompt included.
-            max_queue: most rows that wait for a slot; more are refused.
+            room: for rows, running or waiting; more are refused.
+            waiting: says which row gets the next slot.
             queue_timeout_s: how long a request may wait for its first slot.
         """
         self.state: State = "loading"
         self.error: Exception | None = None
         self._is_open = False  # the models are loaded
         self.num_slots, self.metrics = num_slots, metrics
-        self.most_rows = num_slots + max_queue
+        self._room, self._waiting = room, waiting
         self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
-        self._tickets: set[Ticket] = set()
-        self._works: set[Work] = set()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._waiting: deque[TicketRow] = deque()
         self._rows: dict[int, TicketRow] = {}  # those that have a slot, by the engine's numbers
         self._row_s = 0.0  # that a row keeps its slot, about
-        self._works_on_thread: deque[Work] = deque()
+        self._works_on_thread: Turns[Work] = Turns()
+        self._alone_on_thread: Turns[Work] = Turns()  # that wait for the one among the works to end
+        self._running_alone: Work | None = None
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Begin to load. Both are called in the event loop, which must be running."""
@@ -115,7 +116,12 @@ class Worker:
     @property
     def num_open(self) -> int:
         """Rows and other works that have been taken and have not ended."""
-        return sum(ticket.num_open for ticket in self._tickets) + len(self._works)
+        return self._room.num_open
+
+    @property
+    def most_rows(self) -> int:
+        """The rows that one client may have, running or waiting."""
+        return self._room.most_of_one
 
     def check_ready(self) -> None:
         """Raises Refusal."""
@@ -124,26 +130,35 @@ class Worker:
         if self.state != "ready":
             raise unavailable("the server is shutting down", _LEAST_RETRY_AFTER_S)
 
-    def submit(self, jobs: Sequence[Job]) -> Ticket:
+    def place(self, client: str) -> AbstractContextManager[None]:
+        """Room for one row in the queue, while a request is prepared.
+
+        Raises:
+            Refusal: not ready, or the queue is full.
+        """
+        self._check_room(1, client)
+        return self._room.place(client)
+
+    def submit(self, jobs: Sequence[Job], client: str, priority: int) -> Ticket:
         """Queue rows. ``close`` must be called when they are done with.
 
         Raises:
             Refusal: not ready, or the queue is full.
         """
-        self._check_room(len(jobs))
-        ticket = Ticket(jobs, time.perf_counter())
-        self._tickets.add(ticket)
-        self._inbox.put(lambda: self._waiting.extend(TicketRow(ticket, which) for which in range(len(jobs))))
+        self._check_room(len(jobs), client)
+        ticket = Ticket(jobs, client, priority, time.perf_counter())
+        self._room.tickets.add(ticket)
+        self._inbox.put(lambda: self._queue_on_thread(ticket))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
         """Rows that have not ended are given up; they leave before the next round."""
-        self._tickets.discard(ticket)
+        self._room.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
             self._inbox.put(lambda: self._cancel_on_thread(ticket))
 
-    async def score(self, prompts: Sequence[Sequence[int]], num_top: int) -> list[list[TokenLogprob]]:
+    async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[TokenLogprob]]:
         """Log-probabilities of all tokens of each prompt but the first, from the target's raw logits, beside
         ``num_top`` others. For a request that has been taken (``submit``): it is not refused halfway.
 
@@ -158,7 +173,7 @@ class Worker:
             for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
         )
         found: list[list[TokenLogprob]] = [[] for _ in prompts]
-        async with aclosing(self.between_rounds(steps, is_taken=True)) as parts:
+        async with aclosing(self.between_rounds(steps, client, is_taken=True)) as parts:
             async for step in parts:
                 if step is not None:
                     which, part = step
@@ -166,7 +181,7 @@ class Worker:
         return found
 
     async def between_rounds(
-        self, steps: Generator[_Step], *, is_taken: bool = False, is_alone: bool = False
+        self, steps: Generator[_Step], client: str, *, is_taken: bool = False, is_alone: bool = False
     ) -> AsyncGenerator[_Step | None]:
         """Let the thread run something else: a step after each round, in turn with others like it. None where nothing
         has come for a while. To be closed (``aclosing``), so that it ends where the client has gone.
@@ -179,10 +194,11 @@ class Worker:
             Refusal: not ready, or the queue is full; or it has waited too long.
         """
         if not is_taken:
-            self._check_room(1)
-        work = Work(steps, time.perf_counter(), is_alone)
-        self._works.add(work)
-        self._inbox.put(lambda: self._works_on_thread.append(work))
+            self._check_room(1, client)
+        work = Work(steps, client, time.perf_counter(), is_alone)
+        self._room.works.add(work)
+        waiting = self._alone_on_thread if is_alone else self._works_on_thread
+        self._inbox.put(lambda: waiting.push(work, client))
         try:
             while not isinstance(found := await arrival(work.found), StopIteration):
                 if isinstance(found, Exception):
@@ -190,7 +206,7 @@ class Worker:
                 yield found
         finally:
             work.is_closed = True
-            self._works.discard(work)
+            self._room.works.discard(work)
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -199,20 +215,17 @@ class Worker:
 
     def abort(self, error: Exception) -> None:
         """End all that is running, with an error."""
-        for ticket in list(self._tickets):
+        for ticket in list(self._room.tickets):
             for which in range(len(ticket.jobs)):
                 ticket.events.put_nowait((which, error))
             self.close(ticket)
-        for work in self._works:
+        for work in self._room.works:
             work.is_closed = True
             work.found.put_nowait(error)
 
-    def _check_room(self, num_rows: int) -> None:
+    def _check_room(self, num_rows: int, client: str) -> None:
         self.check_ready()
-        num_open = self.num_open
-        if num_open + num_rows > self.most_rows:
-            message = f"the queue is full (running or waiting: {num_open}): try again later"
-            raise unavailable(message, self._retry_after_s())
+        self._room.check(num_rows, client, self._retry_after_s())
 
     def _retry_after_s(self) -> int:
         """About when the rows that wait now will have their slots."""
@@ -253,7 +266,7 @@ class Worker:
                 if round_ is not None:
                     self._deliver_on_thread(round_)
                 self._work_on_thread()
-                is_idle = round_ is None and not (self._works_on_thread or self._waiting)
+                is_idle = round_ is None and not (self._works_on_thread or self._alone_on_thread or self._waiting)
         except Exception as error:  # whatever it is, clients must hear of it
             if not isinstance(error, OutriderError):
                 _LOG.exception("the engine has failed")
@@ -288,10 +301,14 @@ class Worker:
             is_idle = False
         return True
 
+    def _queue_on_thread(self, ticket: Ticket) -> None:
+        for which in range(len(ticket.jobs)):
+            self._waiting.push(TicketRow(ticket, which), ticket.client, ticket.priority)
+
     def _begin_on_thread(self) -> None:
-        """A slot for those who have waited longest. (The engine could queue them, but it would not say how long.)"""
-        while self._waiting and len(self._rows) < self.num_slots:
-            row = self._waiting.popleft()
+        """A slot for each whose turn it is. (The engine could queue them, but only in the order of arrival.)"""
+        while len(self._rows) < self.num_slots and (found := self._waiting.pop()) is not None:
+            _, row = found
             index = self._engine.submit(row.job.request)
             self._rows[index], row.ticket.indices[row.which], row.ticket.has_begun = row, index, True
             row.times.begun_s = time.perf_counter()
@@ -301,21 +318,21 @@ class Worker:
         """Requests that have waited too long for their first slot, or their first forward, are refused."""
         least_s = time.perf_counter() - self._queue_timeout_s
         late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
-        works = [one for one in self._works_on_thread if one.submitted_s < least_s and not one.has_begun]
+        both = (self._works_on_thread, self._alone_on_thread)
+        works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
         if not (late or works):
             return
         message = f"it has waited {self._queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         self._drop_waiting_on_thread(late, "timeout")
         self._call(self._deliver, [(ticket, (0, error)) for ticket in late])
+        for waiting in both:
+            waiting.remove(lambda work: work in works)
         for work in works:
-            self._works_on_thread.remove(work)
             self._call(work.found.put_nowait, error)
 
     def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
-        kept = deque(row for row in self._waiting if row.ticket not in tickets)
-        self.metrics.count_end(reason, len(self._waiting) - len(kept))
-        self._waiting = kept
+        self.metrics.count_end(reason, self._waiting.remove(lambda row: row.ticket in tickets))
 
     def _cancel_on_thread(self, ticket: Ticket) -> None:
         for index in ticket.indices.values():
@@ -370,25 +387,27 @@ class Worker:
         self._call(self._deliver, events)
 
     def _work_on_thread(self) -> None:
-        """A step of the work that has waited longest, and may run."""
-        works = self._works_on_thread
-        if not works:
+        """A step of the work whose turn it is."""
+        if self._running_alone is None and (next_alone := self._alone_on_thread.pop()) is not None:
+            client, self._running_alone = next_alone
+            self._works_on_thread.push(self._running_alone, client)
+        if (next_work := self._works_on_thread.pop()) is None:
             return
-        running = next((one for one in works if one.is_alone and one.has_begun), None)
-        work = next(one for one in works if not one.is_alone or running in (None, one))
-        works.remove(work)
-        if work.is_closed:
-            work.steps.close()
-            return
+        client, work = next_work
         found: Any
         try:
+            if work.is_closed:
+                work.steps.close()
+                raise StopIteration
             found = work.step()
         except Exception as error:  # of this work alone: the engine goes on
             if not isinstance(error, OutriderError | StopIteration):
                 _LOG.exception("a work between rounds has failed")
             found = error
         if not isinstance(found, Exception):
-            works.append(work)
+            self._works_on_thread.push(work, client)
+        elif work is self._running_alone:
+            self._running_alone = None
         self._call(work.found.put_nowait, found)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:

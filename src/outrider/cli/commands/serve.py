@@ -51,10 +51,12 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             envvar="OUTRIDER_API_KEY",
-            help="Key that clients must send. Prefer the environment variable: other users can see command lines.",
+            metavar="KEY",
+            help="Key that clients must send. Repeatable, one for each client. Prefer the environment variable (keys "
+            "with spaces between): other users can see command lines.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -69,6 +71,30 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Maximum number of texts waiting for a slot; more get 503.", rich_help_panel=_SERVER)
     ] = 256,
+    max_per_client: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of texts of one client, running or waiting; more get 429. Default: three quarters of "
+            "--slots and --max-queue together.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of connections, half of them from one address. Beyond, idle ones are closed.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 1024,
+    priority_across_clients: Annotated[
+        bool,
+        typer.Option(
+            "--priority-across-clients",
+            help="The priority of a request counts beside requests of other clients, too. Without it, clients take "
+            "turns, and it orders the requests of one client.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     queue_timeout: Annotated[
         float,
         typer.Option(help="Seconds that a request may wait for a slot before it gets 503.", rich_help_panel=_SERVER),
@@ -95,21 +121,28 @@ def serve(
         raise OptionError("--context", context, "a whole number >= 2")
     if max_queue < 0:
         raise OptionError("--max-queue", max_queue, "a whole number >= 0")
+    if max_per_client is not None and max_per_client < 1:
+        raise OptionError("--max-per-client", max_per_client, "a whole number >= 1")
+    if max_connections < 2:
+        raise OptionError("--max-connections", max_connections, "a whole number >= 2")
     if not 0 < queue_timeout < 1e6:
         raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
-    api_key = (api_key or "").strip() or None  # a file that it was read from may end in a new line
+    # A file that a key was read from may end in a new line.
+    keys = tuple(key.strip() for key in api_key or () if key.strip())
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
     try:
         from outrider.serve.about import about
         from outrider.serve.app import is_loopback
+        from outrider.serve.connections import room_for_connections
+        from outrider.serve.log import FewLikeIt
         from outrider.serve.server import Server, ServerOptions, listen
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
-    if not api_key and not is_loopback(host):
+    if not keys and not is_loopback(host):
         raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
 
     def load() -> Decoder:
@@ -125,6 +158,7 @@ def serve(
         for line in about(worker.decoder, worker.schedule, worker.num_slots, worker.capacity):
             _LOG.info("%s", line)
         _LOG.info("ready: %s/v1", url)
+        _LOG.info("plain and speculative decoding in a race to watch: %s", url)
 
     options = ServerOptions(
         names=tuple(served_model_name or [pair.target]),
@@ -132,20 +166,25 @@ def serve(
         context_len=context or 8192,
         max_queue=max_queue,
         queue_timeout_s=queue_timeout,
-        api_key=api_key,
+        max_per_client=max_per_client,
+        max_connections=room_for_connections(max_connections),
+        has_priority_across_clients=priority_across_clients,
+        api_keys=keys,
         shutdown_timeout_s=shutdown_timeout,
     )
-    with listener, _log_on_stderr():
+    with listener, _log_on_stderr(FewLikeIt()):
         _LOG.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
         Server(load, options, listener, on_ready).run()
 
 
 @contextmanager
-def _log_on_stderr() -> Iterator[None]:
+def _log_on_stderr(lines: logging.Filter) -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(_LINES)
+    handler.addFilter(lines)
     # Not "outrider" as a whole: the models' options let compilation speak for itself (``load``).
-    names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO, "uvicorn": logging.WARNING}
+    names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO}
+    names |= {"uvicorn": logging.WARNING, "asyncio": logging.WARNING}
     levels = {logging.getLogger(name): level for name, level in names.items()}
     for logger, level in levels.items():
         logger.addHandler(handler)

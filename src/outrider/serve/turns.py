@@ -1,0 +1,138 @@
+"""Whose turn it is: clients in turn, whoever came first, so that the many requests of one do not hold up the others.
+
+This module knows no requests and no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+class Turns(Generic[_Item]):
+    """Items that wait. Clients take turns; of one client the item with the lowest priority number goes first, and then
+    the oldest.
+
+    Args:
+        has_priority_across_clients: the lowest number of all clients goes first; they take turns where numbers are
+            equal.
+    """
+
+    def __init__(self, *, has_priority_across_clients: bool = False) -> None:
+        self._has_priority_across_clients = has_priority_across_clients
+        self._lines: dict[str, list[tuple[int, int, _Item]]] = {}  # a heap for each client; the next client is first
+        self._arrivals = count()
+        self._num_items = 0
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def __iter__(self) -> Iterator[_Item]:
+        """In any order."""
+        return (item for line in self._lines.values() for _, _, item in line)
+
+    def push(self, item: _Item, client: str, priority: int = 0) -> None:
+        heapq.heappush(self._lines.setdefault(client, []), (priority, next(self._arrivals), item))
+        self._num_items += 1
+
+    def pop(self, but: Container[str] = ()) -> tuple[str, _Item] | None:
+        """The next item and its client; None if there is none.
+
+        Args:
+            but: clients whose turn it cannot be.
+        """
+        clients = (client for client in self._lines if client not in but)
+        if self._has_priority_across_clients:
+            client = min(clients, key=lambda one: self._lines[one][0][0], default=None)  # the first of several
+        else:
+            client = next(clients, None)
+        if client is None:
+            return None
+        line = self._lines.pop(client)
+        _, _, item = heapq.heappop(line)
+        if line:
+            self._lines[client] = line  # behind the others
+        self._num_items -= 1
+        return client, item
+
+    def remove(self, is_gone: Callable[[_Item], bool]) -> int:
+        """How many were."""
+        lines = {client: [entry for entry in line if not is_gone(entry[2])] for client, line in self._lines.items()}
+        for line in lines.values():
+            heapq.heapify(line)
+        self._lines = {client: line for client, line in lines.items() if line}
+        num_before, self._num_items = self._num_items, sum(map(len, self._lines.values()))
+        return num_before - self._num_items
+
+
+class TurnsPool:
+    """A few threads that work for clients in turn, and never all for the same one. For one event loop."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._most_of_one = max(num_threads - 1, 1)
+        self._num_free = num_threads
+        self._running: list[str] = []  # their clients
+        self._waiting: Turns[tuple[Callable[[], Any], asyncio.Future[Any]]] = Turns()
+
+    async def run(self, function: Callable[[], _Found], client: str) -> _Found:
+        """The result. Where the caller is cancelled before its turn, the function is never called."""
+        future: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
+        self._waiting.push((function, future), client)
+        self._start()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._waiting.remove(lambda waiting: waiting[1] is future)
+            raise
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        while self._num_free:
+            busy = {client for client in self._running if self._running.count(client) >= self._most_of_one}
+            found = self._waiting.pop(busy)
+            if found is None:
+                return
+            client, (function, future) = found
+            if future.cancelled():  # a moment ago
+                continue
+            self._num_free -= 1
+            self._running.append(client)
+            self._executor.submit(self._work, asyncio.get_running_loop(), client, function, future)
+
+    def _work(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        client: str,
+        function: Callable[[], Any],
+        future: asyncio.Future[Any],
+    ) -> None:
+        """In a thread."""
+        found: Any = None
+        error: Exception | None = None
+        try:
+            found = function()
+        except Exception as raised:  # whatever it is, the caller must hear of it
+            error = raised
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(self._end, client, future, found, error)
+
+    def _end(self, client: str, future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+        self._num_free += 1
+        self._running.remove(client)
+        if not future.done():
+            if error is None:
+                future.set_result(found)
+            else:
+                future.set_exception(error)
+        self._start()
