@@ -114,7 +114,7 @@ def _set_stride(stride: int) -> None:
 
 def _costs(decoder: Decoder, stride: int) -> dict[int, float]:
     _set_stride(stride)
-    return measure_round_costs(decoder.target, decoder.drafter, RULES["block"], 1, 256)
+    return dict(measure_round_costs(decoder.target, decoder.drafter, RULES["block"], 1, 256).seconds)
 
 
 def _ours(decoder: Decoder, k: int) -> Callable[[str, float, int], tuple[int, float]]:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 import pytest
@@ -16,15 +16,20 @@ from outrider.sampling.rules import REJECTION
 from toys import adaptive, llama_pair, request
 
 MEASURED = {0: 5.2, 1: 6.8, 2: 8.0, 3: 9.4, 4: 10.8, 6: 14.0, 8: 17.0}
+DEAR = {0: 1.0, 1: 2.3, 2: 3.6, 3: 4.9, 4: 6.2, 6: 8.8, 8: 11.4}  # drafts do not pay
 NUM_TEXTS, TEXT_LENGTH = 100, 64
+LATER = 40 * TEXT_LENGTH
 
 
-def _rate(schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: int) -> float:
-    """Tokens per second of the later texts, where rounds cost ``costs`` in truth, and a plain step's quarter more after
-    a change of K. Times scatter by 15%; one in fifty is five times as long. Drafted tokens stand with the probability
-    of their text, about ``alpha``; the token at each place would stand or fall under every schedule alike."""
+def _rounds(
+    schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: int
+) -> Iterator[tuple[int, int, float]]:
+    """K, tokens and seconds of the rounds of texts, one after the other, where rounds cost ``costs`` in truth, and a
+    plain step's quarter more after a change of K. Times scatter by 15%; one in fifty is five times as long. Drafted
+    tokens stand with the probability of their text, about ``alpha``; the token at each place would stand or fall under
+    every schedule alike."""
     rng, noise = random.Random(seed), random.Random(seed + 1)
-    num_tokens, total, last_k = 0, 0.0, 0
+    last_k = 0
     for index in range(NUM_TEXTS):
         row, acceptance = Row(index, Request([1]), 1 + TEXT_LENGTH), rng.gauss(alpha, 0.1)
         stands = [rng.random() < acceptance for _ in range(row.limit)]
@@ -40,10 +45,20 @@ def _rate(schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: in
             else:
                 seconds += costs[0] / 4
             last_k = k
-            if index >= 0.4 * NUM_TEXTS:
-                num_tokens, total = num_tokens + num_accepted + 1, total + seconds
+            yield k, num_accepted + 1, seconds
         schedule.forget(index)
-    return num_tokens / total
+
+
+def _rate(
+    schedule: Schedule, costs: Mapping[int, float], alpha: float, seed: int, begin: int = LATER, end: int = 10**9
+) -> float:
+    """Tokens per second, from the begin-th token to the end-th."""
+    num_tokens, num_counted, total = 0, 0, 0.0
+    for _, num, seconds in _rounds(schedule, costs, alpha, seed):
+        if begin <= num_tokens < end:
+            num_counted, total = num_counted + num, total + seconds
+        num_tokens += num
+    return num_counted / total
 
 
 def test_costs_that_were_measured_wrong_are_put_right() -> None:
@@ -61,11 +76,66 @@ def test_costs_that_were_measured_wrong_are_put_right() -> None:
     assert fmean(measured_only) < 0.92
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("drafting", "plain"), [(3.0, 1.0), (1.0, 1 / 3)], ids=["drafts seem dear", "plain seems cheap"]
+)
+def test_drafts_that_seemed_too_dear_are_found_to_pay(drafting: float, plain: float, seed: int) -> None:
+    """Beside a plain round, one with drafts costs a third of what was measured. After 400 tokens the schedule drafts in
+    nearly every round, and loses 5% at most; without looking at times it never drafts."""
+    measured = {k: seconds * (drafting if k else plain) for k, seconds in MEASURED.items()}
+    rounds = list(_rounds(adaptive({1: measured}), MEASURED, 0.8, seed))
+    chosen = [k for k, num_tokens, _ in rounds for _ in range(num_tokens)]
+    assert fmean(k > 0 for k in chosen[400:800]) > 0.9
+    best = max(_rate(ConstantSchedule(k), MEASURED, 0.8, seed, 400) for k in (2, 3, 4, 6))
+    assert _rate(adaptive({1: measured}), MEASURED, 0.8, seed, 400) > 0.95 * best
+    alone = list(_rounds(_Deaf(measured), MEASURED, 0.8, seed))
+    assert not any(k for k, *_ in alone)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_seemed_too_cheap_are_given_up(seed: int) -> None:
+    measured = {k: seconds * (0.3 if k else 1.0) for k, seconds in DEAR.items()}
+    chosen = [k for k, num_tokens, _ in _rounds(adaptive({1: measured}), DEAR, 0.8, seed) for _ in range(num_tokens)]
+    assert fmean(k > 0 for k in chosen[400:800]) < 0.1
+
+
+def test_little_is_lost_where_drafts_do_not_pay() -> None:
+    """With the right costs: 5% of the first 500 tokens, and 2% of the rest."""
+    ratios = []
+    for begin, end in ((0, 500), (500, 10**9)):
+        rates = [_rate(adaptive({1: DEAR}), DEAR, 0.8, seed, begin, end) for seed in range(4)]
+        ratios.append(fmean(rates) * DEAR[0])
+    assert ratios[0] > 0.95 and ratios[1] > 0.98
+
+
+def test_one_surprise_is_doubted_and_two_are_believed() -> None:
+    costs = LiveCosts({1: {0: 1.0, 1: 6.0, 2: 8.0}})
+    for _ in range(30):
+        costs.learn(1, 0, 1.0)
+    costs.learn(1, 1, 1.5)
+    assert costs.seconds(1, 1) > 4.5 and costs.surprises(1) == {1}
+    for _ in range(16):
+        costs.learn(1, 0, 1.0)
+    costs.learn(1, 1, 2.0)
+    assert costs.seconds(1, 1) == pytest.approx(2.0, rel=0.01)
+    # Measured at the same time: as wrong, until it runs.
+    assert costs.seconds(1, 2) == pytest.approx(8.0 * 2.0 / costs.measured[1][1], rel=0.4)
+    costs.learn(1, 1, 2.0)
+    assert costs.surprises(1) == set()
+    for seconds, suspected in ((9.0, {1}), (0.3, set())):  # on both sides: times scatter
+        for _ in range(16):
+            costs.learn(1, 0, 1.0)
+        costs.learn(1, 1, seconds)
+        assert costs.surprises(1) == suspected
+    assert 1.5 < costs.seconds(1, 1) < 3.0
+
+
 class _Deaf:
     """The same, but it does not look at times, and so never tries a K for its cost."""
 
-    def __init__(self) -> None:
-        self.inner = adaptive({1: MEASURED})
+    def __init__(self, measured: Mapping[int, float] = MEASURED) -> None:
+        self.inner = adaptive({1: measured})
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:

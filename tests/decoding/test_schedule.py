@@ -1,9 +1,7 @@
 """Adaptive K: near the best constant K, little lost with a useless draft, and the law of the output untouched."""
 
-import json
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from outrider.decoder import Decoder
 from outrider.decoding import costs as costs_module
 from outrider.decoding.batch import Row
-from outrider.decoding.costs import CostArm, measure_round_costs, round_costs, time_rounds
+from outrider.decoding.costs import CostArm, measure_round_costs, time_rounds
 from outrider.decoding.engine import decode
 from outrider.decoding.learned import Learned
 from outrider.decoding.schedule import ConstantSchedule, Schedule
@@ -87,6 +85,7 @@ def test_a_choice_stands_while_the_rows_are_the_same() -> None:
     assert schedule.next_k([row], 1) > 0
     for _ in range(3):
         schedule.learn([_round(8, 0)] * 30)
+        schedule.learn_cost(1, 8, COSTS["cheap"][8])
         assert schedule.next_k([row], 1) > 0
     assert schedule.next_k([row], 1) == 0
     schedule.learn([_round(8, 8)] * 300)
@@ -158,24 +157,14 @@ def test_auto_in_the_loop(rule_name: str) -> None:
     assert texts == tokens(target, NoDrafter(), asked, RULES[rule_name], 0)
 
 
-def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_costs_are_those_of_rounds() -> None:
     target, drafter = table_pair(5)
-    first = round_costs(target, drafter, RULES["rejection"], 2, 60)
-    assert list(first) == list(target.execution.favoured_k) and min(first.values()) > 0
-    assert first[8] > first[0]
-    monkeypatch.setattr(costs_module, "measure_round_costs", lambda *_: pytest.fail("measured again"))
-    assert round_costs(target, drafter, RULES["rejection"], 2, 60) == first
-    (file,) = (tmp_path / "outrider" / "costs").iterdir()
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for damaged in ("damaged", "{}", '{"0": null}', json.dumps(dict.fromkeys(first, 0.0))):
-        file.write_text(damaged)
-        assert min(round_costs(target, drafter, RULES["rejection"], 2, 60).values()) > 0
-    assert json.loads(file.read_text())["0"] > 0
     # A look-up finds nothing in random text; its rounds are measured all the same.
-    by_k = round_costs(target, NgramDrafter(), RULES["rejection"], 1, 60)
-    assert set(by_k) == set(first)
+    for one in (drafter, NgramDrafter()):
+        measured = measure_round_costs(target, one, RULES["rejection"], 2, 60)
+        assert list(measured.seconds) == list(target.execution.favoured_k) == list(measured.spread)
+        for k, seconds in measured.seconds.items():
+            assert 0 < measured.verify_s[k] < seconds and measured.num_rounds[k] % 4 == 0
 
 
 def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +181,7 @@ def test_costs_of_a_model_with_hardly_any_context() -> None:
     """Every text ends in its first round or two."""
     model = table_lm(random_table(5, 0), context_len=4)
     costs = measure_round_costs(model, ModelDrafter(model), RULES["rejection"], 1, 4)
-    assert min(costs.values()) > 0
+    assert min(costs.seconds.values()) > 0
 
 
 def test_auto_through_the_door() -> None:
@@ -203,7 +192,7 @@ def test_auto_through_the_door() -> None:
     with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
         decoder.generate([[1]], num_draft_tokens="much")
     # Rows of one seed meet the same noise, so that K for one must not follow from what happened to the other.
-    chunks = list(decoder.stream_many([[1], [2]], seed=3, max_new_tokens=30, acceptance="rejection"))
+    chunks = list(decoder.stream_many([[1], [2]], seed=[3, 3], max_new_tokens=30, acceptance="rejection"))
     assert [chunk.stats.num_draft_tokens for chunk in chunks[:6]] == [4] * 6
 
 

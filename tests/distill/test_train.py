@@ -21,6 +21,7 @@ from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
 from pairs import random_llama, word_tokenizer
+from toys import measured
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
 HELD_OUT = [Text(ids, 4) for ids in torch.randint(97, (6, 24), generator=torch.Generator().manual_seed(1)).tolist()]
@@ -31,7 +32,7 @@ TARGET = random_llama().float()
 def _made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict here depends on what rounds cost, which takes a second to measure. (They are measured for
     test_distill.py.)"""
-    monkeypatch.setattr(watch, "measure_round_costs", lambda *_: {0: 1.0, 1: 1.0})
+    monkeypatch.setattr(watch, "measure_round_costs", lambda *_: measured({0: 1.0, 1: 1.0}))
 
 
 def run(

@@ -1,84 +1,36 @@
-"""What a round costs on this machine, for each number of drafted tokens.
-
-``round_costs`` measures once a month, and keeps what it finds on disk, so that an adaptive K rests on the same numbers
-in the next run. This module does not know what is done with them.
-"""
+"""What a round costs on this machine, for each number of drafted tokens. This module does not know what is done with
+it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from itertools import count, islice
 
 import torch
 
+from outrider.decoding.cost_laws import implausible_k
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Altered, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
-from outrider.runtime.stored import stored_tensors
 from outrider.sampling.rules import Rule
-from outrider.system.files import cache_folder, keep_in_cache
-from outrider.system.provenance import processor_name
 from outrider.system.ranks import here
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
+_MOST_REPEATED, _REPEATED_S = 25, 5.0  # the same, where the result is not to be believed
+_LARGEST_ERROR = 0.1  # of a cost, from the spread of its times
+_SILENT_S = 5.0  # of measuring, between lines of the log
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
-_METHOD = 5  # to be changed with what is timed, or how: costs that were kept are of another number then
-_KEPT_S = 30 * 24 * 3600.0  # drivers, power settings and neighbours change without a new name
 _PLAIN = Sampling()
 _SHORT = 16  # tokens to begin with, where nothing else is asked for
-
-
-def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
-    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours. Where
-    rounds do not wait for their programs, and compiled ones were not measured before, these are the costs of eager
-    ones.
-
-    Args:
-        num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
-            serves the run as well.
-    """
-    path = _path(target, drafter, rule, num_rows)
-    choices = _choices(target, drafter)
-    kept = here().of_first(lambda: _read(path, choices))
-    if kept is not None:
-        return kept
-    if not target.execution.waits:  # eager rounds do for the time being
-        costs = round_costs(target.eager(), drafter.with_models(LM.eager), rule, num_rows, num_tokens)
-        return {k: costs[k] for k in choices}
-    _LOG.info("measuring the cost of a round of %s with %s", target.name, drafter.name)
-    costs = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
-    keep_in_cache(path, json.dumps(costs).encode())
-    return costs
-
-
-def _read(path: Path, choices: Sequence[int]) -> dict[int, float] | None:
-    """The costs that are kept, if they are fresh and whole."""
-    try:
-        kept = {int(k): float(seconds) for k, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
-        is_fresh = time.time() - path.stat().st_mtime < _KEPT_S
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None  # not there, or not what was written
-    is_whole = set(kept) == set(choices) and all(0 < seconds < math.inf for seconds in kept.values())
-    return kept if is_fresh and is_whole else None
-
-
-def costs_by_load(
-    target: LM, drafter: Drafter, rule: Rule, num_slots: int, num_tokens: int
-) -> dict[int, dict[int, float]]:
-    """Number of rows -> K -> seconds of a round, for the loads of ``load_sizes``."""
-    return {size: round_costs(target, drafter, rule, size, num_tokens) for size in load_sizes(num_slots)}
 
 
 def load_sizes(num_slots: int) -> list[int]:
@@ -86,19 +38,119 @@ def load_sizes(num_slots: int) -> list[int]:
     return sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
 
 
-def _choices(target: LM, drafter: Drafter) -> list[int]:
+def timed_ks(target: LM, drafter: Drafter) -> list[int]:
     """The K that the execution favours and the drafter can draft."""
     most = drafter.most_drafted
     return [k for k in target.execution.favoured_k if most is None or k <= most]
 
 
-def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
-    """The same, measured now and not kept."""
-    arms = [CostArm(target, drafter, k) for k in _choices(target, drafter)]
-    length = min(_SHORT, target.context_len // 2)
-    rounds = time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=num_tokens)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Costs of rounds, and how far they can be believed. All are by K.
+
+    Attributes:
+        seconds: of a round.
+        verify_s: of its verify.
+        spread: the interquartile range of the times, over ``seconds``.
+        num_rounds: that were timed.
+        load: the system's load average when they were; None where it is not known.
+    """
+
+    seconds: Mapping[int, float]
+    verify_s: Mapping[int, float]
+    spread: Mapping[int, float]
+    num_rounds: Mapping[int, int]
+    load: float | None
+
+    @property
+    def doubt(self) -> str | None:
+        """Why they are not to be believed; None if they are."""
+        k = implausible_k(self.seconds, self.verify_s)
+        if k is not None:
+            return f"{self.seconds[k]:.3g} s for K = {k} cannot be right beside the other K"
+        error = {k: spread / math.sqrt(self.num_rounds[k]) for k, spread in self.spread.items()}
+        worst = max(error, key=error.__getitem__)
+        if error[worst] > _LARGEST_ERROR:
+            return f"the times of {self.num_rounds[worst]} rounds of K = {worst} scatter by {self.spread[worst]:.0%}"
+        return None
+
+
+def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> Measured:
+    """The costs of rounds of ``num_rows`` rows, measured now: for about a second, and again for some more where the
+    result is not to be believed.
+
+    Args:
+        num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
+            serves the run as well.
+    """
+    arms = [CostArm(target, drafter, k) for k in timed_ks(target, drafter)]
     average = average_of([target, *drafter.models])
-    return {arm.k: average([timing.decode_s for timing in timings]) for arm, timings in zip(arms, rounds, strict=True)}
+    load = _load_average()
+    begin_s = told_s = time.perf_counter()
+    _LOG.info(
+        "measuring rounds of %s with %s (%d %s, K = %s)",
+        target.name,
+        drafter.name,
+        num_rows,
+        "rows" if num_rows > 1 else "row",
+        ", ".join(str(arm.k) for arm in arms),
+    )
+
+    def tell(arm: CostArm) -> None:
+        nonlocal told_s
+        now_s = time.perf_counter()
+        if now_s - told_s > _SILENT_S:
+            told_s = now_s
+            _LOG.info("measuring rounds: K = %d, %.0f s", arm.k, now_s - begin_s)
+
+    def is_enough(taken: Sequence[Sequence[Timing]], num_passes: int, seconds: float) -> bool:
+        if num_passes >= _MOST_PASSES or seconds > _PASSES_S:
+            is_over = num_passes >= _MOST_REPEATED or seconds > _REPEATED_S
+            return is_over or _measured(arms, taken, average, load).doubt is None
+        return False
+
+    taken = time_rounds(
+        arms,
+        rule,
+        num_rows=num_rows,
+        length=min(_SHORT, target.context_len // 2),
+        num_tokens=num_tokens,
+        is_enough=is_enough,
+        on_arm=tell,
+    )
+    return _measured(arms, taken, average, here().shared(load))
+
+
+def _measured(
+    arms: Sequence[CostArm],
+    taken: Sequence[Sequence[Timing]],
+    average: Callable[[Sequence[float]], float],
+    load: float | None,
+) -> Measured:
+    by_k = {arm.k: [timing.decode_s for timing in timings] for arm, timings in zip(arms, taken, strict=True)}
+    seconds = {k: average(times) for k, times in by_k.items()}
+    verifies = {arm.k: [timing.verify_s for timing in timings] for arm, timings in zip(arms, taken, strict=True)}
+    return Measured(
+        seconds=seconds,
+        verify_s={k: average(times) for k, times in verifies.items()},
+        spread={k: _interquartile_range(times) / seconds[k] for k, times in by_k.items()},
+        num_rounds={k: len(times) for k, times in by_k.items()},
+        load=load,
+    )
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # a system that has none
+        return None
+
+
+def _interquartile_range(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
 
 
 def average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
@@ -128,9 +180,11 @@ def time_rounds(
     num_rows: int,
     length: int,
     num_tokens: int = 0,
-    num_passes: int = 0,
+    num_passes: int = 1,
+    is_enough: Callable[[Sequence[Sequence[Timing]], int, float], bool] = lambda *_: True,
     sampling: Sampling = _PLAIN,
     on_pass: Callable[[], None] = lambda: None,
+    on_arm: Callable[[CostArm], None] = lambda _: None,
 ) -> list[list[Timing]]:
     """The times of rounds of each arm, on random text, arms in turn.
 
@@ -138,9 +192,13 @@ def time_rounds(
         length: tokens of each row to begin with.
         num_tokens: of the longest row in the end, at least. A cache of that size is taken, so that what is compiled for
             measuring serves the run as well.
-        num_passes: over all arms; 0: as many as take about a second, but no more than five.
+        num_passes: over all arms, at least; every second one in the opposite order, so that a machine that becomes
+            slower does so for all.
+        is_enough: asked after these and after each one more, with the times so far, the number of passes, and the
+            seconds that they took. One process of a job decides.
         sampling: options that the rounds run under.
         on_pass: called after each pass, and after the one that warms up.
+        on_arm: called after the rounds of each arm, in all passes.
 
     Returns:
         For each arm its rounds. If a run has several, without the first: it comes after the prefill, which has swept
@@ -167,13 +225,17 @@ def time_rounds(
 
     for arm in arms:
         rounds(arm)  # whatever happens only once
+        on_arm(arm)
     on_pass()
     begin = time.perf_counter()
-    for _ in range(num_passes or _MOST_PASSES):
-        for arm, timings in zip(arms, taken, strict=True):
+    in_turn = list(zip(arms, taken, strict=True))
+    for num_done in count(1):
+        for arm, timings in in_turn:
             timings += rounds(arm)
+            on_arm(arm)
         on_pass()
-        if not num_passes and here().shared(time.perf_counter() - begin > _PASSES_S):
+        in_turn.reverse()
+        if num_done >= num_passes and here().shared(is_enough(taken, num_done, time.perf_counter() - begin)):
             break
     return here().shared(taken)
 
@@ -183,20 +245,3 @@ def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
     if int(rows.num_wanted.amax()) == 0:
         return draft
     return Draft(ids=rows.last_ids[:, 1:].expand(-1, k), probs=None, num_drafted=rows.num_wanted)
-
-
-def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
-    def facts(lm: LM) -> tuple[Any, ...]:
-        weights = list(lm.model.parameters())
-        num_params = sum(weight.numel() for weight in weights)
-        # Kept as they are stored, they are read in another time.
-        kinds = sorted({(type(weight).__name__, str(stored_tensors(weight)[0].dtype)) for weight in weights})
-        return lm.name, num_params, kinds, str(lm.dtype), str(lm.device), lm.execution.name
-
-    lms = [target, *drafter.models]
-    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
-    processor = processor_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    machine = torch.__version__, processor, device
-    loop = drafter.name, rule.name, num_rows, target.execution.favoured_k, here().size
-    what = [facts(lm) for lm in lms], loop, machine, _METHOD
-    return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

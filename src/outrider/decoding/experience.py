@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from outrider.decoding.costs import load_sizes, round_costs
+from outrider.decoding.costs import load_sizes
+from outrider.decoding.kept_costs import round_costs
 from outrider.decoding.learned import Learned
 from outrider.decoding.live_costs import LiveCosts
 from outrider.drafters.base import Drafter

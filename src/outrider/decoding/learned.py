@@ -111,9 +111,11 @@ class Habit:
 
     Attributes:
         usual_k: the last that was chosen and not tried; None before the first.
+        time_s: of rounds, about, since a K was tried for no other reason than that it had not run for long.
     """
 
     usual_k: int | None = None
+    time_s: float = 0.0
     _tried: tuple[int, float] | None = None  # the last K tried, and what it promised, over the usual one
     _num_tries: int = 0
     _num_since_try: int = 0
@@ -132,6 +134,11 @@ class Habit:
             if rates[k] / rates[self.usual_k] > _A_SUCCESS * promised:
                 self._num_tries = 0
         return self._num_since_try >= min(_FIRST_TRY + _MORE_EACH_TRY * self._num_tries, _LONGEST_WITHOUT)
+
+    @property
+    def may_try_again(self) -> bool:
+        """Whether K was chosen as often as it is before a first try."""
+        return self._num_since_try >= _FIRST_TRY
 
     def note_try(self, k: int, rates: Mapping[int, float]) -> None:
         assert self.usual_k is not None

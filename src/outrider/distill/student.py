@@ -104,7 +104,8 @@ def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
 
     with torch.random.fork_rng(devices=[]):  # they are made on the CPU
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(draft_config(target_config, shape), dtype=torch.float32)
+        config = draft_config(target_config, shape)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return model
 
 

@@ -113,7 +113,7 @@ class Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         lm = self._kept_model()
         length = len(self._held_out[0].ids)
-        self._costs = _of_first(measure_round_costs(self._target, ModelDrafter(lm), REJECTION, 1, length))
+        self._costs = _of_first(dict(measure_round_costs(self._target, ModelDrafter(lm), REJECTION, 1, length).seconds))
         if not self.progress.checks:
             self._check(state)
         self.spent = self._budget.spent(state.global_step, self.progress.seconds)

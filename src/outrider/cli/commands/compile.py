@@ -77,7 +77,7 @@ def _compile(
     """Make the programs; and where K is to be chosen by costs, measure these. Returns the K, and the programs."""
     import torch
 
-    from outrider.decoding.costs import costs_by_load
+    from outrider.decoding.kept_costs import costs_by_load
     from outrider.decoding.rehearsal import rehearse
     from outrider.runtime.maker import Maker
     from outrider.sampling.rules import RULES

@@ -1,0 +1,98 @@
+"""``outrider costs``: the costs of rounds behind ``-k auto`` that are kept on disk."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import JsonOption
+from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
+from outrider.errors import FileError, OptionError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outrider.decoding.kept_costs import KeptCosts
+
+
+def costs(
+    target: Annotated[str | None, typer.Option(help="Only those of this target, by its name in the list.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Only those of this draft, by its name in the list.")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete what is listed; the next run measures again.")] = False,
+    json_target: JsonOption = None,
+) -> None:
+    """Show the costs of rounds that -k auto begins with, or delete them.
+
+    They are measured before the first run of a pair, and kept for 30 days; for an hour where they cannot be right, or
+    their times scatter."""
+    from outrider.decoding.kept_costs import kept_costs
+    from outrider.system.files import cache_folder
+
+    check_json_target(json_target)
+    found, unreadable = kept_costs()
+    for name, wanted in (("target", target), ("draft", draft)):
+        if wanted is not None:
+            found, unreadable = [one for one in found if one.of[name] == wanted], []
+            if not found:
+                raise OptionError(f"--{name}", wanted, "no costs of it are kept: 'outrider costs' lists those that are")
+    console = console_for(json_target)
+    if found:
+        print_table(console, _list(found), FILE_WIDTH)
+        console.print(
+            "±: interquartile range of the times, over their median; load: average load of the system.", style="dim"
+        )
+    count = f"{len(found)} {'file' if len(found) == 1 else 'files'} in {cache_folder('costs')}"
+    if unreadable:
+        count += f", and {len(unreadable)} that cannot be read, of other versions"
+    console.print(count, soft_wrap=True)
+    if clear:
+        for path in [*(one.path for one in found), *unreadable]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise FileError(f"cannot delete {path}: {error.strerror}") from None
+        console.print("Deleted.")
+    options = {"target": target, "draft": draft, "clear": clear}
+    body = {"costs": [_json(one) for one in found], "num_unreadable": len(unreadable)}
+    write_json(json_target, "costs", options, body)
+
+
+def _list(found: list[KeptCosts]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Milliseconds of a round, by K")
+    for heading in ("target", "draft", "on", "rule", "rows", "measured", "load", "ms of a round"):
+        table.add_column(heading, justify="right" if heading in ("rows", "load") else "left")
+    for one in found:
+        of, measured = one.of, one.measured
+        notes = [f"{_measured_at(one):%Y-%m-%d %H:%M}", *["no longer used"] * (not one.is_used), measured.doubt or ""]
+        when = "\n".join(notes)
+        by_k = (f"K={k} {1e3 * s:.3g} ±{measured.spread[k]:.0%}" for k, s in measured.seconds.items())
+        where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} threads"
+        load = "" if measured.load is None else f"{measured.load:.1f}"
+        pair = of["target"], of["draft"], where, of["acceptance"], str(of["num_rows"])
+        table.add_row(*pair, when, load, "\n".join(by_k))
+    return table
+
+
+def _measured_at(one: KeptCosts) -> datetime:
+    return datetime.now(UTC) - timedelta(seconds=one.age_s)
+
+
+def _json(one: KeptCosts) -> dict[str, Any]:
+    measured = one.measured
+    by_k = [
+        {"k": k, "round_ms": 1e3 * seconds, "spread": measured.spread[k], "num_rounds": measured.num_rounds[k]}
+        for k, seconds in measured.seconds.items()
+    ]
+    return {
+        **one.of,
+        "measured_at": _measured_at(one).isoformat(timespec="seconds"),
+        "is_used": one.is_used,
+        "doubt": measured.doubt,
+        "load": measured.load,
+        "by_k": by_k,
+        "file": str(one.path),
+    }
