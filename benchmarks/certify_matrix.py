@@ -114,9 +114,8 @@ def main() -> None:
 
 
 def has_missed(row: Row) -> bool:
-    """Whether all that stands against it is that a mistake was not found out. (An alarm is not tried again.)"""
-    layers = [row["exact"], *row["greedy"], *([row["statistical"]] if row["statistical"] else [])]
-    return all(layer["is_ok"] for layer in layers) and not row["is_certified"]
+    """Whether there were too few tokens. (An alarm is not tried again.)"""
+    return row["verdict"] == "inconclusive"
 
 
 def summary(row: Row) -> Row:
@@ -138,11 +137,11 @@ def verdict(row: Row) -> str:
     if not all(one["is_ok"] for one in row["greedy"]):
         return "text: failed"
     statistical = row["statistical"]
-    if statistical is not None and not statistical["is_ok"]:
+    if row["verdict"] == "failed":
         return "alarm"
     if not row["is_certified"]:
         missed = [c["name"] for c in row["controls"] if c["excuse"] is None and not c["is_caught"]]
-        return "missed " + ", ".join(missed) if missed else "idle"
+        return "missed " + ", ".join(missed) if missed else "idle" if row["is_idle"] else "too few"
     if statistical is None:
         return "same"
     return "certified" if statistical["detectable"] is None else f"{statistical['detectable']:.1%}"

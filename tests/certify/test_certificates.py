@@ -14,7 +14,7 @@ from scipy import stats
 from hybrids import hybrid, hybrid_lm
 from outrider.certify import run as module
 from outrider.certify.certificate import Certificate
-from outrider.certify.controls import CONTROLS, Control
+from outrider.certify.controls import CONTROLS, REUSED, Control
 from outrider.certify.design import Design
 from outrider.certify.divergence import plain_batches
 from outrider.certify.job import Job
@@ -28,7 +28,7 @@ from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
 from outrider.runtime.captured import Captured
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import RULES
+from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
 from outrider.stats.evidence import detectable
 from toys import as_lm, llama_pair, perturbed, table_pair, tiny_llama
 
@@ -119,6 +119,23 @@ def test_what_is_wrong_alarms(control: Control) -> None:
     assert any(test.is_alarm for test in design.tests(observed, 1e-3))
 
 
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+def test_numbers_used_for_two_rounds_show_in_pairs_of_tokens_alone(rule: Rule) -> None:
+    """Each token's own law is right on average over the text before it, so that no other test alarms. Level: 1e-6."""
+    job, design = _llama_design()
+    wrong = Control("", "", dataclasses.replace(rule, make_noise=REUSED.make_noise))
+    alarms = {test.name for test in design.tests(Sample(job, wrong).first(2500), 1e-6) if test.is_alarm}
+    assert "rank-by-round-before" in alarms and alarms <= {"rank-by-round-before", "rank-by-distance"}
+
+
+def test_the_numbers_of_a_neighbour_show_in_pairs_of_sequences_alone() -> None:
+    """Level: 1e-6."""
+    job, design = _llama_design()
+    (control,) = (one for one in CONTROLS if one.name == "neighbour")
+    tests = design.tests(Sample(job, control).first(2500), 1e-6)
+    assert {test.name for test in tests if test.is_alarm} == {"rank-by-sequence"}
+
+
 def test_what_is_wrong_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake that is made by the very loop that is to be certified."""
     right = module.write
@@ -126,7 +143,7 @@ def test_what_is_wrong_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "CONTROLS", ())
     monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
     _, certificate = _certificate(_job(llama_pair()), 2000)
-    assert not certificate.is_certified and certificate.exact.is_ok
+    assert certificate.verdict == "failed" and certificate.exact.is_ok
     assert certificate.statistical is not None and certificate.statistical.is_alarm
 
 
@@ -172,7 +189,10 @@ def test_too_few_tokens_certify_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     _, certificate = _certificate(_job(table_pair(6), level=1e-6), 200, wanted=0.001)
     statistical = certificate.statistical
     assert statistical is not None and not statistical.is_alarm and not statistical.is_ok
-    assert not all(control.is_ok for control in certificate.controls) and not certificate.is_certified
+    assert not all(control.is_ok for control in certificate.controls) and certificate.verdict == "inconclusive"
+    assert statistical.num_tokens_needed == certificate.num_tokens_needed > 10**6
+    (missed,) = certificate.controls
+    assert 400 < missed.num_tokens_needed < 10**4
 
 
 def test_the_size_that_is_asked_for_suffices() -> None:
@@ -204,8 +224,8 @@ def test_look_ups_and_models_without_a_cache_excuse_some_controls() -> None:
     excused = {c.control.name: c.excuse for c in certificate.controls if c.excuse}
     assert excused.keys() == {"drop-unlikely", "argmax-drafts", "filtered-drafts", "rollback"}
     assert "cache" in excused["rollback"]
-    single = [c.excuse(k=1, has_probs=True, has_cache=True, is_greedy=False) for c in CONTROLS]
-    assert [bool(excuse) for excuse in single] == [True, *[False] * 7]
+    single = [c.excuse(k=1, num_rows=1, has_probs=True, has_cache=True, is_greedy=False) for c in CONTROLS]
+    assert {c.name for c, excuse in zip(CONTROLS, single, strict=True) if excuse} == {"keep-all", "neighbour"}
 
 
 def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +252,16 @@ def test_what_never_comes_up_is_excused_at_temperature_zero(monkeypatch: pytest.
         by_name = {one.control.name: one for one in certificate.controls}
         assert by_name["accept-all"].is_caught and not by_name["replace-last"].is_caught
         assert certificate.is_certified == is_enough == bool(by_name["replace-last"].excuse)
+        assert (certificate.verdict, certificate.num_tokens_needed) == (
+            ("passed", None) if is_enough else ("inconclusive", 922)
+        )
 
 
 def test_where_no_mistake_would_show_nothing_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of one token are never drafted; and a look-up that never finds anything is no speculation."""
     monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
     _, certificate = _certificate(_job(table_pair(6), max_new_tokens=1), 1000)
-    assert certificate.is_idle and not certificate.is_certified
+    assert certificate.is_idle and certificate.verdict == "inconclusive" and certificate.num_tokens_needed is None
     assert certificate.statistical is not None and certificate.statistical.is_ok
 
 

@@ -7,13 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.certify.controls import ACCEPT_ALL, ALL_OR_NOTHING, ARGMAX_DRAFTS, FILTERED_DRAFTS, REPLACE_LAST
+from outrider.certify.controls import (
+    ACCEPT_ALL,
+    ALL_OR_NOTHING,
+    ARGMAX_DRAFTS,
+    BLOCK_BY_POSITION,
+    FILTERED_DRAFTS,
+    REPLACE_LAST,
+    REUSED,
+)
 from outrider.certify.exact import check_exactly, forcing_gap, identity_gap
+from outrider.certify.rounds import noise_gap, two_rounds_gap
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.records import Draft, Verdict
-from outrider.sampling.noise import RoundUniforms
-from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
+from outrider.sampling.noise import GumbelNoise, RoundUniforms, round_uniforms
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
 from outrider.scoring.teacher_forcing import Text
 from toys import llama_pair, table_pair
 
@@ -33,6 +42,7 @@ SAMPLINGS = [
 def test_right_rules_are_exact(rule: Rule, sampling: Sampling) -> None:
     report = check_exactly(*table_pair(6), sampling, rule, CONTEXTS)
     assert report.is_ok and report.identity < 1e-14 and report.round_law < 1e-14
+    assert report.two_rounds < 1e-12
     assert report.num_contexts == 2 and report.num_rows == 2 * (1 + 4 + 16)
     assert report.to_json()["is_ok"] and not dataclasses.replace(report, round_law=float("nan")).is_ok
 
@@ -62,6 +72,32 @@ WRONG = [ALL_OR_NOTHING, ACCEPT_ALL, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFT
 @pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.name)
 def test_wrong_rules_are_not(rule: Rule) -> None:
     assert check_exactly(*table_pair(6), Sampling(), rule, CONTEXTS).round_law > 1e-3
+
+
+def _by_round_alone(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
+    """The generator starts anew in each round."""
+    return round_uniforms(seeds, torch.zeros_like(round_starts), k)
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("make_noise", [REUSED.make_noise, _by_round_alone])
+def test_numbers_used_in_two_rounds(rule: Rule, make_noise: object) -> None:
+    """Each round alone is right, two together are not. (A certificate with them fails.)"""
+    wrong = dataclasses.replace(rule, make_noise=make_noise)
+    report = check_exactly(*table_pair(6), Sampling(), wrong, CONTEXTS[:1])
+    assert report.identity < 1e-14 and report.round_law < 1e-14
+    assert report.two_rounds > 0.05 and not report.is_ok
+
+
+def test_noise_by_position_alone() -> None:
+    """Wrong under ``block``, where a token depends on tokens drafted after it; right under ``rejection``."""
+    assert two_rounds_gap(BLOCK_BY_POSITION) > 5e-4
+    assert two_rounds_gap(dataclasses.replace(REJECTION, make_noise=BLOCK_BY_POSITION.make_noise)) < 1e-12
+
+
+def test_noise_of_gumbel_by_round() -> None:
+    assert noise_gap(GUMBEL.make_noise) == 0
+    assert noise_gap(lambda seeds, starts, k, v: GumbelNoise(seeds, torch.zeros_like(starts), v)) > 0.1
 
 
 def _lenient(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:

@@ -182,7 +182,7 @@ def test_a_page_says_what_the_document_says(kind: str) -> None:
     assert "top-k 20" in text and f"{statistical['detectable']:.2%}" in text
     for test in statistical["tests"]:
         assert TESTS[test["name"]][0].format(towards="the draft") in text and f"{test['p']:.3g}" in text
-    assert ("ALARM" in text) == (kind == "wrong")
+    assert ("ALARM" in text) == (kind == "wrong") and "Limit of detection of reused random numbers" in text
 
 
 def test_why_it_is_not_certified() -> None:
@@ -203,11 +203,19 @@ def _forbid(document: dict[str, Any]) -> None:
 
 
 def _want(document: dict[str, Any]) -> None:
-    document["statistical"]["wanted"] = 1e-4
+    document["statistical"] |= {"wanted": 1e-4, "num_tokens_needed": 9 * 10**7}
+
+
+def _weaken(document: dict[str, Any]) -> None:
+    document["statistical"] |= {"detectable": None, "num_tokens_needed": 1234}
+
+
+def _reuse(document: dict[str, Any]) -> None:
+    document["exact"]["two_rounds"] = 0.0925
 
 
 def _miss(document: dict[str, Any]) -> None:
-    document["controls"][1] |= {"is_caught": False, "p": 0.5}
+    document["controls"][1] |= {"is_caught": False, "p": 0.5, "num_tokens_needed": 7000}
 
 
 def _idle(document: dict[str, Any]) -> None:
@@ -229,24 +237,34 @@ def _differ(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "headline", "reason"),
     [
-        (_forbid, "does not allow 3 of the generated tokens"),
-        (_want, "A deviation of 0.01% might have gone undetected"),
-        (_miss, "not detected (accept-all: every draft kept)"),
-        (_idle, "there is nothing to certify"),
-        (_break_the_rule, "one round is off by 2e-03, and 1e-09 is allowed"),
-        (_break_the_yardstick, "teacher forcing is off by –"),
-        (_differ, "Of 2 texts at temperature 0, 1 differ"),
+        (_forbid, "Not certified", "does not allow 3 of the generated tokens"),
+        (_want, "Inconclusive", "A deviation of 0.01% might have gone undetected, contrary to the request: about 9"),
+        (
+            _weaken,
+            "Inconclusive",
+            "follows the draft alone might have gone undetected: about 1,234 tokens",
+        ),
+        (
+            _miss,
+            "Inconclusive",
+            "(accept-all: every draft kept), so the tests are too weak here: about 7,000",
+        ),
+        (_idle, "Inconclusive", "there is nothing to certify"),
+        (_break_the_rule, "Not certified", "one round is off by 2e-03, and 1e-09 is allowed"),
+        (_reuse, "Not certified", "two rounds is off by 9e-02, and 1e-09 is allowed"),
+        (_break_the_yardstick, "Not certified", "teacher forcing is off by –"),
+        (_differ, "Not certified", "Of 2 texts at temperature 0, 1 differ"),
     ],
 )
-def test_each_reason_has_its_sentence(change: Callable[[dict[str, Any]], None], reason: str) -> None:
+def test_each_reason_has_its_sentence(change: Callable[[dict[str, Any]], None], headline: str, reason: str) -> None:
     document = copy.deepcopy(_certified("right"))
     change(document)
     with pytest.raises(AssertionError):
         render_certificate(document)  # of two minds
     text = Page(render_certificate(document | {"is_certified": False})).text
-    assert text.startswith("Not certified") and reason in text[: text.index("Tested:")]
+    assert text.startswith(headline) and reason in text[: text.index("Tested:")]
 
 
 @pytest.mark.parametrize("kind", SAMPLED_KINDS)
@@ -307,7 +325,8 @@ def test_a_stored_document() -> None:
     """Without what was not there when it was written; with what was, where it is there."""
     document = copy.deepcopy(_certified("right"))
     statistical = document["statistical"]
-    del statistical["pit_excess"]
+    del document["verdict"], document["exact"]["two_rounds"], statistical["dependence"], statistical["pit_excess"]
+    del statistical["num_tokens_needed"]
     statistical |= {"estimate": None, "estimate_std": None, "detectable": None, "num_at_edge": 2}
     page = Page(render_certificate(document))
     assert len(page.figures) == 3 and "Estimated deviation" not in page.text

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from scipy import stats
 
-from outrider.certify.controls import WRONG_RULES
+from outrider.certify.controls import REUSED, WRONG_RULES
 from outrider.certify.samples import Sample, check_samples, judge, judge_greedily, num_repeats
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter, NoDrafter
@@ -13,7 +13,7 @@ from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import REJECTION, Rule
+from outrider.sampling.rules import BLOCK, REJECTION, Rule
 from outrider.text.row_text import RowText
 from toys import llama_pair, table_pair
 
@@ -30,11 +30,12 @@ def _written(
     rule: Rule = REJECTION,
     said: Sampling | None = None,
     seed: int = 0,
+    has_one_seed: bool = False,
 ) -> list[Sample]:
     """Texts of our own loop, which end by chance, said to be sampled by other options perhaps."""
     requests = []
     for i in range(num_texts):
-        row = dataclasses.replace(sampling, seed=seed + i)
+        row = dataclasses.replace(sampling, seed=seed if has_one_seed else seed + i)
         requests.append(Request(PROMPTS[i % 3], row, RowText(None, (END,), ())))
     ids: list[list[int]] = [[] for _ in requests]
     for round_ in decode(target, drafter, requests, rule, num_draft_tokens=4):
@@ -58,7 +59,8 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     assert not report.is_alarm and report.places == [] and sum(told) == 120
     assert report.num_texts == 108 and report.num_tokens == sum(len(one.token_ids) for one in samples[12:])
     assert {test.name for test in report.tests} == {
-        "score", "likelihood", "rank", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt"
+        "score", "likelihood", "rank", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt", "rank-by-distance",
+        "rank-by-sequence"
     }  # fmt: skip
     assert report.estimate is not None and abs(report.estimate) < 5 * report.estimate_std
     assert report.pit_excess[0] == report.pit_excess[-1] == 0 and len(report.pit_excess) == 101
@@ -69,6 +71,19 @@ def test_a_wrong_rule_is_found_out(rule: str) -> None:
     target, drafter = table_pair(6)
     samples = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=WRONG_RULES[rule])
     assert _is_alarm(target, drafter, samples)
+
+
+def test_numbers_used_twice_alarm() -> None:
+    """In the next round, or in the next text, since all have one seed. False alarm of the right texts: 1e-6."""
+    target, drafter = llama_pair()
+    options = Sampling(max_new_tokens=24)
+    right = _written(target, drafter, 200, options)
+    assert not _is_alarm(target, drafter, right)
+    reused = _written(target, drafter, 200, options, rule=dataclasses.replace(BLOCK, make_noise=REUSED.make_noise))
+    same = _written(target, drafter, 200, options, has_one_seed=True)
+    for samples, name in ((reused, "rank-by-distance"), (same, "rank-by-sequence")):
+        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        assert {test.name for test in report.tests if test.is_alarm} >= {name}
 
 
 def test_a_deviation_is_measured() -> None:

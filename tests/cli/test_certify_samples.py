@@ -127,3 +127,17 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "--seed" in outrider("certify-samples", "fable", path, "--seed", -1).error
     assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error
     assert "choose another file" in outrider("certify-samples", "fable", path, "--json", path).error
+
+
+def test_too_few_texts_are_inconclusive(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
+    """Neither consistent nor not; about how many tokens would decide; and a limit that was requested."""
+    rows = [row | {"token_ids": row["token_ids"][:3]} for row in _lines(samples)[:3]]
+    few, page = _write(tmp_path / "few", rows), tmp_path / "page.html"
+    ended = outrider("certify-samples", "fable", few, "--html", page)
+    assert ended.code == 3 and "INCONCLUSIVE: about " in ended.out and "CONSISTENT" not in ended.out
+    assert "Inconclusive: " in page.read_text(encoding="utf-8")
+    ended = outrider("certify-samples", "fable", samples, "--detect-tv", 0.001, "--json", "-")
+    document = only_document(ended.out, "certify-samples")
+    assert ended.code == 3 and document["verdict"] == "inconclusive" and not document["is_consistent"]
+    assert document["num_tokens_needed"] > document["statistical"]["num_tokens"]
+    assert "like 0.01" in outrider("certify-samples", "fable", few, "--detect-tv", 1.5).error

@@ -21,12 +21,14 @@ from outrider.stats.evidence import (
     Finding,
     Increments,
     detectable,
+    detectable_reuse,
     holm,
     log_mgfs,
     mean_wealth,
     p_value,
     pit_tests,
     tokens_needed,
+    tokens_to_alarm,
 )
 
 VOCAB = 5
@@ -149,6 +151,74 @@ def test_what_cannot_be_detected() -> None:
     increments, drift = few.increments("score", 0), few.drift(0)
     assert detectable(increments, drift, Bet.for_sample(increments, 5, 1e-6), 1e-6) is None
     assert tokens_needed(increments, drift, 1.0, 1e-6) is None
+
+
+class Ranks:
+    """Centred ranks of the tokens of many runs, each token with a law of its own; a share of them is drawn with the
+    uniform number of the token before."""
+
+    def __init__(self, seed: int, num_runs: int, num_tokens: int, reused: float) -> None:
+        rng = np.random.default_rng(seed)
+        laws = rng.dirichlet([0.5] * VOCAB, size=(num_runs, num_tokens))
+        uniforms = rng.random((num_runs, num_tokens))
+        for j in range(1, num_tokens):
+            again = rng.random(num_runs) < reused
+            uniforms[again, j] = uniforms[again, j - 1]
+        edges = laws.cumsum(axis=2)
+        ranks = edges - laws / 2 - 0.5
+        drawn = (uniforms[..., None] > edges[..., :-1]).sum(axis=2)
+        self.values = np.take_along_axis(ranks, drawn[..., None], axis=2)[..., 0]
+        self.moments = np.stack([(laws * ranks**power).sum(axis=2) for power in (2, 3, 4)])
+        self.lows, self.highs = -ranks.min(axis=2), ranks.max(axis=2)
+
+    def products(self, run: int) -> Increments:
+        """Of each token but the first with the one before."""
+        own = Increments(self.values[run], self.moments[:, run], self.lows[run], self.highs[run])
+        return own[1:].scaled(self.values[run, :-1])
+
+    def reused(self, run: int) -> float:
+        """The mean sum of the products if all shared their numbers."""
+        variances = self.moments[0, run]
+        return 12 * float((variances[1:] * variances[:-1]).sum())
+
+
+def test_products_of_ranks_are_a_valid_test() -> None:
+    """2,000 runs of 60 tokens, as above."""
+    ranks = Ranks(8, 2000, 60, 0.0)
+    bet = Bet.for_sample(ranks.products(0), 60, 0.01)
+    p = np.array([p_value(bet.log_wealth(ranks.products(run))) for run in range(2000)])
+    for level in (0.001, 0.01, 0.1):
+        assert (p <= level).sum() <= stats.binom.isf(1e-6, 2000, level)
+
+
+def test_reuse_that_is_said_to_be_detectable_is_detected() -> None:
+    """400 runs of 600 tokens, as above; with a third of that share, not half of them."""
+    level, num_tokens = 1e-4, 600
+    null = Ranks(9, 1, num_tokens, 0.0)
+    bet = Bet.for_sample(null.products(0), num_tokens, level)
+    share = detectable_reuse(null.products(0), bet, level, null.reused(0))
+    assert share is not None and 0.1 < share < 0.5
+    found = {}
+    for part in (1.0, 0.3):
+        ranks = Ranks(9, 400, num_tokens, part * share)
+        found[part] = sum(p_value(bet.log_wealth(ranks.products(r))) <= level for r in range(400))
+    assert found[1.0] >= 379
+    assert found[0.3] < 200
+    few = Ranks(9, 1, 5, 0.0)
+    assert detectable_reuse(few.products(0), Bet.for_sample(few.products(0), 5, level), level, few.reused(0)) is None
+
+
+def test_the_tokens_that_decide() -> None:
+    """A deviation that needs 1,500 tokens is tested with 500: the p that is expected then asks for about as many."""
+    level, mixed = 1e-4, 0.1
+    judged = Judged(6, 200, 500, mixed)
+    bet = Bet.for_sample(judged.increments("score", 0), 500, level)
+    logs = [bet.log_wealth(judged.increments("score", run)) for run in range(200)]
+    said = tokens_to_alarm(p_value(float(np.mean(logs))), 500, level)
+    drift = judged.drift(0)
+    needed = tokens_needed(judged.increments("score", 0), drift, mixed * float(drift.distances.mean()), level)
+    assert needed is not None and 0.6 * needed < said < 1.6 * needed
+    assert tokens_to_alarm(1.0, 500, level) > tokens_to_alarm(0.01, 500, level) > 2 * 500
 
 
 def test_holm() -> None:

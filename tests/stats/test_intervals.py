@@ -11,10 +11,13 @@ from scipy import stats
 
 from outrider.stats.intervals import (
     Interval,
+    bounded_mean,
     mean_std,
     normal_limit,
+    num_trials_to_decide,
     paired_difference,
     paired_ratio,
+    ratio_of_sums,
     uniform_bins,
     uniform_distance,
     wald,
@@ -123,6 +126,39 @@ def test_the_interval_of_ratios_covers_the_truth_as_often_as_it_says() -> None:
     assert covered_by_control < at_least
 
 
+def test_an_interval_of_bounded_members_stays_within_the_bounds() -> None:
+    """All at one bound, where the groups are no different: there it is Wilson's, with the t quantile; and groups that
+    differ as much as they can."""
+    members = [10, 30]
+    q = float(stats.t.ppf(0.975, 1)) ** 2 / 40
+    everything = bounded_mean([50, 150], members, (1.0, 5.0))
+    assert (everything.value, *ends(everything)) == pytest.approx((5.0, 5.0 - 4 * q / (1 + q), 5.0))
+    nothing = bounded_mean(members, members, (1.0, 5.0))
+    assert (nothing.value, *ends(nothing)) == pytest.approx((1.0, 1.0, 1.0 + 4 * q / (1 + q)))
+    low, high = ends(bounded_mean([10, 150], members, (1.0, 5.0)))
+    assert 1.0 <= low < 4.0 < high <= 5.0
+    assert ends(bounded_mean(members, members, (1.0, 1.0))) == (1.0, 1.0)
+    assert bounded_mean([50], [10], (1.0, 5.0)) == Interval(5.0, None, None)
+
+
+def test_the_interval_of_bounded_members_covers_the_truth_near_a_bound() -> None:
+    """4000 experiments of 20 texts of 30 rounds, in which nearly all of 4 drafted tokens stand. The control is the
+    symmetric interval, which goes beyond the bound and covers less."""
+    generator = np.random.default_rng(0)
+    num, alpha, covered, covered_by_control = 4000, 0.995, 0, 0
+    truth = sum(alpha**i for i in range(5))
+    for _ in range(num):
+        stands = generator.random((20, 30, 4)) < alpha
+        tokens = (1 + np.cumprod(stands, axis=2).sum(axis=2)).sum(axis=1).tolist()
+        low, high = ends(bounded_mean(tokens, [30] * 20, (1.0, 5.0)))
+        covered += low <= truth <= high <= 5.0
+        low, high = ends(ratio_of_sums(tokens, [30] * 20))
+        covered_by_control += low <= truth <= high
+    at_least, at_most = stats.binom.interval(1 - FALSE_ALARM, num, 0.95)
+    assert at_least <= covered <= at_most
+    assert covered_by_control < at_least
+
+
 def test_paired_difference_by_hand() -> None:
     """100 trials, 3 solved by the first alone, 5 by the second: the difference is 0.02, its variance
     (9 - 100 * 0.0004) / 100^2, and the nearer margin is 0.03 / 0.0299333 = 1.002228 standard errors off."""
@@ -220,6 +256,21 @@ def test_a_difference_is_seldom_found_where_there_is_none(num: int, rate: float)
             level += probability * (paired.difference_p < 0.05)
             level_of_control += probability * (not low <= 0 <= high)
     assert level <= 0.05 < level_of_control
+
+
+@pytest.mark.parametrize(("share", "margin"), [(0.065, 0.05), (0.5, 0.1)])
+def test_the_number_of_trials_that_decides(share: float, margin: float) -> None:
+    """Of 200 pairs of arms that are alike, about 190 are found equivalent. If each were with a probability of 0.92, 162
+    or fewer would be in one of 10^6 cases. With a quarter of the trials few are."""
+    generator = np.random.default_rng(0)
+
+    def num_equivalent(num_trials: int) -> int:
+        draws = generator.random((200, num_trials))
+        return sum(paired_difference(u < share / 2, u > 1 - share / 2, margin).is_equivalent for u in draws)
+
+    needed = num_trials_to_decide(share, margin)
+    assert num_equivalent(needed) > 162
+    assert num_equivalent(needed // 4) < 100
 
 
 def test_a_difference_by_hand() -> None:

@@ -65,35 +65,45 @@ def _draw_filtered(draft_rows: Tensor, uniform: Tensor) -> Tensor:
     return draw(torch.where(draft_rows >= second, draft_rows, 0.0), uniform)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PositionUniforms:
-    """Uniform numbers of the positions of a round: draft and accept [B, K], next [B, K+1]."""
-
-    draft: Tensor
-    accept: Tensor
-    next: Tensor
-
-    def at(self, offset: int) -> Tensor:
-        return self.draft[:, offset]
-
-    def select(self, rows: Tensor, k: int) -> _PositionUniforms:
-        return _PositionUniforms(self.draft[rows, :k], self.accept[rows, :k], self.next[rows, : k + 1])
-
-
-def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _PositionUniforms:
-    """Keyed by seed and position alone, so that the next round reuses the numbers of this one."""
-    made = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(k + 1)]
+def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
+    """Keyed by seed and position alone, so that the next round reuses the numbers of rejected tokens."""
+    made = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(max(k, 1))]
     draft = torch.cat([uniforms.draft for uniforms in made], dim=1)
     accept = torch.cat([uniforms.accept for uniforms in made], dim=1)
-    return _PositionUniforms(draft[:, :k], accept[:, :k], torch.stack([uniforms.next for uniforms in made], dim=1))
+    return RoundUniforms.of(draft[:, :k], accept[:, :k], made[0].next)
 
 
-def _block_by_position(target_probs: Tensor, draft: Draft, noise: _PositionUniforms) -> Verdict:
-    """Block verification with that noise; the next token's number is that of its own position."""
-    first = RoundUniforms.of(noise.draft, noise.accept, noise.next[:, 0])
-    num_accepted = BLOCK.verify(target_probs, draft, first).num_accepted
-    chosen = noise.next.gather(1, num_accepted[:, None]).squeeze(1)
-    return BLOCK.verify(target_probs, draft, RoundUniforms.of(noise.draft, noise.accept, chosen))
+@dataclasses.dataclass(slots=True)
+class _Reused:
+    """Every second round uses the numbers of the one before."""
+
+    numbers: RoundUniforms
+    last: Tensor | None = None
+
+    def select(self, rows: Tensor, k: int) -> RoundUniforms:
+        last, self.last = self.last, rows
+        if last is None or len(last) != len(rows):
+            return self.numbers.select(rows, k)
+        self.last = None
+        return self.numbers.select(last, k)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Every second slot uses the numbers of the slot before it."""
+
+    numbers: RoundUniforms
+
+    def select(self, rows: Tensor, k: int) -> RoundUniforms:
+        return self.numbers.select(rows[::2].repeat_interleave(2)[: len(rows)], k)
+
+
+def _make_reused(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _Reused:
+    return _Reused(round_uniforms(seeds, round_starts, k))
+
+
+def _make_neighbours(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _Neighbours:
+    return _Neighbours(round_uniforms(seeds, round_starts, k))
 
 
 def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
@@ -170,7 +180,9 @@ RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseeded)
 REPLACE_LAST = Rule("replace-last", REJECTION.make_noise, REJECTION.draw, _replace_last)
 ARGMAX_DRAFTS = Rule("argmax-drafts", REJECTION.make_noise, _draw_argmax, REJECTION.verify)
 FILTERED_DRAFTS = Rule("filtered-drafts", REJECTION.make_noise, _draw_filtered, REJECTION.verify)
-BLOCK_BY_POSITION = Rule("block-by-position", _make_position_noise, REJECTION.draw, _block_by_position)
+BLOCK_BY_POSITION = Rule("block-by-position", _make_position_noise, BLOCK.draw, BLOCK.verify)
+REUSED = Rule("reused", _make_reused, REJECTION.draw, REJECTION.verify)
+NEIGHBOUR = Rule("neighbour", _make_neighbours, REJECTION.draw, REJECTION.verify)
 WRONG_RULES = {
     rule.name: rule
     for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
@@ -190,6 +202,9 @@ class Control:
         needs_cache: it is ineffective in a model without keys and values.
         is_wrong_greedily: it is also effective at temperature 0.
         least_k: it is ineffective if fewer tokens are drafted.
+        least_rows: it is ineffective if fewer sequences are generated at a time.
+        keeps_seeds: each slot has the seed of its first sequence.
+        most_rows: at most so many sequences are generated at a time.
     """
 
     name: str
@@ -201,9 +216,14 @@ class Control:
     needs_cache: bool = False
     is_wrong_greedily: bool = False
     least_k: int = 1
+    least_rows: int = 1
+    keeps_seeds: bool = False
+    most_rows: int | None = None
 
-    def excuse(self, *, k: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
+    def excuse(self, *, k: int, num_rows: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
         """Why it is ineffective here; None if it is effective."""
+        if num_rows < self.least_rows:
+            return f"right for fewer than {self.least_rows} sequences at a time"
         if k < self.least_k:
             return f"right for fewer than {self.least_k} drafted tokens"
         if self.needs_probs and not has_probs:
@@ -235,4 +255,7 @@ CONTROLS = (
         needs_cache=True,
         is_wrong_greedily=True,
     ),
+    Control("reused", "numbers used for two rounds", REUSED),
+    Control("neighbour", "numbers of the slot above", NEIGHBOUR, least_rows=2),
+    Control("kept-seed", "a slot keeps its seed", keeps_seeds=True, most_rows=8),
 )

@@ -6,13 +6,15 @@ module joins them: it chooses stakes from tokens that are not tested, and makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.certify.certificate import StatisticalReport
+from outrider.certify import partners
+from outrider.certify.certificate import Dependence, StatisticalReport
 from outrider.certify.observed import Observed
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.stats.evidence import (
     Accounts,
     Bet,
@@ -22,8 +24,10 @@ from outrider.stats.evidence import (
     detectable,
     estimated,
     holm,
+    mean_wealth,
     p_value,
     pit_tests,
+    tokens_needed,
 )
 
 _MAX_PROMPT_ACCOUNTS = 16
@@ -44,6 +48,13 @@ def _position_kinds(observed: Observed) -> Integers:
     return kinds
 
 
+def _accepted_before(observed: Observed) -> Integers:
+    """How many drafted tokens the round before accepted; -1 in a first round."""
+    last = np.arange(len(observed)) - observed.places - 1  # of the round before
+    kinds: Integers = np.where((observed.rounds > 0) & (last >= 0), observed.places[last], -1)
+    return kinds
+
+
 _SPLITS = {
     "score-by-position": _Split(lambda o: o.score, _position_kinds),
     "score-by-prompt": _Split(lambda o: o.score, lambda o: o.prompts % _MAX_PROMPT_ACCOUNTS),
@@ -52,13 +63,17 @@ _ROUND_SPLITS = {
     "score-by-place": _Split(lambda o: o.score, lambda o: o.places),
     "likelihood-by-place": _Split(lambda o: o.surprise, lambda o: o.places),
     "rank-by-place": _Split(lambda o: o.rank, lambda o: o.places),
+    "score-by-round-before": _Split(lambda o: o.score, _accepted_before),
 }
 _ALL_SPLITS = _ROUND_SPLITS | _SPLITS
 _NUM_WHOLE = 5  # tests of all tokens together: score, likelihood, rank, two of the PIT
+_NUM_OF_PAIRS = 2  # tests of pairs of tokens, and one more where rounds are known
+_PAIRS_PER_TOKEN = 0.5  # of the rarer kinds, about
+_MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # of two tokens in a sequence, where K is unknown
 
 
 def num_tests(*, has_rounds: bool) -> int:
-    return _NUM_WHOLE + len(_ALL_SPLITS if has_rounds else _SPLITS)
+    return _NUM_WHOLE + _NUM_OF_PAIRS + (1 + len(_ALL_SPLITS) if has_rounds else len(_SPLITS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,8 @@ class Design:
     Attributes:
         num_tokens: n, or an estimate of it where the data decide.
         level: of each single test: the strictest threshold of Holm's procedure.
+        product: the bet on the ranks of two tokens.
+        num_distances: two tokens in a sequence are compared that are so many places apart, or fewer.
     """
 
     num_tokens: int
@@ -76,9 +93,21 @@ class Design:
     surprise: Bet
     rank: Bet
     splits: Mapping[str, Accounts]
+    product: Bet
+    num_distances: int
+    has_rounds: bool
 
     @classmethod
-    def of(cls, pilot: Observed, num_tokens: int, level: float, num_prompts: int, *, has_rounds: bool = True) -> Design:
+    def of(
+        cls,
+        pilot: Observed,
+        num_tokens: int,
+        level: float,
+        num_prompts: int,
+        *,
+        num_distances: int = _MOST_DISTANCE,
+        has_rounds: bool = True,
+    ) -> Design:
         """Stakes that suit tokens like those of the pilot.
 
         Args:
@@ -98,6 +127,7 @@ class Design:
             return Accounts({kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()})
 
         splits = _ALL_SPLITS if has_rounds else _SPLITS
+        neighbours = pilot.rank.scaled(np.roll(pilot.rank.values, 1))
         return cls(
             num_tokens=num_tokens,
             level=single,
@@ -105,7 +135,17 @@ class Design:
             surprise=Bet.for_sample(pilot.surprise, num_tokens, single),
             rank=Bet.for_sample(pilot.rank, num_tokens, single),
             splits={name: accounts(name, split) for name, split in splits.items()},
+            product=Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances),
+            num_distances=num_distances,
+            has_rounds=has_rounds,
         )
+
+    def _pairs(self, observed: Observed) -> dict[str, dict[str, partners.Pairs]]:
+        """The pairs of each test of dependence, by kind."""
+        found = {"rank-by-distance": dict(partners.by_distance(observed, self.num_distances))}
+        if self.has_rounds:
+            found["rank-by-round-before"] = {"round before": partners.in_round_before(observed)}
+        return found | {"rank-by-sequence": dict(partners.between(observed, has_rounds=self.has_rounds))}
 
     def tests(self, observed: Observed, level: float) -> list[Finding]:
         """All tests of the tokens, with thresholds under which any of them is an alarm with probability ``level``."""
@@ -120,7 +160,18 @@ class Design:
             split = _ALL_SPLITS[name]
             wealth = accounts.log_wealth(split.increments(observed), split.kinds(observed))
             found.append(Finding(name, wealth, p_value(wealth)))
+        for name, kinds in self._pairs(observed).items():
+            each = [self.product.log_wealth(partners.products(observed, pairs)) for pairs in kinds.values()]
+            wealth = mean_wealth(each, len(kinds))
+            found.append(Finding(name, wealth, p_value(wealth)))
         return holm(found, level)
+
+    def _dependence(self, observed: Observed) -> Iterator[Dependence]:
+        for test, kinds in self._pairs(observed).items():
+            for name, pairs in kinds.items():
+                z = partners.products(observed, pairs).z
+                least = partners.detectable_share(observed, pairs, self.product, self.level / len(kinds))
+                yield Dependence(test, name, pairs.shape[1], z, least)
 
     def report(self, observed: Observed, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
         """The statistical layer.
@@ -132,19 +183,28 @@ class Design:
         places = [observed.score[observed.places == place] for place in kinds]
         steps = np.linspace(0.0, 1.0, _NUM_STEPS + 1)
         below = np.searchsorted(np.sort(observed.pits), steps, side="right") / len(observed)
-        estimate = estimated(observed.score, observed.drift)
+        drift = observed.drift
+        estimate = estimated(observed.score, drift)
+        least = detectable(observed.score, drift, self.score, self.level)
+        is_enough = least is not None and (wanted is None or least <= wanted)
+        distance = float(drift.distances.mean())
+        needed = None
+        if not is_enough and distance > 0:
+            needed = tokens_needed(observed.score, drift, wanted or distance, self.level)
         return StatisticalReport(
             num_tokens=len(observed),
             num_texts=num_texts,
             num_forbidden=int(observed.is_forbidden.sum()),
             num_at_edge=int(observed.is_at_edge.sum()),
-            alpha=1 - float(observed.drift.distances.mean()),
-            detectable=detectable(observed.score, observed.drift, self.score, self.level),
+            alpha=1 - distance,
+            detectable=least,
             wanted=wanted,
+            num_tokens_needed=needed,
             estimate=None if estimate is None else estimate[0],
             estimate_std=None if estimate is None else estimate[1],
             surprise_excess=float(observed.surprise.values.mean()),
             tests=self.tests(observed, level),
+            dependence=list(self._dependence(observed)),
             places=[(len(part.values), part.z) for part in places] if "score-by-place" in self.splits else [],
             pit_histogram=np.histogram(observed.pits, bins=_NUM_BINS, range=(0.0, 1.0))[0].tolist(),
             pit_excess=(below - steps).tolist(),

@@ -81,7 +81,8 @@ class Job:
 
 
 def write(job: Job, texts: Sequence[int], control: Control | None = None) -> list[Written]:
-    """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next.
+    """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next. Steps of the loop
+    are counted from 0.
 
     Args:
         control: a mistake to make.
@@ -89,20 +90,33 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
     decoder = job.decoder
     requests = [job.request(text) for text in texts]
     rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
+    begins: list[tuple[int, int]] = [(0, 0)] * len(texts)  # slot and step
+    step = 0
     if control is None:
         names = [one.name for one in fields(Sampling)]
         prompts = [list(request.prompt_ids) for request in requests]
         columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
         columns |= {name: getattr(job.sampling, name) for name in ("stop_token_ids", *CONSTRAINTS)}
+        last_slot = -1
         for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, is_repeatable=False, **columns):
+            step += chunk.slot <= last_slot  # the chunks of a step are in the order of their slots
+            last_slot = chunk.slot
+            if not rounds[chunk.row]:
+                begins[chunk.row] = chunk.slot, step
             rounds[chunk.row].append(chunk.token_ids)
     else:
         decoder = eager(decoder)
         target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
         # In batches: a wrong cache is to be wrong about its own text, not about an earlier one in its slot.
-        for begin in range(0, len(requests), job.batch_size):
-            batch = [_unenforced(request) for request in requests[begin : begin + job.batch_size]]
+        num_rows = min(job.batch_size, control.most_rows or job.batch_size)
+        for begin in range(0, len(requests), num_rows):
+            batch = [_unenforced(request) for request in requests[begin : begin + num_rows]]
+            if control.keeps_seeds:
+                seeded = [replace(one.sampling, seed=job.seed + slot) for slot, one in enumerate(batch)]
+                batch = [replace(one, sampling=sampling) for one, sampling in zip(batch, seeded, strict=True)]
+            begins[begin : begin + num_rows] = [(slot, step) for slot in range(len(batch))]
             for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
+                step += 1
                 for row in round_.rows:
                     rounds[begin + row.row].append(row.token_ids)
     return [
@@ -112,8 +126,10 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
             prompt_ids=tuple(request.prompt_ids),
             token_ids=tuple(token for ids in row for token in ids),
             places=tuple(place for ids in row for place in range(len(ids))),
+            slot=slot,
+            first_step=first_step,
         )
-        for text, request, row in zip(texts, requests, rounds, strict=True)
+        for text, request, row, (slot, first_step) in zip(texts, requests, rounds, begins, strict=True)
     ]
 
 

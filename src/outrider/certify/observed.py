@@ -17,7 +17,7 @@ occur by chance: it is counted, unless rounding may have moved it across the edg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import starmap
 from operator import itemgetter
@@ -52,6 +52,8 @@ class Written:
         index: of the text; with the seed of the tests it gives the w of its tokens.
         prompt: index of its prompt.
         places: of each token in its round, from 0; all 0 where rounds are unknown.
+        slot: of the cache, in which it was generated.
+        first_step: number of the loop's step that generated its first round.
     """
 
     index: int
@@ -59,9 +61,21 @@ class Written:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     places: tuple[int, ...]
+    slot: int = 0
+    first_step: int = 0
 
     def __post_init__(self) -> None:
         assert 0 < len(self.prompt_ids) and 0 < len(self.token_ids) == len(self.places)
+
+    @property
+    def rounds(self) -> Integers:
+        """The number of each token's round in the text. [n]"""
+        return np.cumsum(np.array(self.places) == 0) - 1
+
+    @property
+    def last_step(self) -> int:
+        """The number of the loop's step that generated its last round."""
+        return self.first_step + int(self.rounds[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,9 @@ class Observed:
         pits: uniform if the tokens follow p. [n]
         drift: of the score, if the tokens followed q. [n]
         places, positions, prompts: place in the round; index in the output; index of the prompt. [n]
+        texts, slots: index of the text; slot of the cache. [n]
+        rounds, steps: number of the round in the text; number of the loop's step that it was. [n]
+        lengths: number of tokens before it, prompt included. [n]
         is_forbidden: whether p is 0 at the token, beyond what rounding may explain. [n]
         is_at_edge: whether p is 0 at the token, and rounding may explain it. It is not tested. [n]
     """
@@ -84,6 +101,11 @@ class Observed:
     places: Integers
     positions: Integers
     prompts: Integers
+    texts: Integers
+    slots: Integers
+    rounds: Integers
+    steps: Integers
+    lengths: Integers
     is_forbidden: np.ndarray
     is_at_edge: np.ndarray
 
@@ -92,20 +114,8 @@ class Observed:
 
     def first(self, num_tokens: int) -> Observed:
         """The first ``num_tokens`` tokens."""
-        part = slice(num_tokens)
-        drift = self.drift
-        return Observed(
-            pits=self.pits[part],
-            score=self.score[part],
-            surprise=self.surprise[part],
-            rank=self.rank[part],
-            drift=Drift(drift.means[part], drift.seconds[part], drift.distances[part]),
-            places=self.places[part],
-            positions=self.positions[part],
-            prompts=self.prompts[part],
-            is_forbidden=self.is_forbidden[part],
-            is_at_edge=self.is_at_edge[part],
-        )
+        part: Observed = _each([self], lambda arrays: arrays[0][..., :num_tokens])
+        return part
 
 
 _Columns = dict[str, Tensor]  # [M] each
@@ -142,6 +152,13 @@ def observe(
         moments = np.stack([whole[f"{name}_{power}"] for power in ("m2", "m3", "m4")])
         return Increments(whole[f"{name}_values"], moments, whole[f"{name}_lows"], whole[f"{name}_highs"])
 
+    num_tokens = [len(one.token_ids) for one in written]
+    rounds = np.concatenate([one.rounds for one in written])
+    positions = np.concatenate([np.arange(n) for n in num_tokens])
+
+    def repeated(values: Sequence[int]) -> Integers:
+        return np.repeat(np.array(values, dtype=np.int64), num_tokens)
+
     return Observed(
         pits=whole["pits"],
         score=increments("score"),
@@ -149,8 +166,13 @@ def observe(
         rank=increments("rank"),
         drift=Drift(whole["drift"], whole["drift_m2"], whole["distance"]),
         places=np.concatenate([np.array(one.places, dtype=np.int64) for one in written]),
-        positions=np.concatenate([np.arange(len(one.token_ids)) for one in written]),
-        prompts=np.concatenate([np.full(len(one.token_ids), one.prompt) for one in written]),
+        positions=positions,
+        prompts=repeated([one.prompt for one in written]),
+        texts=repeated([one.index for one in written]),
+        slots=repeated([one.slot for one in written]),
+        rounds=rounds,
+        steps=repeated([one.first_step for one in written]) + rounds,
+        lengths=repeated([len(one.prompt_ids) for one in written]) + positions,
         is_forbidden=whole["is_forbidden"],
         is_at_edge=whole["is_at_edge"],
     )
@@ -158,15 +180,16 @@ def observe(
 
 def joined(parts: Sequence[Observed]) -> Observed:
     """All tokens, in order."""
-
-    def together(items: Sequence[Any]) -> Any:
-        if isinstance(items[0], np.ndarray):
-            return np.concatenate(items, axis=-1)
-        names = [field.name for field in fields(items[0])]
-        return type(items[0])(**{name: together([getattr(item, name) for item in items]) for name in names})
-
-    whole: Observed = together(parts)
+    whole: Observed = _each(parts, lambda arrays: np.concatenate(arrays, axis=-1))
     return whole
+
+
+def _each(items: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any:
+    """A record like these, each array of which is a function of theirs."""
+    if isinstance(items[0], np.ndarray):
+        return function(items)
+    names = [field.name for field in fields(items[0])]
+    return type(items[0])(**{name: _each([getattr(item, name) for item in items], function) for name in names})
 
 
 def draft_rows(

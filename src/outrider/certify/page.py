@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
+from outrider.certify.certificate import HARDLY_OFF, reuse_limits
 from outrider.certify.exact import comparisons
 from outrider.stats.intervals import normal_limit, uniform_bins, uniform_distance, wilson
 
@@ -31,6 +32,10 @@ TESTS = {
     "score-by-prompt": ("pushed towards {towards} after some prompt", "log W"),
     "likelihood-by-place": ("too sharp or too flat at some place in the round", "log W"),
     "rank-by-place": ("pushed towards high or low token ids at some place in the round", "log W"),
+    "score-by-round-before": ("pushed towards {towards} after some number of accepted tokens", "log W"),
+    "rank-by-distance": ("tied to the random numbers of tokens a few places before", "log W"),
+    "rank-by-round-before": ("tied to the random numbers of the round before", "log W"),
+    "rank-by-sequence": ("tied to the random numbers of another sequence", "log W"),
 }
 # Options that the law of a token depends on, with their neutral values.
 _SAMPLING = {
@@ -54,14 +59,15 @@ def render_certificate(document: Mapping[str, Any]) -> str:
         document: of outrider/certify/1, as it is read back from JSON.
     """
     statistical, options = document["statistical"], document["options"]
-    reasons = list(_reasons(document))
-    assert document["is_certified"] == (not reasons)
+    reasons, doubts = list(_reasons(document)), list(_doubts(document))
+    assert document["is_certified"] == (not reasons and not doubts)
     figures = statistical and _figures(statistical) | _round_figures(statistical["places"], options["num_draft_tokens"])
     return _render(
         "certificate.html",
         document,
         towards="the draft",
         reasons=reasons,
+        doubts=doubts,
         figures=figures,
         exact_rows=list(comparisons(document["exact"])),
         sampling=list(_sampling(options)),
@@ -77,7 +83,8 @@ def render_samples(document: Mapping[str, Any]) -> str:
     statistical, shared = document["statistical"], document["shared_options"]
     towards = "a sharper law" if document["options"]["draft"] == ["none"] else "the draft"
     reasons = [*_statistical_reasons(statistical, towards), *_greedy_reasons(document["greedy"])]
-    assert document["is_consistent"] == (not reasons)
+    doubts = list(_statistical_doubts(statistical, towards))
+    assert document["is_consistent"] == (not reasons and not doubts)
     # The rule of another system is unknown, and does not matter.
     options = {name: value for name, value in document["options"].items() if name != "acceptance"}
     return _render(
@@ -85,6 +92,7 @@ def render_samples(document: Mapping[str, Any]) -> str:
         {**document, "options": options},
         towards=towards,
         reasons=reasons,
+        doubts=doubts,
         figures=statistical and _figures(statistical),
         sampling=list(_sampling(shared)),
         own_options=[_dashed(name) for name in _SAMPLING if name not in shared],
@@ -106,6 +114,7 @@ def _render(template: str, document: Mapping[str, Any], *, towards: str, **more:
     return environment.get_template(template).render(
         document,
         towards=towards,
+        reuse=list(reuse_limits(document["statistical"].get("dependence", ()))) if document["statistical"] else [],
         words={name: (found.format(towards=towards), symbol) for name, (found, symbol) in TESTS.items()},
         command=shlex.join(["outrider", *document["provenance"]["argv"]]),
         **more,
@@ -118,15 +127,26 @@ def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
         if not is_ok:
             yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
     yield from _statistical_reasons(document["statistical"], "the draft")
+    yield from _greedy_reasons(document["greedy"])
+
+
+def _doubts(document: Mapping[str, Any]) -> Iterator[str]:
+    """Why the data do not suffice for a certificate; none if they do."""
+    yield from _statistical_doubts(document["statistical"], "the draft")
     if document["is_idle"]:
         yield "No drafted token was accepted, or no control is effective: here there is nothing to certify."
     for control in document["controls"]:
         if control["excuse"] is None and not control["is_caught"]:
             yield (
                 f"A deliberate mistake was not detected ({control['name']}: {control['about']}), so the tests "
-                "are too weak here: test more tokens."
+                f"are too weak here{_enough(control)}."
             )
-    yield from _greedy_reasons(document["greedy"])
+
+
+def _enough(finding: Mapping[str, Any]) -> str:
+    """How many tokens would be enough. (Older documents do not say.)"""
+    needed = finding.get("num_tokens_needed")
+    return ": test more tokens" if needed is None else f": about {_whole(needed)} tokens would decide"
 
 
 def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
@@ -138,9 +158,17 @@ def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) ->
             yield f"The law of the text is {found.format(towards=towards)} ({test['name']}, p = {_number(test['p'])})."
     if statistical["num_forbidden"]:
         yield f"The target does not allow {_whole(statistical['num_forbidden'])} of the generated tokens."
+
+
+def _statistical_doubts(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
+    if statistical is None:
+        return
     wanted, least = statistical["wanted"], statistical["detectable"]
     if wanted is not None and (least is None or least > wanted):
-        yield f"A deviation of {_share(wanted)} might have gone undetected, contrary to the request: test more tokens."
+        enough = _enough(statistical)
+        yield f"A deviation of {_share(wanted)} might have gone undetected, contrary to the request{enough}."
+    elif "num_tokens_needed" in statistical and least is None and 1 - statistical["alpha"] >= HARDLY_OFF:
+        yield f"Even text that follows {towards} alone might have gone undetected{_enough(statistical)}."
 
 
 def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:

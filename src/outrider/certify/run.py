@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.certify.certificate import Certificate, ControlReport, GreedyReport
+from outrider.certify.certificate import HARDLY_OFF, Certificate, ControlReport, GreedyReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import against_plain, first_difference, plain_batches
@@ -29,7 +29,7 @@ from outrider.certify.observed import Observed, Written, joined, observe
 from outrider.errors import OptionError
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
-from outrider.stats.evidence import rate_bound, tokens_needed
+from outrider.stats.evidence import rate_bound, tokens_needed, tokens_to_alarm
 from outrider.system.ranks import here
 
 NUM_PILOT_TOKENS = 1024
@@ -38,7 +38,6 @@ _PILOT_TEXTS = 2**32  # the pilot's texts are numbered from here, so that no see
 _NUM_CONTEXTS = 8  # of the exact layer
 _LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each uses its share of the level
 _MOST_CONTROL_LEVEL = 1e-3  # at a higher level a right loop would sometimes raise an alarm
-_HARDLY_OFF = 0.005  # total variation below which a mistake is excused
 _SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates them
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
@@ -58,7 +57,8 @@ class Sample:
         while num_there < num_tokens:
             texts = range(self._next_text, self._next_text + self._num_texts(num_tokens - num_there))
             self._next_text = texts.stop
-            batch = write(job, texts, self._control)
+            first_step = 1 + max((one.last_step for one in self.written), default=-1)
+            batch = [replace(one, first_step=first_step + one.first_step) for one in write(job, texts, self._control)]
             decoder = job.decoder
             part = observe(
                 decoder.target,
@@ -167,7 +167,8 @@ def certify(
             there = replace(there, decoder=eager(decoder))
             plain = list(plain_texts(there))
         return Certificate(exact, None, [_greedy_control(there, plain, control) for control in made], greedy)
-    design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts))
+    num_distances = 2 * job.num_draft_tokens + 2
+    design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
 
     def telling(what: str) -> Callable[[int], None]:
         return lambda done: on_tokens(what, done, num_tokens)
@@ -181,7 +182,7 @@ def certify(
         report, written = _control(job, design, control, telling(control.name))
         if not report.is_ok and statistical.detectable is not None:
             most = _most_off(reference.first(len(written)), written)
-            if most < min(_HARDLY_OFF, statistical.detectable):
+            if most < min(HARDLY_OFF, statistical.detectable):
                 report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
         found.append(report)
     return Certificate(exact, statistical, found, greedy)
@@ -236,6 +237,7 @@ def check_greedily(
 def _excuse(job: Job, control: Control) -> str | None:
     return control.excuse(
         k=job.num_draft_tokens,
+        num_rows=job.batch_size,
         has_probs=not job.decoder.drafter.is_one_hot,
         has_cache=bool(job.decoder.target.layer_shapes),
         is_greedy=job.is_greedy,
@@ -262,8 +264,9 @@ def _control(
         by, p = ("forbidden tokens", 0.0) if is_forbidden else (best.name, best.p)
         report = ControlReport(control, None, is_caught, num_tokens, by, p)
         if is_caught:
-            break
-    return report, sample.written
+            return report, sample.written
+    needed = tokens_to_alarm(best.p, design.num_tokens, level / num_tests(has_rounds=True))
+    return replace(report, num_tokens_needed=needed), sample.written
 
 
 class _Reference:
@@ -300,6 +303,7 @@ def _greedy_control(job: Job, plain: Sequence[Sequence[Sequence[int]]], control:
         return ControlReport(control, excuse)
     found = check_greedily(job, plain, control)
     # There is no randomness here; the text suffices if it would above temperature 0.
-    if not found.differences and rate_bound(0, found.num_tokens) < _HARDLY_OFF:
+    needed = math.ceil(rate_bound(0, 1) / HARDLY_OFF)
+    if not found.differences and found.num_tokens >= needed:
         excuse = f"it changes none of {found.num_tokens} tokens"
-    return ControlReport(control, excuse, not found.is_ok, found.num_tokens, "text")
+    return ControlReport(control, excuse, not found.is_ok, found.num_tokens, "text", num_tokens_needed=needed)

@@ -4,10 +4,10 @@ The statistical layer of a certificate (outrider.certify.design) for texts alone
 generate more of them. The first texts determine the stakes and are not tested; all tokens of the others are. Texts that
 claim to be greedy are compared with plain decoding, token by token (outrider.certify.divergence).
 
-Each text must have been sampled with its own randomness: texts that share a seed, or are copies, are not n texts. The
-number of tokens may depend on the tokens, where texts end by an end token. The sums of the tests by stakes are
-martingales that end with the last text, so their p-values stay exact; those of the PIT hold up to the error of a limit
-theorem (docs/certify.md).
+Each text must have been sampled with its own randomness: texts that share a seed, or are copies, are not n texts (and
+raise an alarm where they follow one another in the file). The number of tokens may depend on the tokens, where texts
+end by an end token. The sums of the tests by stakes are martingales that end with the last text, so their p-values stay
+exact; those of the PIT hold up to the error of a limit theorem (docs/certify.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.certify.certificate import GreedyReport, StatisticalReport
+from outrider.certify.certificate import GreedyReport, StatisticalReport, Verdict
 from outrider.certify.design import Design
 from outrider.certify.divergence import against_plain, plain_batches
 from outrider.certify.observed import Observed, Written, joined, observe
@@ -63,12 +63,27 @@ class SamplesReport:
     num_repeats: int
 
     @property
+    def verdict(self) -> Verdict:
+        """``failed`` if something is wrong, ``inconclusive`` if nothing is, but the texts are too few to tell."""
+        is_alarm = self.statistical is not None and self.statistical.is_alarm
+        if is_alarm or not all(one.is_ok for one in self.greedy):
+            return "failed"
+        return "passed" if self.statistical is None or self.statistical.is_enough else "inconclusive"
+
+    @property
     def is_consistent(self) -> bool:
-        return all(one.is_ok for one in self.greedy) and (self.statistical is None or self.statistical.is_ok)
+        return self.verdict == "passed"
+
+    @property
+    def num_tokens_needed(self) -> int | None:
+        """About how many sampled tokens would decide, where these do not."""
+        return self.statistical.num_tokens_needed if self.statistical and self.verdict == "inconclusive" else None
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "verdict": self.verdict,
             "is_consistent": self.is_consistent,
+            "num_tokens_needed": self.num_tokens_needed,
             "num_repeats": self.num_repeats,
             "statistical": self.statistical and self.statistical.to_json(),
             "greedy": [one.to_json() for one in self.greedy],
@@ -99,6 +114,7 @@ def judge(
     level: float,
     seed: int,
     batch_size: int,
+    wanted: float | None = None,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> StatisticalReport:
     """Compare sampled texts with the target's law.
@@ -108,6 +124,7 @@ def judge(
         samples: at least two, of temperatures above 0.
         level: probability of a false alarm.
         seed: of the tests' own randomness.
+        wanted: the total variation that must be detectable.
         on_texts: called with the number of texts just judged.
     """
     num_pilots = max(1, round(_PILOT_SHARE * len(samples)))
@@ -136,7 +153,7 @@ def judge(
     pilot, tested = observed(range(num_pilots)), observed(range(num_pilots, len(samples)))
     num_tokens = len(pilot) * num_tested // num_pilots  # not len(tested), which may depend on the tokens
     design = Design.of(pilot, num_tokens, level, len(prompts), has_rounds=False)
-    report = design.report(tested, level, num_tested, None)
+    report = design.report(tested, level, num_tested, wanted)
     # Forbidden tokens cannot occur by chance, in any text.
     return replace(
         report,

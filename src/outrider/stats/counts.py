@@ -9,12 +9,12 @@ This module does not know where the rounds come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from outrider.records import add_counts
-from outrider.stats.intervals import Interval, ratio_of_sums
+from outrider.stats.intervals import Interval, bounded_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,14 @@ class RoundCounts:
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
+    def most_drafted(self) -> int:
+        """The most tokens that a round drafted."""
+        return max((i for i, count in enumerate(self.drafted) if count), default=0)
+
+    @property
     def positions(self) -> list[Position]:
         """Every position that was drafted."""
-        longest = max((i for i, count in enumerate(self.drafted) if count), default=0)
+        longest = self.most_drafted
         at_least = _tail_sums(add_counts(self.accepted, (0,) * (longest + 1)))
         drafted = _tail_sums(self.drafted)
         full = add_counts(self.full, (0,) * (longest + 1))
@@ -149,13 +154,12 @@ def total(counts: Iterable[RoundCounts]) -> RoundCounts:
 
 
 def tau_interval(prompts: Sequence[RoundCounts]) -> Interval | None:
-    """tau over all rounds, with an interval over the prompts, cut at the 1 token that every round commits; None without
-    rounds."""
+    """tau over all rounds, with an interval over the prompts, within 1 and K + 1; None without rounds."""
     rounds = [counts.num_rounds for counts in prompts]
     if not sum(rounds):
         return None
-    interval = ratio_of_sums([counts.num_committed for counts in prompts], rounds)
-    return interval if interval.low is None else replace(interval, low=max(1.0, interval.low))
+    most = max(counts.most_drafted for counts in prompts)
+    return bounded_mean([counts.num_committed for counts in prompts], rounds, (1.0, 1.0 + most))
 
 
 def _histogram(values: Iterable[int]) -> tuple[int, ...]:

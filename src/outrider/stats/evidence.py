@@ -56,6 +56,14 @@ class Increments:
     def __getitem__(self, index: Any) -> Increments:
         return Increments(self.values[index], self.moments[:, index], self.lows[index], self.highs[index])
 
+    def scaled(self, factors: Floats) -> Increments:
+        """X times a factor for each token, which must be known before the token is. [n]"""
+        is_negative = factors < 0
+        lows, highs = np.where(is_negative, (self.highs, self.lows), (self.lows, self.highs))
+        size = np.abs(factors)
+        powers = np.stack([factors**power for power in (2, 3, 4)])
+        return Increments(factors * self.values, powers * self.moments, size * lows, size * highs)
+
     @property
     def variance(self) -> float:
         """The variance of the sum under p."""
@@ -250,18 +258,37 @@ def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> 
     Returns:
         None where not even r itself is detected.
     """
+    share = _least_share(increments, bet, level, float(drift.means.sum()), float(drift.seconds.sum()))
+    return None if share is None else share * float(drift.distances.mean())
+
+
+def detectable_reuse(products: Increments, bet: Bet, level: float, reused: float) -> float | None:
+    """The least share of tokens drawn with the random number of an earlier one that ``bet`` detects with probability
+    POWER.
+
+    Args:
+        products: the rank of each token times that of its partner.
+        reused: the mean of their sum if every token were drawn with its partner's number.
+
+    Returns:
+        None where not even that is detected.
+    """
+    # The square of such a product is largest where ranks are continuous: 1/80, and 1/144 for independent numbers.
+    return _least_share(products, bet, level, reused, 144 / 80 * products.variance)
+
+
+def _least_share(increments: Increments, bet: Bet, level: float, pull: float, second: float) -> float | None:
+    """The least e such that the sum of X reaches the threshold with probability POWER, if it has the mean e ``pull``
+    and at most the variance (1 - e) sum(E_p X^2) + e ``second``. None where e would exceed 1."""
     if bet.theta == 0:
         return None
-    least, pull = bet.threshold(increments, level), float(drift.means.sum())
-    own, other = increments.variance, float(drift.seconds.sum())
+    least, own = bet.threshold(increments, level), increments.variance
     quantile = float(stats.norm.ppf(POWER))
 
     def lack(e: float) -> float:
-        return least + quantile * math.sqrt((1 - e) * own + e * other) - e * pull
+        return least + quantile * math.sqrt((1 - e) * own + e * second) - e * pull
 
-    if lack(1.0) > 0:
-        return None
-    return float(optimize.brentq(lack, 0.0, 1.0)) * float(drift.distances.mean())
+    return None if lack(1.0) > 0 else float(optimize.brentq(lack, 0.0, 1.0))
 
 
 def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | None:
@@ -276,6 +303,17 @@ def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | Non
         return None
     scale = float(drift.distances.mean()) / pull
     return scale * float(increments.values.sum()), scale * math.sqrt(increments.variance)
+
+
+def tokens_to_alarm(p: float, num_tokens: int, level: float) -> int:
+    """About how many tokens raise an alarm with probability POWER, if so many gave a p above ``level``.
+
+    With its best stake a bet needs the z t = sqrt(2 log(2/level)), and at another z its log wealth is t z - t^2/2 -
+    log 2; z grows with the root of the number of tokens. At p = 1 the wealth may be lower, and the number higher.
+    """
+    t = math.sqrt(2 * math.log(2 / level))
+    z = (-math.log(p) + t**2 / 2 + math.log(2)) / t
+    return math.ceil(num_tokens * ((t + float(stats.norm.ppf(POWER))) / z) ** 2)
 
 
 def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: float) -> int | None:

@@ -51,14 +51,51 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], le
 
     With sums and counts of the groups it is a mean over members that are correlated within a group.
     """
+    ratio, error = _ratio_and_error(numerators, denominators)
+    if error is None:
+        return Interval(ratio, None, None, level)
+    half = _t(level, len(numerators)) * error
+    return Interval(ratio, ratio - half, ratio + half, level)
+
+
+def bounded_mean(
+    sums: Sequence[float], counts: Sequence[float], bounds: tuple[float, float], level: float = 0.95
+) -> Interval:
+    """Mean over members that are correlated within a group, each between the two bounds, as the interval is too.
+
+    As a part of the range, the mean has the variance of a proportion of n independent members, with n the effective
+    sample size from the estimate of ``ratio_of_sums``. The interval is Wilson's (1927) with this n and the t quantile
+    (Korn and Graubard, Survey Methodology 24, 1998; Dean and Pagano, J. Survey Statistics and Methodology 3, 2015).
+    Where groups do not differ, as when all members are at one bound, their variance is not known, and n is the number
+    of members.
+
+    Args:
+        sums, counts: of the members of each group.
+    """
+    mean, error = _ratio_and_error(sums, counts)
+    if error is None:
+        return Interval(mean, None, None, level)
+    low, high = bounds
+    mean = min(max(mean, low), high)  # beyond by rounding alone
+    if low == high:
+        return Interval(mean, low, high, level)
+    part = (mean - low) / (high - low)
+    scatter, variance = part * (1 - part), (error / (high - low)) ** 2
+    num_effective = scatter / variance if min(scatter, variance) > 0 else sum(counts)
+    q = _t(level, len(counts)) ** 2 / num_effective
+    centre, half = (part + q / 2) / (1 + q), math.sqrt(q * scatter + q * q / 4) / (1 + q)
+    first, last = low + (high - low) * (centre - half), low + (high - low) * (centre + half)
+    return Interval(mean, max(low, min(first, mean)), min(high, max(last, mean)), level)
+
+
+def _ratio_and_error(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float | None]:
+    """Ratio of the sums, and its standard error by linearisation; None for a single group."""
     assert len(numerators) == len(denominators) > 0 and sum(denominators) > 0
     a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
     ratio = float(a.sum() / b.sum())
     if len(a) == 1:
-        return Interval(ratio, None, None, level)
-    spread = math.sqrt(float(((a - ratio * b) ** 2).sum()) * len(a) / (len(a) - 1)) / float(b.sum())
-    half = float(stats.t.ppf((1 + level) / 2, len(a) - 1)) * spread
-    return Interval(ratio, ratio - half, ratio + half, level)
+        return ratio, None
+    return ratio, math.sqrt(float(((a - ratio * b) ** 2).sum()) * len(a) / (len(a) - 1)) / float(b.sum())
 
 
 def wald(successes: int, trials: int, level: float = 0.95) -> Interval:
@@ -154,12 +191,28 @@ def paired_difference(
     )
 
 
+def num_trials_to_decide(share: float, margin: float, power: float = 0.95) -> int:
+    """The number of trials at which ``paired_difference`` finds two arms that are alike equivalent with a probability
+    of about ``power``: the solution of margin n = (z_0.95 + z) sqrt(share n + 1), where a normal number is within z of
+    0 with that probability.
+
+    Args:
+        share: of the trials in which the arms differ.
+    """
+    z = float(stats.norm.ppf(0.95) + stats.norm.ppf((1 + power) / 2))
+    return math.ceil((z**2 * share + z * math.sqrt(z**2 * share**2 + 4 * margin**2)) / (2 * margin**2))
+
+
 def _p_of_worse(value: float, se: float, margin: float, span: float, n: int) -> float:
     """The probability of a loss this small or smaller, if the second arm is worse by the margin: the larger of two
     p-values. The normal one covers differences both ways. A fault in one direction only, in margin/span of the trials,
     appears in few of them, and the observed variance is then no evidence; the number of losses is then binomial."""
     num_losses = math.ceil(-value * n / span - 1e-9)
     return max(stats.norm.sf((value + margin) / se), stats.binom.cdf(num_losses, n, min(1.0, margin / span)))
+
+
+def _t(level: float, num_groups: int) -> float:
+    return float(stats.t.ppf((1 + level) / 2, num_groups - 1))
 
 
 def _z(level: float) -> float:

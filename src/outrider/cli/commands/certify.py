@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.findings import (
+    exit_with,
     greedy_row,
     statistical_rows,
     tell_deviation,
     tell_differences,
+    tell_verdict,
     verdict,
     write_findings,
 )
-from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -33,6 +34,7 @@ from outrider.cli.shared.options import (
     StructureOptions,
     check_batch_size,
     check_constraint,
+    check_detect_tv,
     check_significance,
     flat,
 )
@@ -46,6 +48,7 @@ from outrider.cli.shared.output import (
     progress_bar,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
@@ -103,7 +106,7 @@ def certify(
 ) -> None:
     """Test that speculation with this pair, on this machine, does not change the output distribution.
 
-    Exit code 0: certified; 1: not."""
+    Exit code 0: certified; 1: not; 3: inconclusive, there is too little data to decide."""
     check_json_target(json_target)
     sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
     given = [(name, value) for name, value in sizes.items() if value is not None]
@@ -122,8 +125,7 @@ def certify(
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
-    if detect_tv is not None and not 0 < detect_tv < 1:
-        raise OptionError("--detect-tv", detect_tv, "a number between 0 and 1, like 0.01")
+    check_detect_tv(detect_tv)
     check_significance(significance)
     draft = pair.single_draft
     if draft == "none":
@@ -166,8 +168,7 @@ def certify(
     )
     document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder.target)
     write_findings(document, json_target, html, render_certificate)
-    if not certificate.is_certified:
-        raise typer.Exit(1)
+    exit_with(certificate.verdict)
 
 
 def job_of(
@@ -277,18 +278,15 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
         tell_differences(console, one, "prompt", decoder.tokenizer)
     if statistical is not None:
         tell_deviation(console, statistical, "the draft")
-        wanted, least = statistical.wanted, statistical.detectable
-        if wanted is not None and (least is None or least > wanted):
-            console.print(f"That is more than the requested {wanted:.2%}: test more (--num-tokens).")
     if certificate.is_idle:
         console.print(
             "No drafted token was accepted, or no control is effective: nothing is certified with these options."
         )
     elif any(not control.is_ok for control in certificate.controls):
         more = "prompts, or longer texts (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
-        console.print(f"A deliberate mistake was not detected, so nothing is certified: use more {more}.")
+        console.print(f"A deliberate mistake was not detected, so the tests are too weak here: use more {more}.")
     false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
-    console.print(("CERTIFIED" if certificate.is_certified else "NOT CERTIFIED") + false_alarm, style="bold")
+    tell_verdict(console, certificate.verdict, "CERTIFIED", false_alarm, certificate.num_tokens_needed)
 
 
 def _control_text(report: ControlReport) -> str:

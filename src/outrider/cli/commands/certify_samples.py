@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import greedy_row, statistical_rows, tell_deviation, tell_differences, write_findings
+from outrider.cli.shared.findings import (
+    exit_with,
+    greedy_row,
+    statistical_rows,
+    tell_deviation,
+    tell_differences,
+    tell_verdict,
+    write_findings,
+)
 from outrider.cli.shared.jsonl import SampleLine, read_samples
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
@@ -19,6 +27,7 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     SignificanceOption,
     check_batch_size,
+    check_detect_tv,
     check_significance,
     flat,
 )
@@ -53,12 +62,15 @@ def certify_samples(
         str, typer.Option(help="The draft that the system used: deviations are tested first towards it.")
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
+    detect_tv: Annotated[float | None, typer.Option(help="Total variation that must be detectable with 99%.")] = None,
     batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Of the tests' own randomness.")] = 0,
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test whether texts from any system follow the distribution of its target. Exit code 0: consistent, 1: not.
+    """Test whether texts from any system follow the distribution of its target.
+
+    Exit code 0: consistent; 1: not; 3: inconclusive, there is too little data to decide.
 
     Sampling options are those of the texts, for lines without options of their own. Each text must have been sampled
     with its own randomness."""
@@ -66,6 +78,7 @@ def certify_samples(
     check_json_target(json_target)
     check_batch_size(batch_size)
     check_significance(significance)
+    check_detect_tv(detect_tv)
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     options = sampling.to_options(seed=None, num_seeds=1)
@@ -86,14 +99,15 @@ def certify_samples(
         check_samples(samples, decoder.target.vocab_size, decoder.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
-    report = _judge(decoder, file, samples, significance, seed, batch_size)
+    report = _judge(decoder, file, samples, significance, detect_tv, seed, batch_size)
     _show(console_for(json_target), decoder, file, report, is_text, significance)
-    settings = options_json(pair, options, file=file, significance=significance, batch_size=batch_size, seed=seed)
+    settings = options_json(
+        pair, options, file=file, significance=significance, detect_tv=detect_tv, batch_size=batch_size, seed=seed
+    )
     body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
     document = make_document("certify-samples", settings, body, decoder.target)
     write_findings(document, json_target, html, render_samples)
-    if not report.is_consistent:
-        raise typer.Exit(1)
+    exit_with(report.verdict)
 
 
 def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions) -> Iterator[Sample]:
@@ -138,7 +152,13 @@ def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> d
 
 
 def _judge(
-    decoder: Decoder, file: Path, samples: Sequence[Sample], level: float, seed: int, batch_size: int
+    decoder: Decoder,
+    file: Path,
+    samples: Sequence[Sample],
+    level: float,
+    wanted: float | None,
+    seed: int,
+    batch_size: int,
 ) -> SamplesReport:
     """Raises FileError: there are too few texts."""
     from outrider.certify.samples import SamplesReport, judge, judge_greedily, num_repeats
@@ -160,6 +180,7 @@ def _judge(
                 level=level,
                 seed=seed,
                 batch_size=batch_size,
+                wanted=wanted,
                 on_texts=advance,
             )
     return SamplesReport(statistical, greedy_reports, num_repeats(sampled))
@@ -192,4 +213,4 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
             f"Repeats among the sampled texts: {report.num_repeats}. If they share a seed or come from a cache, rather "
             "than being sampled again, the tests are not valid: leave them out."
         )
-    console.print(("CONSISTENT" if report.is_consistent else "NOT CONSISTENT") + false_alarm, style="bold")
+    tell_verdict(console, report.verdict, "CONSISTENT", false_alarm, report.num_tokens_needed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from outrider.cli.shared.output import write_document
 from outrider.system.files import write_text
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outrider.certify.certificate import GreedyReport, StatisticalReport
+    from outrider.certify.certificate import GreedyReport, StatisticalReport, Verdict
+
+_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a mistake of the user
 
 
 def verdict(is_ok: bool) -> str:
@@ -34,11 +38,13 @@ def greedy_row(report: GreedyReport) -> tuple[str, str, str]:
 
 
 def tell_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
-    """The estimated deviation, and the limit of detection.
+    """The estimated deviation, and the limits of detection.
 
     Args:
         towards: the direction of the tests.
     """
+    from outrider.certify.certificate import reuse_limits
+
     least = report.detectable
     console.print(
         f"{report.num_tokens} tokens of {report.num_texts} texts. "
@@ -49,11 +55,39 @@ def tell_deviation(console: Console, report: StatisticalReport, towards: str) ->
             "with a probability of 99%."
         )
     )
+    for where, share in reuse_limits(report.to_json()["dependence"]):
+        console.print(
+            f"So would random numbers used again {where}, if {share:.0%} of the tokens or more depend on them."
+        )
+    wanted = report.wanted
+    if wanted is not None and (least is None or least > wanted):
+        console.print(f"The limit is more than the requested {wanted:.2%}.")
     if report.estimate is not None and report.estimate_std is not None:
         console.print(
             f"Estimated: {report.estimate:+.2%} ± {report.estimate_std:.2%} (one standard error); "
             f"mean of -log p less the entropy: {report.surprise_excess:+.4f} nats."
         )
+
+
+def tell_verdict(console: Console, verdict: Verdict, word: str, about: str, num_needed: int | None) -> None:
+    """The last line: the verdict in one word.
+
+    Args:
+        word: for a verdict that passed.
+        about: what is added to a verdict that rests on the tests.
+        num_needed: tokens that would decide.
+    """
+    if verdict != "inconclusive":
+        console.print(("" if verdict == "passed" else "NOT ") + word + about, style="bold")
+    else:
+        would = "" if num_needed is None else f": about {num_needed:,} tokens would decide"
+        console.print(f"INCONCLUSIVE{would}", style="bold")
+
+
+def exit_with(verdict: Verdict) -> None:
+    """End the command, unless it passed."""
+    if verdict != "passed":
+        raise typer.Exit(_EXIT_CODES[verdict])
 
 
 def tell_differences(console: Console, report: GreedyReport, what: str, tokenizer: Any | None) -> None:

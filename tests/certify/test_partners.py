@@ -1,0 +1,75 @@
+"""Pairs of tokens that a mistake may give the same random numbers, by hand; and what their ranks show."""
+
+import numpy as np
+
+from outrider.certify.observed import Observed, Written, observe
+from outrider.certify.partners import between, by_distance, in_round_before, products
+from outrider.options import Sampling
+from toys import table_pair
+
+# Rounds: (4 1 5) (0) (2), (2 2) (3), (1 1), and in the first slot after the first sequence (5) (3 3).
+TEXTS = [
+    Written(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0), slot=0, first_step=0),
+    Written(1, 1, (2,), (2, 2, 3), (0, 1, 0), slot=1, first_step=0),
+    Written(2, 0, (3, 1), (1, 1), (0, 1), slot=2, first_step=1),
+    Written(3, 1, (2,), (5, 3, 3), (0, 0, 1), slot=0, first_step=3),
+]
+
+
+def _observed() -> Observed:
+    target, drafter = table_pair(6)
+    return observe(target, drafter, Sampling(), TEXTS, seed=5, batch_size=4)
+
+
+def _listed(pairs: np.ndarray) -> list[tuple[int, int]]:
+    return sorted(map(tuple, pairs.T.tolist()))
+
+
+def test_pairs_of_a_sequence() -> None:
+    observed = _observed()
+    kinds = {name: _listed(pairs) for name, pairs in by_distance(observed, 4)}
+    assert kinds["distance 1"] == [(0, 1), (1, 2), (2, 3), (3, 4), (5, 6), (6, 7), (8, 9), (10, 11), (11, 12)]
+    assert kinds["distance 3"] == [(0, 3), (1, 4)] and kinds["distance 4"] == [(0, 4)]
+    assert _listed(in_round_before(observed)) == [(0, 3), (3, 4), (5, 7), (10, 11)]
+
+
+def test_pairs_of_two_sequences() -> None:
+    kinds = {name: _listed(pairs) for name, pairs in between(_observed(), has_rounds=True)}
+    # Step 0: slots 0 and 1; step 1: slots 0, 1 and 2; then slot 0 is alone.
+    assert kinds["slot beside, same step"] == [(0, 5), (1, 6), (3, 7), (7, 8)]
+    assert kinds["same slot, same round"] == [(0, 10), (3, 11)]
+    assert kinds["same slot, same length"] == [(0, 11), (1, 12)]
+    assert kinds["sequence before, same position"] == [
+        (0, 5),
+        (1, 6),
+        (2, 7),
+        (5, 8),
+        (6, 9),
+        (7, 12),
+        (8, 10),
+        (9, 11),
+    ]
+    assert kinds["sequence before, same length"] == [(0, 6), (1, 7), (5, 10), (6, 8), (7, 9), (8, 11), (9, 12)]
+    assert len(dict(between(_observed(), has_rounds=False))) == 2
+
+
+def test_a_part_of_a_sequence_has_no_partners_before_it() -> None:
+    """As in a sample that was cut."""
+    observed = _observed().first(4)
+    assert all(pairs.max(initial=0) < 4 for _, pairs in by_distance(observed, 4))
+    assert _listed(in_round_before(observed)) == [(0, 3)]
+
+
+def test_products_of_ranks() -> None:
+    """Values and moments of a token with two partners."""
+    observed = _observed()
+    pairs = np.array([[0, 1, 2], [4, 4, 7]])
+    found = products(observed, pairs)
+    values = observed.rank.values
+    factor = values[0] + values[1]
+    assert np.isclose(found.values[4], factor * values[4]) and np.isclose(found.values[7], values[2] * values[7])
+    assert not found.values[[0, 1, 2, 3, 5, 6]].any()
+    for index, power in enumerate((2, 3, 4)):
+        assert np.isclose(found.moments[index, 4], factor**power * observed.rank.moments[index, 4])
+    ends = sorted((-factor * observed.rank.lows[4], factor * observed.rank.highs[4]))
+    assert np.allclose([-found.lows[4], found.highs[4]], ends)
