@@ -62,7 +62,7 @@ def only_document(text: str, command: str) -> dict[str, Any]:
 
     document: dict[str, Any] = json.loads(text, parse_constant=refuse)
     assert document["schema"] == f"outrider/{command}/1"
-    has_model = command not in ("models", "analyze", "export") and "what_if" not in document["options"]
+    has_model = command not in ("models", "analyze", "export", "costs") and "what_if" not in document["options"]
     assert set(document["provenance"]) == PROVENANCE | ({"dtype"} if has_model else set())
     description = DESCRIPTION.read_text(encoding="utf-8")
     assert [key for key in sorted(keys_of(document)) if f"`{key}`" not in description] == []

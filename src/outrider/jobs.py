@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import difflib
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
 from outrider.errors import OptionError
-from outrider.options import Sampling
+from outrider.options import Sampling, instead_of, own_name
 from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Stats, Timing, TokenLogprob
 from outrider.text.row_text import RowText
 
 _OPTIONS = [field.name for field in fields(Sampling)]
+_OF_CALLS = ("num_draft_tokens", "num_slots")  # options that all rows of a call share
 _LISTS = {"stop": str, "stop_token_ids": int}  # options whose value for one row is a list of these
 
 
 def check_names(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
-            nearest = difflib.get_close_matches(name, _OPTIONS, n=1)
-            raise OptionError(name, value, f"did you mean {nearest[0]}?" if nearest else "there is no such option")
+            meant, instead = own_name(name, (*_OPTIONS, *_OF_CALLS)), instead_of(name)
+            nothing = f"there is no such option: {instead}" if instead else "there is no such option"
+            raise OptionError(name, value, f"did you mean {meant}?" if meant else nothing)
+
+
+def seed_of(seed: Any, index: int) -> Any:
+    """The seed of prompt ``index`` of a call: one seed for several prompts is that of the first, and those after it
+    count on. What is no seed is left for ``Sampling`` to refuse."""
+    is_seed = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    return int(seed) + index if is_seed else seed
 
 
 def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[str, Any]:
@@ -33,7 +42,8 @@ def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[s
             is_per_row = any(not isinstance(item, _LISTS[name]) for item in value)
         if is_per_row and len(value) != num_rows:
             raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
-        row[name] = value[index] if is_per_row else value
+        own = seed_of(value, index) if name == "seed" else value
+        row[name] = value[index] if is_per_row else own
     return row
 
 
@@ -87,6 +97,7 @@ def chunk_of(row: RowRound, job: Job, timing: Timing) -> Chunk:
         seed=job.request.sampling.seed,
         num_cached_tokens=row.num_cached_tokens,
         drafted=row.drafted,
+        slot=row.slot,
     )
 
 

@@ -144,6 +144,8 @@ class RowRound:
         num_cached_tokens: in a row's first round, the tokens of its prompt that were in the cache already.
         error: why the row ended, where ``finish_reason`` is "error"; no token of this round is committed then.
         drafted: all that was drafted, rejected or not, if asked for.
+        slot: of the cache, in which the row is.
+        has_broken_draft: the draft ended early, since the draft model gave NaN or infinite logits.
     """
 
     row: int
@@ -158,6 +160,8 @@ class RowRound:
     num_cached_tokens: int = 0
     error: str | None = None
     drafted: tuple[DraftedToken, ...] | None = None
+    slot: int = field(default=0, compare=False)
+    has_broken_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +263,7 @@ class Chunk:
             with it, since K adapts to the load.
         num_cached_tokens: in a row's first chunk, the prompt tokens that were in the cache already.
         drafted: all tokens drafted in the round, rejected or not, if asked for.
+        slot: of the cache, in which the row is.
     """
 
     row: int
@@ -273,6 +278,7 @@ class Chunk:
     seed: int | None = None
     num_cached_tokens: int = 0
     drafted: tuple[DraftedToken, ...] | None = None
+    slot: int = field(default=0, compare=False)
 
     @property
     def text(self) -> str:

@@ -198,6 +198,10 @@ def test_files_of_prompts(refused: Refused, tmp_path: Path, content: bytes, mess
 FIELDS: list[tuple[str, str]] = [
     ('"temprature": 0', "a prompt has no field 'temprature': did you mean 'temperature'?"),
     ('"max_tokens": 5', "a prompt has no field 'max_tokens': did you mean 'max_new_tokens'?"),
+    ('"min_new_tokens": 5', "a prompt has no field 'min_new_tokens': did you mean 'min_tokens'?"),
+    ('"stop_strings": "."', "a prompt has no field 'stop_strings': did you mean 'stop'?"),
+    ('"suppress_tokens": [5]', "a prompt has no field 'suppress_tokens': logit_bias forbids a token"),
+    ('"assistant_model": "x"', "a prompt has no field 'assistant_model': the draft is chosen with the target"),
     ('"colour": 5', "a prompt has no field 'colour': put notes of your own under 'metadata'"),
     ('"temperature": -1', "temperature = -1 is invalid: a number >= 0"),
     ('"temperature": "hot"', "temperature = 'hot' is invalid"),

@@ -64,23 +64,6 @@ def test_a_disk_that_is_full_from_the_beginning(outrider: Outrider, prompts: Pat
     assert f"cannot write {FULL}: No space left on device" in message
 
 
-@needs_full
-@pytest.mark.parametrize("is_file", [False, True], ids=["prompt", "file of prompts"])
-def test_standard_output_that_is_full(prompts: Path, is_file: bool) -> None:
-    """As in ``outrider generate ... > /mnt/results``. In a process of its own: Python writes again when it ends."""
-    command = [sys.executable, "-m", "outrider", "generate", "-n", "2"]
-    with FULL.open("w") as full:
-        ended = subprocess.run(
-            [*command, *(("--prompts", str(prompts)) if is_file else ("Once",))],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert ended.stderr == "error: cannot write to standard output: No space left on device\n"
-    assert ended.returncode == 2
-
-
 def test_a_pipe_may_be_read_and_a_device_written(outrider: Outrider, prompts: Path) -> None:
     """Neither can be read twice, locked or continued."""
     reading, writing = os.pipe()

@@ -17,7 +17,7 @@ QUICK = ("--num-prompts", "6", "--seed", "5", "--batch-size", "4")
 def test_the_table_and_the_verdict(outrider: Outrider) -> None:
     ended = outrider("eval", "multiplication", *QUICK)
     assert (ended.code, ended.err) == (0, "")
-    words = [line.split() for line in ended.out.splitlines() if line.split()[1:3] and line.split()[2] == "of"]
+    words = [line.split() for line in ended.out.splitlines() if line.split()[2:3] == ["of"]]
     assert [line[0] for line in words] == ["plain", "speculative"]
     assert all(line[3] == "6" for line in words)
     assert "fable with fable-draft, K = 4, block" in ended.out
@@ -66,6 +66,26 @@ def test_the_verdict_by_made_up_scores(
     assert difference["difference"]["value"] == -num_differing / 100
     assert f"the arms are {verdict}" in " ".join(ended.err.split())
     assert f"Speculative minus plain: {-num_differing / 100:+.1%}" in ended.err.replace("-0.0%", "+0.0%")
+
+
+def test_the_first_command_can_decide(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arms that differ as those of the embedded pair did on 200 problems, 2% and 4.5% of them each way: that was not
+    enough, and the verdict said so; the default sample is."""
+
+    def made_up(decoder: Any, sheet: Any, **_: Any) -> Score:
+        low, high = (0.0, 0.02) if decoder.drafter.name == "none" else (0.02, 0.065)
+        return Score(
+            tuple(low <= i / len(sheet) < high for i in range(len(sheet))),
+            ("0",) * len(sheet),
+            Stats(num_generated_tokens=100),
+            Timing(total_s=1.0),
+        )
+
+    monkeypatch.setattr("outrider.evals.multiplication.score", made_up)
+    assert "the arms are equivalent" in " ".join(outrider("eval", "multiplication").out.split())
+    ended = outrider("eval", "multiplication", "--num-prompts", 200, "--json", "-")
+    assert only_document(ended.out, "eval-multiplication")["num_to_decide"] == 353
+    assert "not shown to be equivalent (about 353 prompts would decide)" in " ".join(ended.err.split())
 
 
 def test_problems_are_not_left_out_of_the_progress(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

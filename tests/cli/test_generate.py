@@ -210,6 +210,36 @@ def test_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.out == want + "\n"
 
 
+@pytest.mark.parametrize("more", [("-k", 3), ("--acceptance", "gumbel"), ("--draft", "none")])
+def test_a_drawn_seed_repeats_the_text(outrider: Outrider, more: tuple[object, ...]) -> None:
+    """It is in the summary and in the document."""
+    arguments = ("generate", PROMPT, "-n", 8, "--dtype", "float64", *more)
+    drawn = outrider(*arguments, "--json", "-")
+    (row,) = only_document(drawn.out, "generate")["completions"]
+    assert drawn.err.endswith(f", seed {row['seed']}\n")
+    again = outrider(*arguments, "--seed", row["seed"])
+    assert again.out == row["text"] + "\n" and "seed" not in again.err
+
+
+def test_a_text_that_a_seed_does_not_repeat(outrider: Outrider) -> None:
+    """Under -k auto the text follows the load, too. A greedy text needs no seed."""
+    message = outrider("generate", "Once", "-n", 2).err
+    assert re.search(r", seed \d+ \(and a K that followed the load: with -k 4, ", message)
+    assert "seed" not in outrider("generate", "Once", "-n", 2, "-t", 0).err
+
+
+def test_a_limit_beyond_the_context_is_told(outrider: Outrider, tmp_path: Path) -> None:
+    message = (
+        "-n 2000 goes beyond the context of fable, which takes 1024 tokens in all: 1 of the prompt and 1023 of the text"
+    )
+    assert outrider("generate", "Once", "-n", 2000, "--stop", " ").err.splitlines()[0] == message
+    assert "context" not in outrider("generate", "Once", "-n", 1023, "--stop", " ").err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once", "max_new_tokens": 9}\n{"prompt": "Once"}\n{"prompt": "A"}\n')
+    ended = outrider("generate", "--prompts", prompts, "-n", 2000, "--stop", " ")
+    assert ended.err.splitlines()[0] == "-n goes beyond the context of fable for 2 prompts: their texts end there"
+
+
 def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The text so far, the summary of it, the document, and exit code 130."""
     stream_many = type(embedded()).stream_many

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from commands import Outrider, only_document
 from outrider.api import load
@@ -115,6 +117,22 @@ def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
     whole, shared = rows["fable", "none", 1], rows["fable", "none", 2]
     assert 2 * shared["cache_bytes"] == whole["cache_bytes"] and isinstance(whole["fits_here"], bool)
     assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_gemma_3_is_predicted_alone_and_with_its_images(outrider: Outrider, tmp_path: Path, is_whole: bool) -> None:
+    """The initialization of the layers for images looks at numbers, of which a prediction has none."""
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    text = dict(sizes, vocab_size=97, num_key_value_heads=1, head_dim=8, max_position_embeddings=64, sliding_window=8)
+    images = dict(sizes, image_size=28, patch_size=14)
+    config = transformers.Gemma3TextConfig(**text)
+    if is_whole:
+        config = transformers.Gemma3Config(text_config=text, vision_config=images)
+    config.save_pretrained(tmp_path)
+    rows = only_document(outrider("models", "--target", tmp_path, "--json", "-").out, "models")["models"]
+    assert rows[0]["quantization"] == "none" and rows[0]["verify_bytes"] > 0
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert rows[0]["weights_bytes"] == num_bytes(model)
 
 
 def test_a_prediction_stays_within_the_context_of_both_models(outrider: Outrider) -> None:

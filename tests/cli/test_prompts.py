@@ -55,7 +55,7 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size
 def test_json_lines_and_plain_lines_say_the_same(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Notes are left alone, and blank lines and a byte order mark are no prompts."""
     other = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"id": i, "prompt": prompt}) for i, prompt in enumerate(PROMPTS)]
+    lines = [json.dumps({"metadata": i, "prompt": prompt}) for i, prompt in enumerate(PROMPTS)]
     other.write_text("\ufeff\n" + "\n\n".join(lines) + "\n\n", encoding="utf-8")
     plain = outrider("generate", "--prompts", prompts, *OPTIONS)
     assert rows_of(outrider("generate", "--prompts", other, *OPTIONS).out) == rows_of(plain.out)
@@ -134,6 +134,9 @@ def test_an_interrupted_run_is_continued(
         (lines[:1], lines[1][:-1]),
         (lines, b""),
         ([], b"{"),
+        (lines[:2], bytes(4096)),
+        (lines[:1], lines[1][:300] + bytes(100)),
+        (lines[:1], lines[1][:300] + bytes(100) + b"}\n"),
         ([lines[3], lines[1]], lines[0][:40]),
     ):
         output.write_bytes(b"".join(kept) + half)
@@ -213,7 +216,9 @@ def test_other_prompts_are_another_run(outrider: Outrider, prompts: Path, tmp_pa
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said([*PROMPTS, "And then"])
 
 
-@pytest.mark.parametrize("content", ["some notes\n", "[1, 2]\n", '{"index": 0}\n', "some notes\nand no newline"])
+@pytest.mark.parametrize(
+    "content", ["\0\0some notes", "some notes\n", "[1, 2]\n", '{"index": 0}\n', "some notes\nand no newline"]
+)
 def test_a_file_that_is_no_output_is_left_alone(
     outrider: Outrider, prompts: Path, tmp_path: Path, content: str
 ) -> None:
@@ -230,6 +235,21 @@ def test_a_note_without_a_newline_is_left_alone(outrider: Outrider, prompts: Pat
     ended = outrider("generate", "--prompts", prompts, "--output", output, *OPTIONS)
     assert output.read_text() == "my only copy of something"
     assert str(output) in ended.error
+
+
+def test_zeros_within_a_file_are_reported(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """A loss of power can leave them before lines that are whole: those are not thrown away."""
+    output = tmp_path / "out.jsonl"
+    arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS)
+    assert outrider(*arguments).code == 0
+    first, second, *others = output.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([first, second[:100], bytes(100), second[200:], *others])
+    output.write_bytes(damaged)
+    assert outrider(*arguments).error.startswith(f"{output}, line 2 has zeros in it, as a loss of power leaves them")
+    assert output.read_bytes() == damaged
+    output.write_bytes(b"".join([first, *others]))
+    assert outrider(*arguments).code == 0
+    assert output.read_bytes() == b"".join([first, *others, second])
 
 
 def test_ctrl_c_keeps_the_lines_that_are_done(

@@ -192,6 +192,19 @@ def test_errors_are_one_line(prompts: Path, tmp_path: Path, more: tuple[str, ...
 
 
 @pytest.mark.slow
+def test_invalid_rows_are_skipped(prompts: Path, tmp_path: Path, whole: list[str]) -> None:
+    """Those that only a worker can find, too. The others are as without them."""
+    output = tmp_path / "out.jsonl"
+    with prompts.open("a") as stream:
+        stream.write("word " * 2000 + "\n")
+    with started(prompts, output, "--skip-invalid") as process:
+        _, message = process.communicate()
+    assert process.returncode == 1
+    assert message.startswith(f"skipped: {prompts}, line 61: the prompt has ") and message.endswith(", 1 skipped\n")
+    assert lines_of(output) == whole
+
+
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there(prompts: Path, tmp_path: Path) -> None:
     with started(prompts, tmp_path / "out.jsonl", "--ray", "auto") as process:
         _, message = process.communicate()

@@ -12,6 +12,7 @@ from outrider.records import Stats
 from outrider.replay.rounds import Arm, analyse, read_file, round_row
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import RoundCounts, tau_interval, total
+from outrider.stats.intervals import Interval
 from toys import StopAt, llama_pair, request, run
 
 ROUNDS = [(2, 2), (2, 0), (2, 1), (1, 1), (2, 2), (0, 0)]
@@ -31,10 +32,19 @@ def test_positions_by_hand() -> None:
     assert tau_interval([RoundCounts()]) is None
 
 
-def test_no_interval_goes_below_one_token_a_round() -> None:
-    interval = tau_interval([RoundCounts.of([(2, n)] * 4, 0, 0) for n in (0, 0, 2)])
-    assert interval is not None and interval.low == 1.0 < interval.value < interval.high
-    assert tau_interval([RoundCounts.of([(2, 2)], 0, 0)]).low is None
+@pytest.mark.parametrize("accepted", [(0, 0, 2), (0, 0, 0), (2, 2, 2), (2, 2, 0)], ids=str)
+def test_tau_stays_within_1_and_k_plus_1(accepted: tuple[int, ...]) -> None:
+    """Three prompts of four rounds; also where no draft is accepted, or every one. The last drafts one token."""
+    prompts = [RoundCounts.of([(2, n)] * 4, 0, 0) for n in accepted]
+    for counts in (prompts, [*prompts, RoundCounts.of([(1, 0)], 0, 0)]):
+        interval = tau_interval(counts)
+        assert interval is not None and interval.low is not None and interval.high is not None
+        assert 1.0 <= interval.low <= interval.value <= interval.high <= 3.0 and interval.low < interval.high
+    assert tau_interval(prompts[:1]).low is None
+
+
+def test_tau_of_plain_decoding_is_1() -> None:
+    assert tau_interval([RoundCounts.of([(0, 0)] * 4, 0, 0)] * 2) == Interval(1.0, 1.0, 1.0)
 
 
 def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -17,6 +17,7 @@ from outrider.cli.commands import (
     certify_samples,
     compare,
     compile,
+    costs,
     distill,
     divergence,
     export,
@@ -32,6 +33,7 @@ from outrider.cli.commands import (
 from outrider.cli.commands import eval as eval_
 from outrider.cli.shared.help import Command, Group
 from outrider.cli.shared.processes import run_together
+from outrider.cli.shared.streams import guard_streams
 from outrider.errors import OutriderError
 from outrider.system.ranks import is_one_of_several
 
@@ -42,6 +44,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "compare": compare.compare,
         "latency": latency.latency,
         "compile": compile.compile,
+        "costs": costs.costs,
     },
     "Choose a draft": {
         "models": models.models,
@@ -93,6 +96,15 @@ def _root(
 
 
 def main() -> None:
+    check_output = guard_streams()
+
+    def run() -> None:
+        try:
+            app(prog_name="outrider")  # also where Python was started with -m
+        except SystemExit:
+            check_output()
+            raise
+
     # The libraries' own warnings and retries would bury the one line that tells what is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -102,17 +114,13 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # their progress bars, like ours, are for terminals
     # The processes of distill have the whole target each, and share the sequences to train on.
     if is_one_of_several() and "distill" not in sys.argv[1:2]:
-        run_together(app, _mistake)
+        run_together(run, _mistake)
     try:
-        app()
+        run()
     except Exception as error:
         message = _mistake(error)
         if message is None:
             raise
-        try:
-            sys.stdout.flush()
-        except OSError:  # a full disk: Python would report it again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 

@@ -22,7 +22,7 @@ from outrider.records import Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 from outrider.stats.counts import RoundCounts
-from outrider.stats.intervals import Interval, paired_ratio, ratio_of_sums
+from outrider.stats.intervals import Interval, bounded_mean, paired_ratio
 
 _NUM_PASSES = 8  # over all drafts and K
 NUM_STEPS = _NUM_PASSES + 1  # of a progress bar
@@ -171,7 +171,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
             Choice(
                 draft=draft,
                 k=k,
-                tau=ratio_of_sums(tokens, [one.num_rounds + one.num_truncated for one in texts]),
+                tau=bounded_mean(tokens, [one.num_rounds + one.num_truncated for one in texts], (1.0, k + 1.0)),
                 speed_up=paired_ratio(plain_s, seconds),
                 tokens_per_s=costs.setting.num_rows * sum(tokens) / sum(seconds),
                 if_free=paired_ratio(plain_s, free_s).value,

@@ -32,7 +32,7 @@ from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import Text, force
 from outrider.stats.counts import RoundCounts, tau_interval, total
-from outrider.stats.intervals import Interval, ratio_of_sums
+from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
 
 MATCH = "match"
@@ -210,7 +210,7 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
         expected[k] = Expected(k, tuple(low[k]), tau_interval(low[k]), upper)
     alpha = None
     if sums:
-        alpha = AlphaRange(*(ratio_of_sums(values, counts) for values in zip(*sums, strict=True)))
+        alpha = AlphaRange(*(bounded_mean(values, counts, (0.0, 1.0)) for values in zip(*sums, strict=True)))
     return Summary(expected, alpha)
 
 

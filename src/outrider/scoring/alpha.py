@@ -20,7 +20,7 @@ from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
-from outrider.stats.intervals import Interval, ratio_of_sums
+from outrider.stats.intervals import Interval, bounded_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def measure_alpha(
     sums = sums_by_text((target, draft), texts, agreement, batch_size=batch_size, settings=settings, on_done=on_done)
     counts = [len(text.ids) - text.num_given for text in texts]
     return [
-        Alpha(sampling, ratio_of_sums(row.tolist(), counts), sum(counts))
+        Alpha(sampling, bounded_mean(row.tolist(), counts, (0.0, 1.0)), sum(counts))
         for sampling, row in zip(samplings, sums, strict=True)
     ]
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import BatchSizeOption, JsonOption, check_batch_size, flat
 from outrider.cli.shared.output import (
     check_json_target,
@@ -18,6 +17,7 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.room import tell_room
 from outrider.errors import OptionError, PromptError
 from outrider.records import Timing
 from outrider.system.files import check_writable, write_text
@@ -83,7 +84,7 @@ def compare(
 
     num_arms = 1 + len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
-    decoder.encode(prompt)
+    tell_room(decoder.target.name, decoder.target.context_len, len(decoder.encode(prompt)), end.max_new_tokens)
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]

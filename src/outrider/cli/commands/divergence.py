@@ -9,7 +9,6 @@ import typer
 
 from outrider.cli.commands.certify import job_of
 from outrider.cli.shared.findings import greedy_row, tell_differences
-from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -30,6 +29,7 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import OptionError
 
 

@@ -28,7 +28,7 @@ def multiplication(
     pair: PairOptions,
     sampling: SamplingOptions,
     num_draft_tokens: NumDraftTokensOption = None,
-    num_prompts: Annotated[int, typer.Option(help="Problems to solve.")] = 200,
+    num_prompts: Annotated[int, typer.Option(help="Problems to solve.")] = 600,
     batch_size: Annotated[int, typer.Option(help="Problems solved at once.")] = 8,
     margin: Annotated[
         float, typer.Option(help="Success rates closer than this are equivalent, for the equivalence test.")
@@ -49,6 +49,7 @@ def multiplication(
 
     from outrider.bench.report import new_table
     from outrider.evals.multiplication import MAX_ANSWER_TOKENS, compare_scores, problems, score
+    from outrider.stats.intervals import num_trials_to_decide
 
     decoder = pair.load(2 * num_prompts * MAX_ANSWER_TOKENS)
     arms = {
@@ -80,13 +81,16 @@ def multiplication(
         f"Speculative minus plain: {difference.value:+.1%}, 95% {difference.low:+.1%} to {difference.high:+.1%}; "
         f"solved by one arm only: {paired.only_first} plain, {paired.only_second} speculative."
     )
-    verdict = "equivalent" if paired.is_equivalent else "not shown to be equivalent (more prompts may decide)"
+    needed = num_trials_to_decide((paired.only_first + paired.only_second) / num_prompts, margin)
+    remedy = f"about {needed} prompts would decide" if needed > num_prompts else "more prompts may decide"
+    verdict = "equivalent" if paired.is_equivalent else f"not shown to be equivalent ({remedy})"
     console.print(
         f"Within a margin of {margin:.1%} the arms are {verdict}: two one-sided tests, p = {paired.tost_p:.2g}."
     )
     body: dict[str, Any] = {
         "scores": {name: _score_json(result) for name, result in scores.items()},
         "difference": asdict(paired) | {"is_equivalent": paired.is_equivalent},
+        "num_to_decide": needed,
         "problems": [
             {"a": problem.a, "b": problem.b, **{name: result.answers[i] for name, result in scores.items()}}
             for i, problem in enumerate(sheet)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli.shared.completions import Finished, open_output
-from outrider.cli.shared.jsonl import PromptFile, PromptLine, open_prompts
+from outrider.cli.shared.invalid_rows import InvalidRows
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -37,8 +36,11 @@ from outrider.cli.shared.output import (
     write_document,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.prompt_file import open_prompts
 from outrider.cli.shared.prompt_order import Shard, by_length
+from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
+from outrider.cli.shared.room import tell_room
 from outrider.cli.shared.rows import Totals, made_of, row_of
 from outrider.cli.shared.workers import Setup, Worker, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
@@ -65,7 +67,8 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: plain lines, or JSON lines with a 'prompt' and optionally options of its own."
+            help="File of prompts: plain lines; or JSON lines (or an array) with a 'prompt' or 'messages', and "
+            "optionally options of its own; or requests of OpenAI's batch form."
         ),
     ] = None,
     output: Annotated[
@@ -76,6 +79,9 @@ def generate(
         str | None,
         typer.Option(metavar="I/N", help="With --prompts: only the I-th of N parts, each with its own --output file."),
     ] = None,
+    skip_invalid: Annotated[
+        bool, typer.Option("--skip-invalid", help="With --prompts: report invalid rows, and continue the others.")
+    ] = False,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i. Default: random.")] = None,
     logprobs: Annotated[
@@ -91,7 +97,7 @@ def generate(
 ) -> None:
     """Continue a text and print it as it is generated, or continue every prompt of a file.
 
-    Exit code 1: some prompts of the file failed. Their lines give the reason; the others have their text."""
+    Exit code 1: some prompts of the file failed or were skipped. The others have their text."""
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     check_batch_size(batch_size)
     if prompts is None:
@@ -99,6 +105,7 @@ def generate(
             ("--output", None if output is None else str(output), None),
             ("--batch-size", batch_size, 1),
             ("--shard", shard, None),
+            ("--skip-invalid", skip_invalid, False),
             ("--ray", cluster.ray, None),
         ):
             if value != default:
@@ -125,13 +132,15 @@ def generate(
             console = console_for(json_target, has_colours=show_origin or None)
             _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
-            _check_own_options(options, lines)
+            invalid = InvalidRows(lines, skip_invalid)
+            invalid.check(part.indices(len(lines)), partial(_check_own, setup))
             finished = Finished(part.indices(len(lines)), bytearray(len(lines)))
             write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
             if output is not None:
                 file = files.enter_context(open_output(output))
                 finished = here().of_first(partial(file.read_finished, lines, finished.indices, setup.settings))
                 write = file.write
+            finished.leave_out(invalid.reasons)
             totals.num_failed = finished.num_failed
             num_tokens = sum(setup.max_new_tokens(lines[index]) for index in finished.missing())
             if cluster.ray is None:
@@ -139,7 +148,7 @@ def generate(
             else:
                 many = open_ray_workers(cluster, setup, batch_size, finished.num_missing, num_tokens)
                 workers = files.enter_context(many)
-            _continue_all(setup, workers, lines, finished, batch_size, write, totals)
+            _continue_all(setup, workers, invalid, finished, batch_size, write, totals)
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
     print(summary, file=sys.stderr)
     if json_target is not None:
@@ -147,7 +156,7 @@ def generate(
         write_document(json_target, make_document("generate", settings, totals.to_json(), origin=origin))
     if totals.is_interrupted:
         raise typer.Exit(130)
-    if totals.num_failed:
+    if totals.num_failed or totals.skipped:
         raise typer.Exit(1)
 
 
@@ -166,47 +175,52 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _check_own_options(options: dict[str, Any], lines: PromptFile) -> None:
-    """Find out before the work what no target can take.
-
-    Raises:
-        FileError: an option of a prompt is not possible.
-    """
-    for line in lines:
-        try:
-            check_constraint(Sampling(**options | line.options))
-        except OptionError as error:
-            raise FileError(f"{lines.path}, line {line.number}: {error}") from None
+def _check_own(setup: Setup, line: PromptLine) -> None:
+    """Find out before the work what no target can take. Raises OptionError."""
+    target = setup.pair.target
+    if line.model not in (None, target):
+        raise OptionError("model", line.model, f"the target is {target!r}: choose it with --target, or leave it out")
+    check_constraint(Sampling(**setup.options | line.options))
 
 
-def _lengths(workers: Workers, lines: PromptFile, finished: Finished) -> Sequence[int]:
+def _lengths(workers: Workers, target: str, finished: Finished, invalid: InvalidRows) -> Sequence[int]:
     """Find out before the work what this target cannot take, and how long the prompts that are missing may become.
 
     Raises:
-        FileError: with the line.
+        FileError: with the line, unless it is skipped.
     """
+    lines, num_cut = invalid.lines, 0
     lengths = array("Q", bytes(8 * len(lines)))
     for index, length in workers.lengths((index, lines[index]) for index in finished.missing()):
         if isinstance(length, OutriderError):
-            raise FileError(f"{lines.path}, line {lines[index].number}: {length}")
-        lengths[index] = length
+            invalid.add(index, length)
+        else:
+            lengths[index] = length.num_tokens
+            num_cut += length.is_cut
+    finished.leave_out(invalid.reasons)
+    if num_cut:
+        print(f"-n goes beyond the context of {target} for {num_cut} prompts: their texts end there", file=sys.stderr)
     return lengths
 
 
 def _continue_all(
     setup: Setup,
     workers: Workers,
-    lines: PromptFile,
+    invalid: InvalidRows,
     finished: Finished,
     num_slots: int,
     write: Callable[[str], None],
     totals: Totals,
 ) -> None:
     """Write a line of JSON for each prompt that is not finished, as soon as it is. Nothing of it is kept but sums."""
-    order = by_length(finished.missing(), _lengths(workers, lines, finished), num_slots)
+    lines, lengths = invalid.lines, _lengths(workers, setup.pair.target, finished, invalid)
+    invalid.tell()
+    totals.skipped = invalid.to_json()
+    order = by_length(finished.missing(), lengths, num_slots)
+    num_prompts = finished.num_rows + finished.num_missing
     start = time.perf_counter()
     try:
-        with progress_bar("prompts", len(finished.indices), finished.num_rows) as advance:
+        with progress_bar("prompts", num_prompts, finished.num_rows) as advance:
             for index, (row, stats) in workers.rows((index, lines[index]) for index in order):
                 write(json_text(row | {"settings": setup.settings(lines[index])}))
                 totals.add(row, stats)
@@ -220,6 +234,7 @@ def _continue_all(
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
+    tell_room(decoder.target.name, decoder.target.context_len, len(ids), setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
     if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
         logging.getLogger("outrider.runtime.maker").setLevel(logging.WARNING)
@@ -230,19 +245,19 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
             console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
         for chunk in stream:
             chunks.append(chunk)
-            with _writing_to(console.file):
-                for text, origin in chunk.pieces:
-                    if has_colours:
-                        console.print(text, style=ORIGIN_STYLES[origin], end="", markup=False, soft_wrap=True)
-                    else:
-                        console.file.write(text)
-                console.file.flush()
+            for text, origin in chunk.pieces:
+                if has_colours:
+                    console.print(text, style=ORIGIN_STYLES[origin], end="", markup=False, soft_wrap=True)
+                else:
+                    console.file.write(text)
+            console.file.flush()
+            if not console.file.writable():  # nobody reads on
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         totals.is_interrupted = True
     finally:
-        with _writing_to(console.file):
-            console.file.write("\n")
-            console.file.flush()
+        console.file.write("\n")
+        console.file.flush()
     if not waits:
         _tell_missing()
     if has_colours:
@@ -259,7 +274,20 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
         None if setup.options["logprobs"] is None else [item for chunk in chunks for item in chunk.logprobs or ()],
     )
     seed = chunks[0].seed if chunks else setup.options["seed"]
-    totals.add(row_of(0, PromptLine(1, prompt), ids, seed, made), stats)
+    totals.seed = _drawn_seed(setup, decoder, seed)
+    totals.add(row_of(0, PromptLine("line 1", prompt), ids, seed, made), stats)
+
+
+def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
+    """For the summary: how a sampled text without a seed of the user's can be repeated."""
+    temperature = setup.options["temperature"]
+    if seed is None or setup.options["seed"] is not None or temperature == 0:
+        return ""
+    # A row whose seed is given has a K of its own where its text depends on K.
+    depends_on_k = decoder.job([0], {"seed": seed, "temperature": temperature}).request.num_draft_tokens is not None
+    return f"seed {seed}" + (
+        " (and a K that followed the load: with -k 4, a seed repeats a text)" if depends_on_k else ""
+    )
 
 
 def _tell_missing() -> None:
@@ -276,20 +304,7 @@ def _tell_missing() -> None:
 
 
 def _print(stream: IO[str], text: str) -> None:
-    with _writing_to(stream):
-        stream.write(text)
-        stream.flush()
-
-
-@contextmanager
-def _writing_to(stream: IO[str]) -> Iterator[None]:
-    """Tell in one line if it cannot be written to. (Where a reader has enough, as in ``| head``, Typer ends us.)"""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        with suppress(OSError):  # or what is in the buffer would fail once more, at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        name = "standard error" if stream is sys.stderr else "standard output"
-        raise FileError(f"cannot write to {name}: {error.strerror}") from None
+    stream.write(text)
+    stream.flush()
+    if not stream.writable():  # nobody reads on
+        raise KeyboardInterrupt

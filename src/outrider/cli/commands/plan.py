@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import (
     check_json_target,
@@ -24,6 +23,7 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
+from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.jsonl import PromptLine, read_prompts
 from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
+from outrider.cli.shared.prompt_file import read_prompts
+from outrider.cli.shared.prompt_row import PromptLine
+from outrider.cli.shared.room import tell_room
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import here
@@ -82,11 +84,13 @@ def record(
     from outrider.replay.other_formats import tensor_text
 
     inputs: list[Any] = [[{"role": "user", "content": line.text}] if chat else line.text for line in lines]
+    longest = 0
     for line, item in zip(lines, inputs, strict=True):
         try:
-            decoder.encode(item)
+            longest = max(longest, len(decoder.encode(item)))
         except PromptError as error:
-            raise PromptError(f"{prompts}, line {line.number}: {error}") from None
+            raise PromptError(f"{prompts}, {line.place}: {error}") from None
+    tell_room(decoder.target.name, decoder.target.context_len, longest, end.max_new_tokens)
     header = _header(decoder, options, probs, chat)
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)
@@ -146,7 +150,7 @@ def _write(
                         on_done=advance,
                     )
                 except NumericsError as error:
-                    where = f"lines {lines[part.start].number} to {lines[part.stop - 1].number}"
+                    where = f"{lines[part.start].place} to {lines[part.stop - 1].place}"
                     raise NumericsError(f"{where}: {error}") from None
                 writer.append(records)
                 if is_interrupted:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from outrider.cli.shared.jsonl import read_prompts
 from outrider.cli.shared.options import (
     BatchSizeOption,
     JsonOption,
@@ -29,6 +28,7 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import DraftOptions, set_threads
+from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import FileError, OptionError
 from outrider.system.files import check_writable
 from outrider.system.ranks import here

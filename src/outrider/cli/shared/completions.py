@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.shared.jsonl import PromptFile, PromptLine, parse_row
+from outrider.cli.shared.jsonl import parse_row
+from outrider.cli.shared.prompt_file import PromptFile
+from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError
 from outrider.system.file_lock import is_regular, open_locked
 from outrider.system.ranks import here
 
 _ROW_BEGINS = b'{"index": '  # so does every line
+_ZERO = b"\0"  # never in a line, and left by a loss of power in place of what was written
+_MISSING, _DONE, _LEFT_OUT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class Finished:
 
     Attributes:
         indices: of the prompts that this run deals with, earlier ones included.
-        flags: for each prompt of the file, 1 if it is done and 0 if not. (A byte each: there may be very many.)
+        flags: for each prompt of the file, whether it is missing, done or left out. (A byte each: there may be very
+            many.)
         num_failed: those of them that ended in an error.
     """
 
@@ -34,15 +39,21 @@ class Finished:
 
     @property
     def num_rows(self) -> int:
-        return self.flags.count(1)
+        return self.flags.count(_DONE)
 
     @property
     def num_missing(self) -> int:
-        return len(self.indices) - self.num_rows
+        return len(self.indices) - self.num_rows - self.flags.count(_LEFT_OUT)
 
     def missing(self) -> Iterator[int]:
         """Indices of the prompts that are still to be done."""
-        return (index for index in self.indices if not self.flags[index])
+        return (index for index in self.indices if self.flags[index] == _MISSING)
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """Leave out prompts of this run that are missing and cannot be done."""
+        for index in indices:
+            if self.flags[index] == _MISSING:
+                self.flags[index] = _LEFT_OUT
 
 
 @contextmanager
@@ -97,7 +108,7 @@ class OutputFile:
     def read_finished(
         self, prompts: PromptFile, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> Finished:
-        """Read how far earlier runs came. A half-written last line is cut off.
+        """Read how far earlier runs came. A last line that is half written, or has zeros in it, is cut off.
 
         Args:
             indices: of the prompts that this run deals with.
@@ -113,10 +124,10 @@ class OutputFile:
         num_failed = num_bytes = 0
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n"):
-                    self._cut(num_bytes, number, line)
+                if not line.endswith(b"\n") or _ZERO in line:
+                    self._cut(num_bytes, number, line, is_last=not lines.read(1))
                     break
-                row = parse_row(self._path, number, line)
+                row = parse_row(f"{self._path}, line {number}", line)
                 index = self._check(number, row, prompts, settings_of)
                 if index not in indices:
                     raise FileError(
@@ -124,7 +135,7 @@ class OutputFile:
                     )
                 if finished[index]:
                     raise FileError(f"{self._path}, line {number}: prompt {index} is there already: remove one of both")
-                finished[index] = 1
+                finished[index] = _DONE
                 num_failed += row.get("finish_reason") == "error"
                 num_bytes += len(line)
         return Finished(indices, finished, num_failed)
@@ -144,7 +155,7 @@ class OutputFile:
             differing = ["prompt"]
         else:
             line = prompts[index]
-            expected = {"prompt": line.text, "settings": settings_of(line)}
+            expected = line.source | line.labels | {"settings": settings_of(line)}
             differing = [key for key, value in expected.items() if row.get(key) != value]
             if not differing:
                 return index
@@ -153,7 +164,12 @@ class OutputFile:
             "choose another output file, or remove this one"
         )
 
-    def _cut(self, num_bytes: int, number: int, half: bytes) -> None:
-        if not half.startswith(_ROW_BEGINS) and not _ROW_BEGINS.startswith(half):
+    def _cut(self, num_bytes: int, number: int, half: bytes, *, is_last: bool) -> None:
+        if not half.startswith(_ROW_BEGINS) and not _ROW_BEGINS.startswith(half.rstrip(_ZERO + b"\n")):
             raise FileError(f"{self._path}, line {number} was not written by this command: choose another output file")
+        if not is_last:
+            raise FileError(
+                f"{self._path}, line {number} has zeros in it, as a loss of power leaves them, and more lines follow: "
+                "remove the line, and its prompt is continued again"
+            )
         self._stream.truncate(num_bytes)

@@ -1,4 +1,5 @@
-"""Typer's ``--help``, less a few blemishes: "<bool>" beside flags, as if they took a value, and blank lines at the top.
+"""Typer's commands with a tidier ``--help`` (no "<bool>" beside flags, as if they took a value, no blank lines at the
+top), and with hints where a word is another program's name of an option.
 
 Its commands and groups are two classes, which have what is changed in common.
 """
@@ -12,6 +13,8 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from outrider.cli.shared.other_names import check_names, hint_at_threads
 
 if TYPE_CHECKING:
     _Base = TyperCommand
@@ -28,6 +31,19 @@ class _Help(_Base):
             if isinstance(param, TyperOption) and param.is_flag:
                 param.metavar = ""
         return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        words = list(args)
+        params = [param for param in self.get_params(ctx) if isinstance(param, TyperOption)]
+        options = {param.name or "": (*reversed(param.opts), *param.secondary_opts) for param in params}
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception:  # of Typer's own
+            check_names(words, options)
+            raise
+        if "threads" in options:
+            hint_at_threads(words)
+        return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with redirect_stdout(_Copy(sys.stdout.isatty())) as copy:

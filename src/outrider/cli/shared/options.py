@@ -231,6 +231,12 @@ def check_significance(level: float) -> None:
         raise OptionError("--significance", level, "a number between 0 and 1, like 1e-3")
 
 
+def check_detect_tv(distance: float | None) -> None:
+    """Raises OptionError."""
+    if distance is not None and not 0 < distance < 1:
+        raise OptionError("--detect-tv", distance, "a number between 0 and 1, like 0.01")
+
+
 def _parse_bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +29,18 @@ if TYPE_CHECKING:
 _LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
 
 
-def tell_compiling() -> logging.Logger:
-    """Compiling takes half a minute at a time: tell on standard error of each program that is made."""
-    logger = logging.getLogger("outrider.runtime.maker")
-    logger.addHandler(logging.StreamHandler())
+class _OnStderr(logging.Handler):
+    """Writes lines to standard error, whatever that is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+def _tell(name: str) -> logging.Logger:
+    """Tell on standard error of work that takes long, that of a logger."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        logger.addHandler(_OnStderr())
     logger.setLevel(logging.INFO)
     return logger
 
@@ -175,6 +184,7 @@ class PairOptions:
         from outrider.api import load
 
         set_threads(self.threads)
+        _tell("outrider.decoding")  # measures rounds where K is chosen by their costs
         decoder = load(
             self.target,
             **asdict(self.placement),
@@ -186,7 +196,7 @@ class PairOptions:
         is_long = num_tokens >= _LONG_WORK and pays
         if not (is_long if self.compile is None else self.compile):
             return decoder
-        logger = tell_compiling()
+        logger = _tell("outrider.runtime.maker")
         compiled = decoder.compiled(waits=waits)
         if self.compile is None and waits:
             try:

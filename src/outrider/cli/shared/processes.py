@@ -8,7 +8,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 
 from outrider.errors import DeviceError
 from outrider.system.ranks import Ranks, has_lost_others, join
@@ -44,9 +43,8 @@ def run_together(command: Callable[[], None], mistake: Callable[[BaseException],
         message = _LOST if has_lost_others(error) else mistake(error)
         code = 1 if message is None else 2
         _tell(ranks, traceback.format_exc().rstrip() if message is None else f"error: {message}")
-    with suppress(OSError):  # a full disk
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     ranks.leave()
     os._exit(code)  # what torch and its threads do at a regular end may wait for processes that are gone
 

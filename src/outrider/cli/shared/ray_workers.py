@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.shared.jsonl import PromptLine
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.workers import Prompts, Setup, Worker
+from outrider.cli.shared.prompt_row import PromptLine
+from outrider.cli.shared.workers import Length, Prompts, Setup, Worker
 from outrider.errors import DeviceError, MissingExtra, OptionError, OutriderError, WorkerError
 from outrider.records import Stats
 from outrider.system.ranks import here
@@ -131,7 +131,7 @@ class RayWorkers:
         # Asked first: after Ctrl-C it would be answered after the batch that is under way.
         self._about = [actor.about.remote() for actor in self._actors]
 
-    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
+    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
         return self._all("lengths", prompts)
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
@@ -223,7 +223,7 @@ class _RemoteWorker:
     def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
         self._worker = Worker(setup, num_slots, num_tokens)
 
-    def lengths(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, int | OutriderError]]]:
+    def lengths(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, Length | OutriderError]]]:
         yield list(self._worker.lengths(prompts))
 
     def rows(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, tuple[dict[str, Any], Stats]]]]:

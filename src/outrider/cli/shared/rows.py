@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outrider.cli.shared.jsonl import PromptLine
+from outrider.cli.shared.prompt_row import PromptLine
 from outrider.records import Origin, Stats, TokenLogprob
 
 _NOTHING = Stats()
@@ -37,8 +37,7 @@ def row_of(
     index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, made: dict[str, Any]
 ) -> dict[str, Any]:
     """The index comes first: by that a half-written line is known."""
-    row = {"index": index, "prompt": line.text, "prompt_ids": prompt_ids, **made, "seed": seed}
-    return row if line.category is None else row | {"category": line.category}
+    return {"index": index, **line.source, "prompt_ids": prompt_ids, **made, "seed": seed, **line.labels}
 
 
 @dataclass
@@ -48,6 +47,8 @@ class Totals:
     Attributes:
         rows: None if they are not to be kept.
         num_failed: prompts that ended in an error, those of earlier runs included.
+        seed: the one that was drawn, in words; empty if none was, or each prompt of a file has its own.
+        skipped: the rows of the file that are not prompts, with the reasons.
     """
 
     rows: list[dict[str, Any]] | None
@@ -55,6 +56,8 @@ class Totals:
     time_s: dict[str, float | None] = field(default_factory=dict)
     num_failed: int = 0
     is_interrupted: bool = False
+    seed: str = ""
+    skipped: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: dict[str, Any], stats: Stats) -> None:
         self.stats += stats
@@ -76,7 +79,9 @@ class Totals:
         speed = f", {self.tokens_per_s:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f}"
         return (
             f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"
+            + (f", {self.seed}" if self.seed else "")
             + (f", {self.num_failed} failed" if self.num_failed else "")
+            + (f", {len(self.skipped)} skipped" if self.skipped else "")
             + (", interrupted" if self.is_interrupted else "")
         )
 
@@ -84,6 +89,7 @@ class Totals:
         return {
             "completions": self.rows,
             "num_failed": self.num_failed,
+            "skipped": self.skipped,
             "tokens_per_s": self.tokens_per_s,
             "stats": self.stats.to_json(),
             "time_s": self.time_s,

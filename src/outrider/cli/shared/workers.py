@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outrider.cli.shared.jsonl import PromptLine
 from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.rows import made_of, row_of
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import NumDraftTokens, Sampling
@@ -58,16 +58,29 @@ class Setup:
         decoder = self.pair.load(num_tokens, waits=False)
         return replace(decoder, drafter=self.pair.load_draft(decoder, self.draft), num_draft_tokens=self.k)
 
-    def encode(self, decoder: Decoder, text: str) -> list[int]:
-        return decoder.encode([{"role": "user", "content": text}] if self.chat else text)
+    def encode(self, decoder: Decoder, prompt: str | list[dict[str, Any]]) -> list[int]:
+        if self.chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return decoder.encode(prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The most tokens that a prompt can come to, output included.
+
+    Attributes:
+        is_cut: the limit is the context of the target, not the one that was given.
+    """
+
+    num_tokens: int
+    is_cut: bool
 
 
 class Workers(Protocol):
     """One worker, or several."""
 
-    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
-        """For each prompt its index, and the most tokens that it can come to, output included; or why the target
-        cannot take it."""
+    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
+        """For each prompt its index, and its length; or why the target cannot take it."""
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
         """For each prompt, as soon as it has ended, its index, its row and the counts of its rounds. Rows come in any
@@ -95,24 +108,25 @@ class Worker:
     def decoder(self) -> Decoder:
         return self._setup.load(self._num_tokens)
 
-    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, int | OutriderError]]:
+    def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
         self.decoder.check_tokens(Sampling(**self._setup.options))
         for index, line in prompts:
             try:
-                ids = self._setup.encode(self.decoder, line.text)
+                ids = self._setup.encode(self.decoder, line.prompt)
                 if line.options:
                     self.decoder.check_tokens(Sampling(**self._setup.options | line.options))
             except (OptionError, PromptError) as error:
                 yield index, error
             else:
-                yield index, min(len(ids) + self._setup.max_new_tokens(line), self.decoder.target.context_len)
+                most, context_len = len(ids) + self._setup.max_new_tokens(line), self.decoder.target.context_len
+                yield index, Length(min(most, context_len), most > context_len)
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
         waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
 
         def jobs() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
             for place, (index, line) in enumerate(prompts):
-                ids, seed = self._setup.encode(self.decoder, line.text), self._setup.seed(index, line)
+                ids, seed = self._setup.encode(self.decoder, line.prompt), self._setup.seed(index, line)
                 waiting[place] = (index, line, ids, seed)
                 yield ids, {**line.options, "seed": seed}
 

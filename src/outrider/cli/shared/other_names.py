@@ -1,0 +1,52 @@
+"""Words on the command line that other programs understand: which option of ours is meant."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from outrider.errors import OptionError
+from outrider.options import instead_of, own_name
+
+_MAX_TEMPERATURE = 2  # of OpenAI's API; beyond it text is noise
+_SHORT = {  # of llama.cpp
+    "-m": "model",
+    "-md": "draft_model",
+    "-p": "prompt",
+    "-f": "file",
+    "-c": "ctx_size",
+    "-np": "parallel",
+    "-b": "batch_size",
+    "-s": "random_seed",
+}
+
+
+def check_names(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
+    """Find the word for which the command line was not understood.
+
+    Args:
+        options: of the command, with their spellings, the main one first: ``max_new_tokens`` ->
+            ``--max-new-tokens``, ``-n``.
+
+    Raises:
+        OptionError: another program has an option of this name.
+    """
+    known = set().union(*options.values())
+    for index, word in enumerate(words):
+        shown, has_value, value = word.partition("=")
+        if not shown.startswith("-") or shown in known:
+            continue
+        name = _SHORT.get(shown, shown.removeprefix("--").replace("-", "_"))
+        given = value if has_value else " ".join(words[index + 1 : index + 2])
+        meant, instead = own_name(name, options), instead_of(name)
+        if meant is not None:
+            raise OptionError(shown, given, f"did you mean {options[meant][0]}?")
+        if instead is not None:
+            raise OptionError(shown, given, f"there is no such option: {instead}")
+
+
+def hint_at_threads(words: Sequence[str]) -> None:
+    """``-t 8`` is the number of threads in llama.cpp, and a temperature here: tell where it hardly can be one."""
+    for word, value in zip(words, words[1:], strict=False):
+        if word == "-t" and value.isdecimal() and int(value) > _MAX_TEMPERATURE:
+            print(f"-t {value} is the temperature, --temperature; --threads {value} are CPU threads", file=sys.stderr)

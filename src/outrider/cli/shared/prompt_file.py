@@ -1,0 +1,153 @@
+"""Files of prompts: JSON lines, a JSON array, or plain lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from outrider.cli.shared.jsonl import parse_json, parse_row
+from outrider.cli.shared.prompt_row import PromptLine, prompt_of
+from outrider.errors import FileError
+from outrider.system.ranks import here
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ARRAY_BEGINS = re.compile(rb'\[\s*(["{\[\]]|$)')
+
+
+class PromptFile:
+    """The prompts of a file, each read when it is asked for. Only the beginnings of the lines are kept.
+
+    A file whose first line that is not blank begins with ``{`` is JSON lines (see ``prompt_of``). A JSON array has the
+    same objects as items, or texts. In any other file each line that is not blank is a prompt.
+
+    Raises:
+        FileError: with file and place. Lines are read when they are asked for, an array at once.
+    """
+
+    def __init__(self, path: Path, stream: IO[bytes], files: ExitStack) -> None:
+        """
+        Args:
+            files: closes what is opened.
+        """
+        self.path = path
+        self._stream = stream
+        self._kind = _kind_of(stream)
+        if self._kind == "array":
+            self._stream = files.enter_context(tempfile.TemporaryFile())
+            _write_items(path, stream, self._stream)
+        self._starts, self._numbers = array("Q"), array("Q")
+        start = 0
+        self._stream.seek(0)
+        # Not splitlines(), which also splits at characters that may stand within a line of JSON.
+        for number, line in enumerate(self._stream, start=1):
+            if _without_mark(start, line).decode(errors="replace").strip():
+                self._starts.append(start)
+                self._numbers.append(number)
+            start += len(line)
+        if not self._starts:
+            raise FileError(f"{path} has no prompts in it")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> PromptLine:
+        place, text = self.place(index), self._text(index)
+        if self._kind == "plain":
+            return PromptLine(place, text)
+        where = f"{self.path}, {place}"
+        if self._kind == "array" and text.startswith('"'):
+            return prompt_of(self.path, place, {"prompt": parse_json(where, text)})
+        return prompt_of(self.path, place, parse_row(where, text))
+
+    def __iter__(self) -> Iterator[PromptLine]:
+        return (self[index] for index in range(len(self)))
+
+    def place(self, index: int) -> str:
+        return f"{'item' if self._kind == 'array' else 'line'} {self._numbers[index]}"
+
+    def _text(self, index: int) -> str:
+        start = self._starts[index]
+        self._stream.seek(start)
+        try:
+            return _without_mark(start, self._stream.readline()).decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise FileError(
+                f"{self.path}, {self.place(index)}: not UTF-8 (byte {start + error.start}): convert it, with iconv say"
+            ) from None
+
+
+def _without_mark(start: int, line: bytes) -> bytes:
+    return line.removeprefix(_BYTE_ORDER_MARK) if start == 0 else line
+
+
+def _kind_of(stream: IO[bytes]) -> str:
+    """ "lines" of JSON, an "array", or "plain" lines, by the first line that is not blank."""
+    first = next((line for line in stream if line.removeprefix(_BYTE_ORDER_MARK).strip()), b"")
+    stream.seek(0)
+    first = first.removeprefix(_BYTE_ORDER_MARK).strip()
+    if first.startswith(b"{"):
+        return "lines"
+    if _ARRAY_BEGINS.match(first):
+        return "array"
+    try:
+        return "array" if isinstance(json.loads(first), list) else "plain"
+    except (ValueError, RecursionError):
+        return "plain"
+
+
+def _write_items(path: Path, stream: IO[bytes], lines: IO[bytes]) -> None:
+    """Write the items of an array as lines."""
+    for item in parse_json(f"{path}, which begins like a JSON array", stream.read().removeprefix(_BYTE_ORDER_MARK)):
+        lines.write(json.dumps(item).encode() + b"\n")
+
+
+@contextmanager
+def open_prompts(path: Path) -> Iterator[PromptFile]:
+    """The prompts of a file, or of a pipe.
+
+    Raises:
+        FileError: with file and line number.
+    """
+    with ExitStack() as files:
+        try:
+            stream: IO[bytes] = files.enter_context(path.open("rb"))
+            if not stream.seekable():  # a pipe is read once, the prompts more often
+                if here().size > 1:
+                    raise FileError(f"cannot read {path}: several processes read the prompts: put them into a file")
+                copy = files.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(stream, copy)
+                copy.seek(0)
+                stream = copy
+            prompts = PromptFile(path, stream, files)
+        except OSError as error:
+            raise FileError(f"cannot read {path}: {error.strerror}") from None
+        yield prompts
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """All prompts of a file, for commands in which they have no options of their own and are no chats.
+
+    Raises:
+        FileError: with file and line number.
+    """
+    with open_prompts(path) as prompts:
+        lines = list(prompts)
+    for line in lines:
+        if not isinstance(line.prompt, str):
+            raise FileError(
+                f"{path}, {line.place}: this command takes no chats ('messages'), only 'outrider generate' does: give "
+                "the prompts as text"
+            )
+        for name in (*line.options, *(() if line.model is None else ("model",))):
+            raise FileError(
+                f"{path}, {line.place}: this command takes no options of single prompts ({name!r}), only "
+                "'outrider generate' does: give them on the command line, for all prompts"
+            )
+    return lines

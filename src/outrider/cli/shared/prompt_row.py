@@ -1,0 +1,198 @@
+"""A row of a file of prompts: a prompt, the messages of a chat, or a request of OpenAI's batch form.
+
+Source of that form: https://platform.openai.com/docs/api-reference/batch/request-input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from outrider.errors import FileError
+from outrider.options import CONSTRAINTS, Sampling, instead_of, own_name
+
+_OPTIONS = tuple(field.name for field in fields(Sampling))
+_LABELS = ("category", "id", "custom_id")
+_NOTES = {  # fields that mean nothing here, but belong to files as they are found
+    "anyone's": ("metadata",),
+    "Spec-Bench, MT-bench": ("question_id", "reference"),
+    "HumanEval": ("task_id", "entry_point", "canonical_solution", "test"),
+    "MBPP": ("text", "code", "test_list", "test_setup_code", "challenge_test_list"),
+    "GSM8K": ("question", "answer"),
+    "HellaSwag": (
+        *("ind", "activity_label", "ctx", "ctx_a", "ctx_b", "endings"),
+        *("source_id", "split", "split_type", "label"),
+    ),
+}
+_PROMPTS = ("prompt", "messages", "turns")
+_FIELDS = (*_PROMPTS, "category", "id", *_OPTIONS)
+_KNOWN = frozenset(_FIELDS).union(*_NOTES.values())
+_BATCH_FIELDS = ("custom_id", "method", "url", "body", "id", "category", "metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A prompt of a file.
+
+    Attributes:
+        place: in the file, "line 3" or "item 3", from 1.
+        prompt: text, or the messages of a chat.
+        labels: fields that its output row repeats: ``category`` and ``id``, or ``custom_id``.
+        options: its own, fields of ``Sampling``. Their values are not checked yet.
+        model: the one that it asks for.
+    """
+
+    place: str
+    prompt: str | list[dict[str, Any]]
+    labels: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The prompt, where it is known not to be a chat."""
+        assert isinstance(self.prompt, str)
+        return self.prompt
+
+    @property
+    def category(self) -> str | None:
+        """The kind of prompt, where the file says so."""
+        return self.labels.get("category")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The prompt, as its output row has it."""
+        return {"prompt" if isinstance(self.prompt, str) else "messages": self.prompt}
+
+
+def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
+    """
+    Raises:
+        FileError: with file and place.
+    """
+    where = f"{path}, {place}"
+    labels = {name: row[name] for name in _LABELS if row.get(name) is not None}
+    _check_characters(where, labels)
+    if not isinstance(labels.get("category", ""), str):
+        raise FileError(f"{where}: the category {labels['category']!r} is not a text")
+    if "body" in row:
+        return _of_batch(where, place, row, labels)
+    _check_names(where, "a prompt", row, _FIELDS, _KNOWN)
+    given = [name for name in ("prompt", "messages") if name in row]
+    if len(given) > 1:
+        raise FileError(f"{where}: it has a prompt and messages: give one of them")
+    name = given[0] if given else "turns" if "turns" in row else "prompt"
+    prompt: Any = row.get(name)
+    if name == "messages":
+        prompt = _checked(where, _messages, prompt)
+    elif name == "turns":
+        prompt = prompt[0] if isinstance(prompt, list) and prompt else None
+    if not isinstance(prompt, str) and name != "messages":
+        raise FileError(f"{where}: there is no text under the key {name!r}")
+    # As in the rows of an API, null is as good as nothing.
+    options = {name: row[name] for name in _OPTIONS if row.get(name) is not None}
+    _check_characters(where, {name: prompt} | options)
+    return PromptLine(place, prompt, labels, _options_of(where, options))
+
+
+def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any]) -> PromptLine:
+    """A request as it is sent to a server, read as the server reads it."""
+    from outrider.serve.schemas import parse_chat, parse_completions
+
+    _check_names(where, "a request of a batch", row, _BATCH_FIELDS, frozenset(_BATCH_FIELDS))
+    kinds: dict[Any, Callable[[Mapping[str, Any]], Any]] = {
+        "/v1/chat/completions": parse_chat,
+        "/v1/completions": parse_completions,
+    }
+    if row.get("method", "POST") != "POST":
+        raise FileError(f"{where}: the method is POST, not {row['method']!r}")
+    url, body = row.get("url"), row["body"]
+    if url not in kinds:
+        raise FileError(f"{where}: the url is one of {', '.join(kinds)}, not {url!r}")
+    if not isinstance(body, dict):
+        raise FileError(f"{where}: the body is not a JSON object")
+    _check_characters(where, {"body": body})
+    ask = _checked(f"{where}, body", kinds[url], body)
+    for name, value, unset in (
+        ("n", ask.n, 1),
+        ("stream", ask.is_stream, False),
+        ("echo", ask.echo, False),
+        ("acceptance", ask.acceptance, None),
+        ("num_draft_tokens", ask.num_draft_tokens, None),
+        ("return_tokens_as_token_ids", ask.as_token_ids, False),
+    ):
+        if value != unset:
+            raise FileError(f"{where}, body: {name} = {value!r} is not possible in a file of prompts: leave it out")
+    if len(ask.prompts) > 1 or (url != "/v1/chat/completions" and not isinstance(ask.prompts[0], str)):
+        raise FileError(f"{where}, body: the prompt is one text")
+    options = {
+        name: value
+        for name, value in ask.options.items()
+        if body.get(ask.names.get(name, name)) is not None or (name in CONSTRAINTS and value is not None)
+    }
+    if body.get(ask.names["max_tokens"]) is not None:
+        options["max_new_tokens"] = ask.max_tokens  # else the command's, not the default of a server
+    return PromptLine(place, ask.prompts[0], labels, _options_of(where, options), ask.model)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    from outrider.serve.schemas import parse_messages
+
+    return parse_messages(value)
+
+
+def _checked(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    """A value, as the server reads it."""
+    from outrider.serve.refusal import Refusal
+
+    try:
+        return parse(value)
+    except Refusal as error:
+        raise FileError(f"{where}: {error}") from None
+
+
+def _check_names(where: str, what: str, row: Mapping[str, Any], names: Sequence[str], known: frozenset[str]) -> None:
+    """
+    Args:
+        names: those to suggest.
+    """
+    for name in row:
+        if name not in known:
+            meant = own_name(name, names)
+            instead = instead_of(name) or "put notes of your own under 'metadata'"
+            remedy = f"did you mean {meant!r}?" if meant else instead
+            raise FileError(f"{where}: {what} has no field {name!r}: {remedy}")
+
+
+def _check_characters(where: str, values: Mapping[str, Any]) -> None:
+    """Half characters cannot be written to a file."""
+    for name, value in values.items():
+        try:
+            (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+        except UnicodeEncodeError as error:
+            raise FileError(f"{where}: the {name} has half a character at {error.start} (a lone surrogate)") from None
+
+
+def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Options as ``Sampling`` takes them: JSON has no keys that are numbers, and no infinity."""
+    for name, value in given.items():
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise FileError(f"{where}: {name} is a number of too many digits")
+    if not isinstance(given.get("ignore_eos", False), bool):
+        raise FileError(f"{where}: ignore_eos is true or false, not {given['ignore_eos']!r}")
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(given.get(name), list):
+            given[name] = tuple(given[name])
+    if "logit_bias" in given:
+        bias = given["logit_bias"]
+        try:
+            if any(isinstance(value, bool) for value in bias.values()):
+                raise ValueError
+            given["logit_bias"] = {int(token_id): float(value) for token_id, value in bias.items()}
+        except (AttributeError, ValueError, TypeError, OverflowError):
+            raise FileError(
+                f'{where}: logit_bias is an object of token ids and numbers, like {{"42": -5, "43": "-inf"}}'
+            ) from None
+    return given

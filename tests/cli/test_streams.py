@@ -1,0 +1,132 @@
+"""Standard streams that are closed, full, or not read: no command ends in silence with 0 or 1."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outrider
+
+PROGRAM = (sys.executable, "-m", "outrider")
+CLOSED = "error: cannot write to standard output: it is closed (> /dev/null discards it)\n"
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+
+
+def ended(*arguments: object, closed: tuple[int, ...] = (), **streams: Any) -> subprocess.CompletedProcess[str]:
+    """The program, some of whose descriptors are closed."""
+
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.run([*PROGRAM, *map(str, arguments)], text=True, check=False, preexec_fn=close, **streams)
+
+
+def without_reader() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("models", "--json", "-")])
+def test_closed_output_is_told(arguments: tuple[str, ...]) -> None:
+    result = ended(*arguments, closed=(1,))
+    assert result.returncode == 2 and result.stderr.endswith(CLOSED)
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("models",)])
+def test_output_whose_reader_has_left(arguments: tuple[str, ...]) -> None:
+    """The code of SIGPIPE, and nothing else: under ``| head`` it is no mistake."""
+    result = ended(*arguments, stdout=without_reader())
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_lost_messages_change_nothing() -> None:
+    """Neither an end that is good, nor one that is not."""
+    lost: list[dict[str, Any]] = [{"closed": (2,)}, {"stderr": without_reader()}]
+    for how in lost:
+        assert ended("--version", **how).stdout.startswith("outrider ")
+        assert ended("--version", **how).returncode == 0
+        assert ended("--nonsense", **how).returncode == 2
+
+
+def test_files_are_written_when_nobody_reads(tmp_path: Path) -> None:
+    """Work of hours must not be lost with a table. With all streams closed, no file takes the place of one of them."""
+    path = tmp_path / "models.json"
+    result = ended("models", "--json", path, stdout=without_reader())
+    assert result.returncode == 141
+    assert json.loads(path.read_text())["schema"] == "outrider/models/1"
+    path.unlink()
+    assert ended("models", "--json", path, closed=(0, 1, 2)).returncode == 2
+    assert json.loads(path.read_text())["schema"] == "outrider/models/1"
+
+
+def test_closed_input_is_empty() -> None:
+    result = ended("generate", closed=(0,))
+    assert result.returncode == 2 and result.stderr.startswith("error: the prompt is empty")
+
+
+@needs_full
+@pytest.mark.parametrize("options", [(), ("--json", "-")])
+def test_a_full_disk_is_told_in_one_line(options: tuple[str, ...]) -> None:
+    with FULL.open("w") as full:
+        result = ended("models", *options, stdout=full)
+    *_, message = result.stderr.splitlines()
+    assert (result.returncode, message) == (2, "error: cannot write to standard output: No space left on device")
+    assert "Exception" not in result.stderr
+
+
+class Lost(io.StringIO):
+    """Takes some writes, and then has no reader."""
+
+    def __init__(self, num_writes: int) -> None:
+        super().__init__()
+        self._num_writes = num_writes
+
+    def write(self, text: str) -> int:
+        self._num_writes -= 1
+        return super().write(text)
+
+    def writable(self) -> bool:
+        return self._num_writes > 0
+
+
+@pytest.fixture
+def losing(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def run(num_writes: int, *arguments: object) -> Any:
+        monkeypatch.setattr(sys, "stdout", Lost(num_writes))
+        return outrider(*arguments)
+
+    return run
+
+
+def test_a_text_that_nobody_reads_is_not_continued(losing: Callable[..., Any], tmp_path: Path) -> None:
+    """As after Ctrl-C: the document has what was generated, and says so."""
+    document = tmp_path / "out.json"
+    result = losing(2, "generate", "Once", "-n", 900, "--ignore-eos", "--seed", 1, "--json", document)
+    (row,) = json.loads(document.read_text())["completions"]
+    assert 1 <= len(row["token_ids"]) < 20
+    assert result.err.startswith(f"{len(row['token_ids'])} tokens, ") and result.err.endswith(", interrupted\n")
+
+
+def test_rows_that_nobody_reads_are_not_continued(losing: Callable[..., Any], prompts: Path) -> None:
+    result = losing(1, "generate", "--prompts", prompts, "-n", 2, "--seed", 1)
+    assert result.err.startswith("0 tokens") and result.err.endswith(", interrupted\n")
+
+
+@needs_full
+def test_a_text_on_a_full_disk() -> None:
+    """As in ``outrider generate ... > /mnt/results``. In a process of its own: Python writes again when it ends."""
+    with FULL.open("w") as full:
+        result = ended("generate", "-n", 2, "Once", stdout=full)
+    summary, message = result.stderr.splitlines()
+    assert summary.endswith(", interrupted")
+    assert (result.returncode, message) == (2, "error: cannot write to standard output: No space left on device")
