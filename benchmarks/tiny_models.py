@@ -135,7 +135,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "opt": {"pad_token_id": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "max_position_embeddings": 1024},  # its window: 256
     "falcon": {"head_dim": _NONE},
     "bailing_hybrid": {"layer_group_size": 2},
 }

@@ -21,7 +21,7 @@ from outrider.api import load
 from outrider.certify import run as certifying
 from outrider.certify.controls import CONTROLS
 from outrider.decoder import Decoder
-from outrider.decoding import costs
+from outrider.decoding import kept_costs
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, OutriderError
@@ -105,7 +105,7 @@ def _costs(decoder: Decoder) -> dict[str, Any]:
     for num_rows in (1, 2, 1, 3, 1):
         chunks = decoder.stream_many(PROMPTS[:num_rows], max_new_tokens=24, num_draft_tokens="auto")
         drafted.append([(chunk.row, chunk.token_ids, chunk.stats.num_draft_tokens) for chunk in chunks])
-    kept = costs.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
+    kept = kept_costs.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
     assert decoder.experience is not None
     learned = decoder.experience.under(RULES["block"], 1, 40).costs
     seconds = [learned.seconds(1, k) for k in learned.ks]

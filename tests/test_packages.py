@@ -25,7 +25,8 @@ FLOORS = """
     decoder scoring
     jobs decoding
     drafters
-    models sampling
+    models
+    sampling
     runtime stats text
     system
     records
