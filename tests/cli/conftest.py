@@ -1,6 +1,7 @@
 """The command line, run in this process: what it writes, and its exit code."""
 
 import io
+import logging
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -34,6 +35,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+    for name in ("outrider.decoding", "outrider.runtime.maker"):  # commands tell of them on standard error
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 @pytest.fixture(name="outrider")

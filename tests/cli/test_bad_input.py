@@ -289,13 +289,16 @@ def test_seeds_that_run_out_are_found_out_before_the_work(refused: Refused, tmp_
     assert "seed" in refused("eval", "multiplication", "--num-prompts", 2, "--seed", 2**63 - 1)
 
 
-@pytest.mark.parametrize("role", ["--target", "--draft"])
-def test_logits_that_are_not_numbers(outrider: Outrider, tmp_path: Path, role: str) -> None:
-    """An error that names model and position. (A file of prompts goes on: see test_completions_file.)"""
+def test_logits_that_are_not_numbers(outrider: Outrider, tmp_path: Path) -> None:
+    """A target's are an error that names model and position (a file of prompts continues: see test_completions_file);
+    those of a draft are a line, and the output is that of no draft."""
     broken, good = broken_model(tmp_path / "broken"), save(tmp_path / "good", random_llama())
-    models = {"--target": good, "--draft": good} | {role: broken}
-    pair = [word for pair in models.items() for word in pair]
-    ended = outrider("generate", "w1 w2 w7", "-n", 4, "-k", 4, *pair)
+    arguments = "generate", "w1 w2 w7", "-n", 4, "-k", 4, "--temperature", 0
+    plain = outrider(*arguments, "--target", good, "--draft", "none")
+    with_draft = outrider(*arguments, "--target", good, "--draft", broken)
+    assert (with_draft.code, with_draft.out) == (plain.code, plain.out) == (0, plain.out)
+    assert f"the draft {broken} gave NaN or infinite logits" in with_draft.err
+    ended = outrider(*arguments, "--target", broken, "--draft", good)
     assert ended.code == 2
     message = f"the model {broken} gave NaN or infinite logits for position 3 of the text; its weights may be damaged"
     assert message in ended.err and ended.err.count("\n") == 1

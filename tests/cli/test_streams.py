@@ -126,7 +126,7 @@ def test_rows_that_nobody_reads_are_not_continued(losing: Callable[..., Any], pr
 def test_a_text_on_a_full_disk() -> None:
     """As in ``outrider generate ... > /mnt/results``. In a process of its own: Python writes again when it ends."""
     with FULL.open("w") as full:
-        result = ended("generate", "-n", 2, "Once", stdout=full)
+        result = ended("generate", "-n", 2, "-k", 4, "Once", stdout=full)
     summary, message = result.stderr.splitlines()
     assert summary.endswith(", interrupted")
     assert (result.returncode, message) == (2, "error: cannot write to standard output: No space left on device")

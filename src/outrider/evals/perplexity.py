@@ -23,7 +23,7 @@ from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings
 from outrider.scoring.alpha import overlap
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
-from outrider.stats.intervals import Interval, ratio_of_sums
+from outrider.stats.intervals import Interval, bounded_mean, ratio_of_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +150,15 @@ def judge(
     measure = alone if draft is None else pair
     sums = sums_by_text(lms, texts, measure, batch_size=batch_size, on_done=on_done)
     counts = [len(text.ids) - text.num_given for text in texts]
-    means = [ratio_of_sums(row.tolist(), counts) for row in sums]
+    nats, shares = sums[: len(lms)].tolist(), sums[len(lms) :].tolist()
+    agreement, alpha = [bounded_mean(row, counts, (0.0, 1.0)) for row in shares] if draft else (None, None)
     bytes_per_token = num_bytes / sum(counts)
     return Judgement(
         perplexities=tuple(
-            Perplexity(lm.name, mean, bytes_per_token) for lm, mean in zip(lms, means[: len(lms)], strict=True)
+            Perplexity(lm.name, ratio_of_sums(row, counts), bytes_per_token) for lm, row in zip(lms, nats, strict=True)
         ),
-        agreement=means[2] if draft else None,
-        alpha=means[3] if draft else None,
+        agreement=agreement,
+        alpha=alpha,
         num_windows=len(texts),
         num_tokens=sum(counts),
     )
