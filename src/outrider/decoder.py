@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outrider.decoding.batch import final_length
+from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.experience import Experience
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
@@ -197,6 +197,7 @@ class Decoder:
         rule: Rule,
         options: dict[str, Any],
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
+        room_of = partial(final_room, self.target, max_k=_most_k(k))
         waiting: deque[tuple[int, Job]] = deque()
         engine: Engine | None = None
         capacity = 0
@@ -214,18 +215,14 @@ class Decoder:
                 except (OptionError, PromptError) as error:
                     yield number, error
             if not open_jobs and waiting:
-                longest = max(final_length(self.target, job.request) for _, job in waiting)
+                longest = max(room_of(job.request) for _, job in waiting)
                 if engine is None or longest > capacity:
                     # A longer text than any before: all rows have ended, and a larger cache takes the old one's place.
                     engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
                     engine = self._engine(k, rule, num_slots, capacity)
             if engine is None:
                 return
-            while (
-                waiting
-                and len(open_jobs) < 2 * num_slots
-                and final_length(self.target, waiting[0][1].request) <= capacity
-            ):
+            while waiting and len(open_jobs) < 2 * num_slots and room_of(waiting[0][1].request) <= capacity:
                 number, job = waiting.popleft()
                 open_jobs[engine.submit(job.request)] = number, job
             round_ = engine.step()
@@ -285,7 +282,7 @@ class Decoder:
             return iter(())
         requests = [self._repeatable(job, k, rule).request for job in jobs]
         num_slots = min(num_slots, len(requests))
-        longest = max(final_length(self.target, request) for request in requests)
+        longest = max(final_room(self.target, request, _most_k(k)) for request in requests)
         schedule = self._schedule(k, rule, num_slots, longest)
         return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule, num_slots=num_slots)
 
@@ -299,12 +296,15 @@ class Decoder:
         return AdaptiveSchedule(self.experience.under(rule, num_slots, num_tokens))
 
     def _repeatable(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
-        """The text of a row whose seed was given must not depend on what is compiled; nor on the load, so that under
-        "auto" it gets a constant K if K decides its text."""
-        job.request = replace(job.request, is_repeatable=job.has_seed)
+        """The output of a row whose seed was given must not depend on what is compiled. If it depends on K, it must not
+        depend on the load either, so that under "auto" K is constant; nor on its own end, where K is constant, since a
+        seed that was drawn is told and may be given."""
         sampling, most = job.request.sampling, self.drafter.most_drafted
-        if k == "auto" and most != 0 and job.has_seed and rule.name != "gumbel" and sampling.temperature > 0:
-            own = DEFAULT_NUM_DRAFT_TOKENS if most is None else min(DEFAULT_NUM_DRAFT_TOKENS, most)
+        depends_on_k = most != 0 and rule.name != "gumbel" and sampling.temperature > 0
+        is_constant = k != "auto" or job.has_seed
+        job.request = replace(job.request, is_repeatable=job.has_seed, drafts_beyond_end=depends_on_k and is_constant)
+        if k == "auto" and depends_on_k and job.has_seed:
+            own = _most_k(k) if most is None else min(_most_k(k), most)
             job.request = replace(job.request, num_draft_tokens=own)
         return job
 
@@ -402,3 +402,8 @@ def _check_acceptance(name: str) -> str:
     if name not in RULES:
         raise OptionError("acceptance", name, f"choose one of {', '.join(RULES)}")
     return name
+
+
+def _most_k(k: NumDraftTokens) -> int:
+    """The most tokens that are drafted in a round for a row of constant K."""
+    return DEFAULT_NUM_DRAFT_TOKENS if k == "auto" else k

@@ -351,6 +351,8 @@ class Request:
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
         reports_drafts: ``RowRound.drafted`` is wanted.
         is_repeatable: its text is to be the same again, whatever has been compiled by then (see ``Execution``).
+        drafts_beyond_end: its last rounds draft as many tokens as the others, though not all of them may be committed.
+            So the output is the beginning of that with a larger ``max_new_tokens``.
     """
 
     prompt_ids: Sequence[int]
@@ -359,5 +361,6 @@ class Request:
     num_draft_tokens: int | None = None
     reports_drafts: bool = False
     is_repeatable: bool = False
+    drafts_beyond_end: bool = False
     num_resumed: int = 0
     constraint: Constraint | None = None

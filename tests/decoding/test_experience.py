@@ -41,7 +41,7 @@ def _measured(seed: int) -> dict[int, dict[int, float]]:
 def _call(schedule: Schedule, num_rows: int, seed: int) -> float:
     """Seconds of a call of so many texts. The first round of another K takes longer, and times scatter by 3%."""
     rng, noise = random.Random(seed), random.Random(-seed - 1)
-    rows = [Row(index, Request([1]), 1 + TEXT_LENGTH) for index in range(num_rows)]
+    rows = [Row(index, Request([1]), 1 + TEXT_LENGTH, 1 + TEXT_LENGTH) for index in range(num_rows)]
     total, last_k = 0.0, -1
     while running := [row for row in rows if row.length < row.limit]:
         size = max(size for size in COSTS if size <= len(running))
@@ -112,7 +112,7 @@ def test_rounds_are_learned_together_as_one_by_one() -> None:
 
 
 def _row() -> Row:
-    return Row(0, Request([1]), 10_000)
+    return Row(0, Request([1]), 10_000, 10_000)
 
 
 def test_the_last_rounds_of_a_call_are_learned_when_the_next_begins() -> None:
@@ -145,7 +145,7 @@ def test_no_round_is_lost_between_threads() -> None:
 
 def test_rows_with_a_constant_k_are_learned_from() -> None:
     """Though there is nothing to choose for them."""
-    schedule, row = adaptive({1: COSTS[1]}), Row(0, Request([1], num_draft_tokens=2), 100)
+    schedule, row = adaptive({1: COSTS[1]}), Row(0, Request([1], num_draft_tokens=2), 100, 100)
     for _ in range(5):
         schedule.next_k([row], 1)
         schedule.learn([_judged(2, 2)])

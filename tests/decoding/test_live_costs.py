@@ -31,7 +31,7 @@ def _rounds(
     rng, noise = random.Random(seed), random.Random(seed + 1)
     last_k = 0
     for index in range(NUM_TEXTS):
-        row, acceptance = Row(index, Request([1]), 1 + TEXT_LENGTH), rng.gauss(alpha, 0.1)
+        row, acceptance = Row(index, Request([1]), 1 + TEXT_LENGTH, 1 + TEXT_LENGTH), rng.gauss(alpha, 0.1)
         stands = [rng.random() < acceptance for _ in range(row.limit)]
         while row.length < row.limit:
             k = row.most_drafted(schedule.next_k([row], 1))

@@ -28,7 +28,7 @@ def _next(
     missing: list[int], slots: list[int] | None = None, chunk: int | None = None, num_left: int | None = None
 ) -> tuple[int, int]:
     """How many rows are fed together, and how far, of rows that lack so many tokens of their prompts."""
-    filling = [Row(i, request([0] * (n + 1)), limit=n + 2) for i, n in enumerate(missing)]
+    filling = [Row(i, request([0] * (n + 1)), limit=n + 2, room=n + 2) for i, n in enumerate(missing)]
     for row, slot in zip(filling, slots or range(len(filling)), strict=True):
         row.slot = slot
     rows, width = next_forward(filling, torch.device("cpu"), chunk=chunk, num_left=num_left)

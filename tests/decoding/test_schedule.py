@@ -31,7 +31,7 @@ COSTS = {
 
 
 def _row(length: int, limit: int) -> Row:
-    return Row(0, Request([1] * length), limit)
+    return Row(0, Request([1] * length), limit, limit)
 
 
 def _round(num_drafted: int, num_accepted: int) -> RowRound:
@@ -90,7 +90,7 @@ def test_a_choice_stands_while_the_rows_are_the_same() -> None:
     assert schedule.next_k([row], 1) == 0
     schedule.learn([_round(8, 8)] * 300)
     assert schedule.next_k([row], 1) == 0
-    assert schedule.next_k([row, Row(1, row.request, 1_000)], 2) == 0
+    assert schedule.next_k([row, Row(1, row.request, 1_000, 1_000)], 2) == 0
     assert schedule.next_k([row], 1) > 0
 
 

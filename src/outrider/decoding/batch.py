@@ -33,6 +33,11 @@ def final_length(target: LM, request: Request) -> int:
     return min(num_given + request.sampling.max_new_tokens, target.context_len)
 
 
+def final_room(target: LM, request: Request, max_k: int) -> int:
+    """The most tokens that its rounds may commit, prompt included, if each drafts at most ``max_k``."""
+    return min(final_length(target, request) + request.drafts_beyond_end * max_k, target.context_len)
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """The host's side of one request, from its submission to its end. Never used again for another.
@@ -41,6 +46,7 @@ class Row:
         index: of its request.
         token_ids: prompt and output, as far as it was read.
         limit: the length at which the row ends.
+        room: the length that its rounds may reach; more than the limit where drafts are not shortened for it.
         slot: where it is written; -1 while it waits.
         num_cached: tokens of the prompt that the slot held already.
         num_filled: tokens of the prompt in the target's cache.
@@ -52,6 +58,7 @@ class Row:
     index: int
     request: Request
     limit: int
+    room: int
     slot: int = -1
     num_cached: int = 0
     num_filled: int = 0
@@ -60,7 +67,7 @@ class Row:
     may_lack_one: bool = False
     token_ids: list[int] = field(init=False)
     _unread: deque[int] = field(default_factory=deque, init=False)  # most drafted in rounds that were not read yet
-    _reach: int = field(init=False)  # the most that the length on the device may be, but for the limit
+    _reach: int = field(init=False)  # the most that the length on the device may be, but for the room
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
@@ -93,7 +100,7 @@ class Row:
     @property
     def longest(self) -> int:
         """The most that it may be."""
-        return min(self._reach, self.limit)
+        return min(self._reach, self.room)
 
     @property
     def goes_on(self) -> bool:
@@ -104,7 +111,7 @@ class Row:
         """The most tokens that it drafts in a round, where the schedule says k."""
         constant_k = self.request.num_draft_tokens
         # A round commits at most one token more than it drafts: never one too many.
-        return max(0, min(k if constant_k is None else constant_k, self.limit - self.shortest - 1))
+        return max(0, min(k if constant_k is None else constant_k, self.room - self.shortest - 1))
 
     def start_round(self, most_drafted: int) -> None:
         """A round has been started in which at most so many tokens are drafted."""
@@ -125,7 +132,7 @@ class _Head(NamedTuple):
     views of it.
 
     Attributes:
-        last_places: the last place of each row that may have a token. [B]
+        last_places: the last place of each row that may have a token, beyond its limit too. [B]
         nothing: zeros. [B]
         constant_k: None where the schedule chooses for all rows.
         constraints: None where no row has any.
@@ -151,6 +158,7 @@ class Batch:
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
         limits: the length at which each row ends; 0 in slots that take no part. [S]
+        rooms: the length that its rounds may reach; 0 likewise. [S]
         last_ids: the last two tokens of each row; no model has been fed the last one yet. (The one before it is 0 in
             texts of one token.) [S, 2]
         seeds: [S]
@@ -168,7 +176,7 @@ class Batch:
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
-        self.limits, self.seeds, self._nothing = (torch.zeros_like(self.lengths) for _ in range(3))
+        self.limits, self.rooms, self.seeds, self._nothing = (torch.zeros_like(self.lengths) for _ in range(4))
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
@@ -193,7 +201,7 @@ class Batch:
         """The caches hold the prompt: from the next round on the row takes part."""
         slot, sampling = row.slot, row.request.sampling
         self.rows[slot] = row
-        self.limits[slot] = row.limit
+        self.limits[slot], self.rooms[slot] = row.limit, row.room
         self.last_ids[slot, 0] = row.token_ids[-2] if row.length > 1 else 0
         self.last_ids[slot, 1] = row.token_ids[-1]
         constant_k = row.request.num_draft_tokens
@@ -206,7 +214,7 @@ class Batch:
     def release(self, slot: int) -> None:
         """The row has ended."""
         self.rows[slot] = None
-        self.limits[slot] = 0
+        self.limits[slot] = self.rooms[slot] = 0
         self._heads.clear()
 
     def move(self, source: int, slot: int) -> None:
@@ -214,7 +222,7 @@ class Batch:
         row = self.rows[source]
         assert row is not None and self.rows[slot] is None
         self.rows[slot], row.slot = row, slot
-        own = self.ids, self.lengths, self.limits, self.last_ids, self.seeds, self._constant_k
+        own = self.ids, self.lengths, self.limits, self.rooms, self.last_ids, self.seeds, self._constant_k
         for values in (*own, *self.history.tensors):
             values[slot] = values[source]
         self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
@@ -267,7 +275,7 @@ class Batch:
         head = self._heads[num_rows] = _Head(
             ids=self.ids[:num_rows],
             lengths=self.lengths[:num_rows],
-            last_places=self.limits[:num_rows] - 1,
+            last_places=self.rooms[:num_rows] - 1,
             last_ids=self.last_ids[:num_rows],
             nothing=self._nothing[:num_rows],
             constant_k=self._constant_k[:num_rows] if any(one.num_draft_tokens is not None for one in own) else None,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from outrider.decoding.batch import Batch, Row, final_length
+from outrider.decoding.batch import Batch, Row, final_length, final_room
 from outrider.decoding.host import Started, read, report_of
 from outrider.decoding.prompts import PREFILL_CHUNK, next_forward
 from outrider.decoding.schedule import ConstantSchedule, Schedule
@@ -60,7 +60,7 @@ def decode(
     Args:
         requests: prompts of at least one token and less than the target's context; sampling options with a seed.
         num_draft_tokens: K, the most tokens drafted for a row in a round, or a schedule that chooses it. A row drafts
-            fewer near its end.
+            fewer near its end, unless it ``drafts_beyond_end``.
         num_slots: rows at a time; None for all at once.
 
     Raises:
@@ -74,7 +74,7 @@ def decode(
         drafter,
         rule,
         num_slots=min(num_slots or len(requests), len(requests)),
-        capacity=max(final_length(target, request) for request in requests),
+        capacity=max(final_room(target, request, schedule.max_k) for request in requests),
         schedule=schedule,
         prefill_chunk=None,
     )
@@ -118,7 +118,7 @@ class Engine:
         """
         Args:
             num_slots: S, rows that generate at a time.
-            capacity: most tokens in a row, prompt included.
+            capacity: most tokens in a row, prompt included, and those that its last round may commit beyond its end.
             prefill_chunk: about so many tokens of prompts are fed between two rounds, which bounds how long a prompt
                 that joins holds up the others; None: all that there are.
         """
@@ -159,9 +159,10 @@ class Engine:
         assert 0 < len(request.prompt_ids) < self._capacity, "a prompt has a token, and leaves room for one"
         assert (request.num_draft_tokens or 0) <= self._schedule.max_k
         limit = min(final_length(self._target, request), self._capacity)
+        room = min(final_room(self._target, request, self._schedule.max_k), self._capacity)
         with self._lock:
             index = next(self._indices)
-            self._waiting.append(Row(index, request, limit))
+            self._waiting.append(Row(index, request, limit, room))
         return index
 
     def cancel(self, index: int) -> None:

@@ -129,8 +129,6 @@ def read(started: Started, target_name: str) -> list[RowRound]:
             row_rounds.append(_failed(row, broken, num_cached))
             continue
         row.token_ids += token_ids
-        if reason is None and row.length == row.limit:
-            reason = "length"
         row.is_done = reason is not None
         origins: list[Origin] = ["accepted"] * n
         origins.append("correction" if is_rejected else "bonus")
@@ -189,9 +187,10 @@ def _about_numerics(name: str, row: Row, offset: int) -> str:
 
 def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
     """The tokens up to the one that ends the row, if one does."""
+    token_ids = token_ids[: row.limit - row.length]
     if row.request.stop is not None:
         for count, token_id in enumerate(token_ids, start=1):
             reason = row.request.stop.push(token_id)
             if reason is not None:
                 return token_ids[:count], reason
-    return token_ids, None
+    return token_ids, "length" if row.length + len(token_ids) == row.limit else None
