@@ -49,8 +49,9 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.prompt_file import read_prompts
+from outrider.cli.shared.room import encoded, tell_room
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
-from outrider.errors import FileError, OptionError, PromptError
+from outrider.errors import FileError, OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def job_of(
     batch_size: int,
     seed: int,
 ) -> tuple[Decoder, Job]:
-    """The job to certify.
+    """The job to certify. A limit beyond the context is reported.
 
     Args:
         texts: prompts; None for the built-in ones.
@@ -195,13 +196,12 @@ def job_of(
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
-    prompts = []
-    for index, text in enumerate(PROMPTS if texts is None else texts):
-        try:
-            prompts.append(tuple(decoder.encode(text)))
-        except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from None
-    return decoder, Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+    prompts = encoded(decoder, PROMPTS if texts is None else texts)
+    job = Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+    has_less = decoder.context_len < decoder.target.context_len
+    shortest = decoder.drafter.name if has_less else decoder.target.name
+    tell_room(shortest, decoder.context_len, prompts, options["max_new_tokens"])
+    return decoder, job
 
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:

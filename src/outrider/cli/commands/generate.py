@@ -40,7 +40,7 @@ from outrider.cli.shared.prompt_file import open_prompts
 from outrider.cli.shared.prompt_order import Shard, by_length
 from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
-from outrider.cli.shared.room import tell_room
+from outrider.cli.shared.room import tell_num_cut, tell_room
 from outrider.cli.shared.rows import Totals, made_of, row_of
 from outrider.cli.shared.workers import Setup, Worker, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
@@ -198,8 +198,7 @@ def _lengths(workers: Workers, target: str, finished: Finished, invalid: Invalid
             lengths[index] = length.num_tokens
             num_cut += length.is_cut
     finished.leave_out(invalid.reasons)
-    if num_cut:
-        print(f"-n goes beyond the context of {target} for {num_cut} prompts: their texts end there", file=sys.stderr)
+    tell_num_cut(target, num_cut)
     return lengths
 
 
@@ -234,7 +233,7 @@ def _continue_all(
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
-    tell_room(decoder.target.name, decoder.target.context_len, len(ids), setup.options["max_new_tokens"])
+    tell_room(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
     if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
         logging.getLogger("outrider.runtime.maker").setLevel(logging.WARNING)
