@@ -26,7 +26,7 @@ def costs(
 ) -> None:
     """Show the costs of rounds that -k auto begins with, or delete them.
 
-    They are measured before the first run of a pair, and kept for 30 days; for an hour where they cannot be right, or
+    They are measured before the first run of a pair and kept for 30 days; only for an hour if they are implausible, or
     their times scatter."""
     from outrider.decoding.kept_costs import kept_costs
     from outrider.system.files import cache_folder
@@ -81,7 +81,8 @@ def _list(found: list[KeptCosts]) -> Table:
         notes = [f"{one.measured_at:%Y-%m-%d %H:%M}", *["no longer used"] * (not one.is_used), measured.doubt or ""]
         when = "\n".join(notes)
         by_k = (f"K={k} {1e3 * s:.3g} ±{measured.spread[k]:.0%}" for k, s in measured.seconds.items())
-        where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} threads"
+        threads = "thread" if of["num_threads"] == 1 else "threads"
+        where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} {threads}"
         load = "" if measured.load is None else f"{measured.load:.1f}"
         texts = of["target"], of["draft"], where, of["acceptance"], str(of["num_rows"]), when, load, "\n".join(by_k)
         table.add_row(*map(Text, texts))  # names may have brackets

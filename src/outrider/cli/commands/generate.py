@@ -278,7 +278,7 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
 
 
 def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
-    """For the summary: how a sampled text without a seed of the user's can be repeated."""
+    """Advice for the summary: how to repeat a sampled text whose seed was drawn; empty for others."""
     temperature = setup.options["temperature"]
     if seed is None or setup.options["seed"] is not None or temperature == 0:
         return ""
@@ -290,7 +290,7 @@ def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
 
 
 def _tell_missing() -> None:
-    """How many programs were not there before the text had ended."""
+    """Report how many programs were not there before the text had ended."""
     from outrider.runtime.maker import shared_maker
 
     maker = shared_maker(False)

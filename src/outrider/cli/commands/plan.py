@@ -24,7 +24,7 @@ from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.prompt_file import read_prompts
-from outrider.cli.shared.room import encoded, tell_room
+from outrider.cli.shared.room import encode_all, tell_room
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
 
@@ -127,7 +127,7 @@ def plan(
         # One number for each token suffices if a rule uses p and q of that token alone.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
         texts = _texts(prompts)
-        tell_room(decoder.target.name, decoder.target.context_len, encoded(decoder, texts), max_new_tokens)
+        tell_room(decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens)
         records, header = own_text(decoder, texts, options, num_probs)
     else:
         records, header = _read(log, decoder)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from outrider.decoder import Decoder
 
 
-def encoded(decoder: Decoder, texts: Iterable[str]) -> list[list[int]]:
+def encode_all(decoder: Decoder, texts: Iterable[str]) -> list[list[int]]:
     """Token ids of prompts. Raises PromptError: names the prompt."""
     prompts = []
     for index, text in enumerate(texts):
