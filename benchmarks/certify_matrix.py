@@ -6,7 +6,7 @@
 do beside each other does not change them, so they are made once for all rules, in batches of 4; so is the pilot run.
 What is done is written to the output, so that a run that was cut off goes on where it was. If it is run again with more
 tokens or more prompts, it does again where nothing was wrong but that a mistake had been missed. Several may share the
-work by --draft and --batch-size, each with an output of its own, and --report takes these together.
+work by --draft, --temperature and --batch-size, each with an output of its own, and --report takes these together.
 
 In the tables stands the deviation in total variation towards the draft that would have been found out with 99%, or what
 went wrong; at temperature 0, where texts are compared, "same". The last line of standard output is one JSON document.
@@ -55,8 +55,8 @@ Group = tuple[str, float, str, int]
 Row = dict[str, Any]
 
 
-def groups(drafts: Sequence[str], batch_sizes: Sequence[int]) -> list[Group]:
-    return list(itertools.product(drafts, TEMPERATURES, FILTERS, batch_sizes))
+def groups(drafts: Sequence[str], temperatures: Sequence[float], batch_sizes: Sequence[int]) -> list[Group]:
+    return list(itertools.product(drafts, temperatures, FILTERS, batch_sizes))
 
 
 def certified(decoder: Decoder, group: Group, num_tokens: int, num_prompts: int) -> list[Row]:
@@ -86,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--draft", action="append", choices=DRAFTS)
+    parser.add_argument("--temperature", action="append", choices=TEMPERATURES, type=float)
     parser.add_argument("--batch-size", action="append", choices=BATCH_SIZES, type=int)
     parser.add_argument("--num-tokens", type=int, default=3000)
     parser.add_argument("--num-prompts", type=int, default=6)
@@ -97,7 +98,8 @@ def main() -> None:
     done = {(*row["group"], row["rule"]): row for row in read(arguments.output)}  # the last of each counts
     there = [row["group"] for row in done.values() if not has_missed(row) or row["asked"] == asked]
     plain = load("fable")
-    for group in groups(arguments.draft or DRAFTS, arguments.batch_size or BATCH_SIZES):
+    chosen = arguments.draft or DRAFTS, arguments.temperature or TEMPERATURES, arguments.batch_size or BATCH_SIZES
+    for group in groups(*chosen):
         if there.count(list(group)) == len(RULES):
             continue
         rows = certified(replace(plain, drafter=load_drafter(plain, group[0])), group, *asked)
@@ -152,8 +154,10 @@ def report(console: Console, done: Mapping[tuple[Any, ...], Row]) -> None:
         table = new_table(f"{draft}, batches of {batch_size}", "temperature", "filter", *RULES)
         for temperature, name in itertools.product(TEMPERATURES, FILTERS):
             rows = [done.get((draft, temperature, name, batch_size, rule)) for rule in RULES]
-            table.add_row(f"{temperature:g}", name, *("not run" if row is None else verdict(row) for row in rows))
-        console.print(table)
+            if any(rows):
+                table.add_row(f"{temperature:g}", name, *("not run" if row is None else verdict(row) for row in rows))
+        if table.row_count:
+            console.print(table)
     summaries = [summary(row) for row in done.values()]
     ps = [one["smallest_p"] for one in summaries if one["smallest_p"] is not None]
     num_caught, num_made = (sum(one[key] for one in summaries) for key in ("num_caught", "num_controls"))

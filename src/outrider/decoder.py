@@ -103,7 +103,8 @@ class Decoder:
         ``max_new_tokens`` counts all tokens, those of ``resume_ids`` too. Cut at the end of a round (after a chunk;
         under ``gumbel`` anywhere), the same seed gives the text of the uncut stream.
         """
-        prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt  # a message alone is no chat
+        # In a list, a message alone would be a chat.
+        prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt
         return self.stream_many([prompt], resume_ids=[resume_ids], **options)
 
     def stream_many(

@@ -28,7 +28,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     arguments = "--prompts", prompts, "--num-tokens", 400, "-n", 24, "-k", 3, "--top-k", 500
     ended = outrider("certify", *arguments, "--json", file, "--html", page)
     assert (ended.code, ended.err) == (0, "")
-    assert "CERTIFIED (a right rule fails the tests with probability 0.001)" in ended.out
+    assert "CERTIFIED (a correct rule fails the tests with probability 0.001)" in ended.out
     assert "400 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     assert page.read_text(encoding="utf-8") == render_certificate(first)

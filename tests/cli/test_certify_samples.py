@@ -44,7 +44,7 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert document["shared_options"]["temperature"] == 0.8 and document["options"]["temperature"] == 1
     assert document["is_consistent"] and not document["is_text"] and document["greedy"] == []
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
-    assert "CONSISTENT (a right system fails" in ended.err and "towards the draft" in ended.err
+    assert "CONSISTENT (a correct system fails" in ended.err and "towards the draft" in ended.err
     twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
     assert "Repeats among the sampled texts: 3" in outrider("certify-samples", "fable", twice).out
     # The same ids, said to be of another temperature.

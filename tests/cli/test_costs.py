@@ -50,7 +50,34 @@ def test_what_is_kept_is_deleted(outrider: Outrider, folder: Path) -> None:
     assert "--draft = 'draft'" in outrider("costs", "--draft", "draft").error
     done = outrider("costs", "--clear")
     assert done.code == 0 and "1 that cannot be read" in done.out and not list(folder.iterdir())
-    assert outrider("costs", "--clear").code == 0
+    again = outrider("costs", "--clear")
+    assert again.code == 0 and "0 files in" in again.out and "There is nothing to delete." in again.out
+
+
+def test_what_cannot_be_deleted_is_reported(outrider: Outrider, folder: Path) -> None:
+    """After all the others have been deleted."""
+    for name in ("0.json", "z.json"):
+        (folder / name).mkdir()
+    done = outrider("costs", "--clear")
+    assert done.code == 2 and "2 files in" in done.out and "3 that cannot be read" in done.out
+    assert done.err == f"error: cannot delete {folder / '0.json'}: Is a directory (and 1 more)\n"
+    assert sorted(file.name for file in folder.iterdir()) == ["0.json", "z.json"]
+
+
+def test_a_folder_that_cannot_be_read(outrider: Outrider, folder: Path) -> None:
+    """Rather than that nothing is kept."""
+    folder.rename(folder.with_name("moved"))
+    folder.write_text("")
+    assert outrider("costs").error == f"cannot read {folder}: Not a directory"
+
+
+def test_names_are_shown_as_they_are(outrider: Outrider, folder: Path) -> None:
+    """Brackets in them are no markup."""
+    for file in folder.iterdir():
+        whole = json.loads(file.read_text())
+        if "of" in whole:
+            file.write_text(json.dumps(whole | {"of": whole["of"] | {"target": "[b]a[/c]"}}))
+    assert outrider("costs").out.count("[b]a[/c]") == 2
 
 
 def test_measuring_is_told(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

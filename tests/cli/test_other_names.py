@@ -42,5 +42,5 @@ def test_known_options_are_taken_as_they_are(outrider: Outrider) -> None:
 def test_threads_are_no_temperature(outrider: Outrider, value: str, is_told: bool) -> None:
     ended = outrider("generate", "Once", "-n", 1, "--seed", 1, "-t", value)
     assert ended.code == 0
-    hint = f"-t {value} is the temperature, --temperature; --threads {value} are CPU threads\n"
+    hint = f"-t {value} sets the temperature; for {value} CPU threads use --threads {value}\n"
     assert ended.err.startswith(hint) == is_told and ended.err.count("\n") == 1 + is_told

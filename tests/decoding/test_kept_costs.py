@@ -1,12 +1,14 @@
 """Costs of rounds, as they are kept on disk."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,18 +46,48 @@ def _costs() -> dict[int, float]:
 
 def test_costs_are_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {k: 2 * seconds for k, seconds in COSTS.items()}
-    _measuring(monkeypatch, measured(COSTS), *[measured(other)] * 4)
+    _measuring(monkeypatch, measured(COSTS), *[measured(other)] * 20)
     assert _costs() == _costs() == COSTS
     (file,) = folder.iterdir()
     whole = json.loads(file.read_text())
     ((one,), unreadable) = kept_costs()
     assert one.measured == measured(COSTS) and one.is_used and not unreadable
     assert (one.of["target"], one.of["draft"], one.of["num_rows"]) == ("target", "draft", 1)
-    lacking = {name: value for name, value in whole.items() if name != "spread"}
-    for damaged in ("damaged", "{}", json.dumps(lacking), json.dumps(whole | {"seconds": dict.fromkeys(COSTS, 0.0)})):
+    for damaged in _damaged(whole):
         file.write_text(damaged)
-        assert kept_costs() == ([], [file])
+        assert kept_costs() == ([], [file]), damaged[:80]
         assert _costs() == other == _costs()
+
+
+def _damaged(whole: dict[str, Any]) -> list[str]:
+    """Forms in which a file cannot be used."""
+    lacking = [{key: value for key, value in whole.items() if key != name} for name in ("spread", "of", "load")]
+    without_device = {name: value for name, value in whole["of"].items() if name != "device"}
+    changes: list[dict[str, Any]] = [
+        {"seconds": dict.fromkeys(COSTS, 0.0)},
+        {"num_rounds": dict.fromkeys(COSTS, 10**400)},
+        {"num_rounds": dict.fromkeys(COSTS, math.inf)},
+        {"spread": dict.fromkeys(COSTS, math.nan)},
+        {"load": math.nan},
+        {"of": without_device},
+        {"of": whole["of"] | {"target": None}},
+        {name: {**whole[name], -1: 1} for name in ("seconds", "verify_s", "spread", "num_rounds")},
+    ]
+    others = [*lacking, *(whole | change for change in changes), {}, []]
+    return ["damaged", "[" * 100_000, *map(json.dumps, others)]
+
+
+@pytest.mark.parametrize(("days", "is_used"), [(2, True), (31, False), (10**7, False)])
+def test_a_file_of_the_future(days: int, is_used: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock was wrong, so that nobody knows how old it is. (The last one has no year that Python can write.)"""
+    other = {k: 2 * seconds for k, seconds in COSTS.items()}
+    _measuring(monkeypatch, measured(COSTS), measured(other))
+    assert _costs() == COSTS
+    (file,) = folder.iterdir()
+    os.utime(file, (time.time() + days * 24 * 3600,) * 2)
+    found, unreadable = kept_costs()
+    assert len(found) + len(unreadable) == 1 and all(one.is_used == is_used for one in found)
+    assert _costs() == (COSTS if is_used else other)
 
 
 def test_costs_that_cannot_be_are_kept_for_an_hour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

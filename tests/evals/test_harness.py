@@ -241,6 +241,16 @@ def test_what_does_not_fit_the_context_is_refused() -> None:
             lm.loglikelihood([Instance("loglikelihood", {}, ("a", continuation), 0)])
 
 
+def test_prompts_that_are_cut_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """At the beginning, as the harness cuts them."""
+    lm = OutriderLM(decoder_of().plain())
+    cut, whole = generate(lm, ["x" * 60 + "The fox", "x" * 53 + "The fox"], max_gen_toks=4)
+    assert cut == whole and caplog.messages == [
+        "1 of 2 prompts were cut at the beginning: with the tokens to generate they go beyond the context of "
+        f"{lm.decoder.target.name}, which takes 64 in all"
+    ]
+
+
 def test_what_a_model_needs() -> None:
     with pytest.raises(OptionError, match="batch_size = 'auto'"):
         OutriderLM(decoder_of(), batch_size="auto")  # type: ignore[arg-type]

@@ -28,6 +28,14 @@ def test_parts_of_text_are_text(template: str) -> None:
         assert chat_text(with_template(template), messages) == want
 
 
+@pytest.mark.parametrize("change", ["[:4]", " | upper", ".replace('1', '')", ".title().strip()"])
+def test_a_template_may_change_the_text(change: str) -> None:
+    """Then the text is not in what it writes. That of a list, as Python shows it, may be, or the template fails."""
+    template = "{{ messages[0].content" + change + " }}"
+    want = {"[:4]": "w1 w", " | upper": "W1 W2", ".replace('1', '')": "w w2", ".title().strip()": "W1 W2"}[change]
+    assert chat_text(with_template(template), [{"role": "user", "content": "w1 w2"}]) == want
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

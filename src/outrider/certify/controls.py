@@ -1,7 +1,7 @@
 """Rules, drafters and caches that look right but are wrong. Each is known from public code, or is an easy slip.
 
 The tests of the output's law must detect every one of them, and so must a valid certificate (``CONTROLS``).
-Most of them accept more drafts than a right rule can, which looks like success. Nothing else may import this file.
+Most of them accept more drafts than a correct rule can, which looks like success. Nothing else may import this file.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def _control(
 
 
 class _Reference:
-    """Texts of the right rule behind the mistakes, with their K and the same seeds."""
+    """Texts of the correct rule behind the mistakes, with their K and the same seeds."""
 
     def __init__(self, job: Job) -> None:
         k = job.num_draft_tokens
@@ -286,7 +286,7 @@ class _Reference:
 
 
 def _most_off(right: Sequence[Written], written: Sequence[Written]) -> float:
-    """A bound on the total variation of a mistake, from where its texts part from those of the right rule with the
+    """A bound on the total variation of a mistake, from where its texts part from those of the correct rule with the
     same noise: under any coupling, two laws give the same token no more often than they agree (the coupling
     inequality). An upper bound, with probability POWER, on average until texts part."""
     num_apart = num_tokens = 0

@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 from outrider.decoding.costs import Measured, load_sizes, measure_round_costs, timed_ks
 from outrider.drafters.base import Drafter
+from outrider.errors import FileError
+from outrider.options import MAX_NUM_DRAFT_TOKENS
 from outrider.runtime.lm import LM
 from outrider.runtime.stored import stored_tensors
 from outrider.sampling.rules import Rule
@@ -24,11 +26,16 @@ from outrider.system.provenance import processor_name
 from outrider.system.ranks import here
 
 _LOG = logging.getLogger(__name__)
-# Rounds put them right. To measure on a busy machine may take a minute, which not every run should.
-_DOUBTED_S = 3600.0
+_KEPT = timedelta(days=30)  # drivers, power settings and neighbours change without a new name
+# The rounds of a run correct them. To measure on a busy machine may take a minute, which not every run should.
+_DOUBTED = timedelta(hours=1)
 _METHOD = 6  # to be changed with what is timed, or how: costs that were kept are of another number then
-_UNREADABLE = OSError, ValueError, KeyError, AttributeError, TypeError
-_KEPT_S = 30 * 24 * 3600.0  # drivers, power settings and neighbours change without a new name
+_DESCRIPTION = {
+    **dict.fromkeys(("target", "draft", "acceptance", "dtype", "execution", "device", "processor", "torch"), str),
+    **dict.fromkeys(("num_rows", "num_threads"), int),
+}
+# What the values of a damaged file raise where they are used: numbers without end, objects in objects without end ...
+_UNREADABLE = OSError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError
 
 
 def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
@@ -62,45 +69,62 @@ class KeptCosts:
 
     Attributes:
         of: what they are the costs of, in words: models, rule, number of rows and machine.
-        age_s: since they were measured.
+        measured_at: the time of the file.
     """
 
     path: Path
     of: Mapping[str, Any]
     measured: Measured
-    age_s: float
+    measured_at: datetime
 
     @property
     def is_used(self) -> bool:
-        """Whether a run would begin with them."""
-        return self.age_s < (_KEPT_S if self.measured.doubt is None else _DOUBTED_S)
+        """Whether a run would begin with them. A time far in the future is of a wrong clock: they may be of any age."""
+        return abs(datetime.now(UTC) - self.measured_at) < (_KEPT if self.measured.doubt is None else _DOUBTED)
 
 
 def kept_costs() -> tuple[list[KeptCosts], list[Path]]:
-    """All files of costs, the newest first; and those that cannot be read, as of other versions."""
+    """All files of costs, the newest first; and those that cannot be read: damaged, of another version or another user.
+
+    Raises:
+        FileError: the folder cannot be read.
+    """
+    folder = cache_folder("costs")
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    except FileNotFoundError:
+        paths = []
+    except OSError as error:
+        raise FileError(f"cannot read {folder}: {error.strerror}") from None
     found, others = [], []
-    for path in sorted(cache_folder("costs").glob("*.json")):
+    for path in paths:
         try:
             found.append(_read(path))
         except _UNREADABLE:
             others.append(path)
-    return sorted(found, key=lambda one: one.age_s), others
+    return sorted(found, key=lambda one: one.measured_at, reverse=True), others
 
 
 def _read(path: Path) -> KeptCosts:
     """Raises one of _UNREADABLE if it is not there, or not what was written."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    of, load = dict(content.pop("of")), content.pop("load")
+    of, load = content.pop("of"), content.pop("load")
+    of = {name: of[name] for name in _DESCRIPTION}
+    if not all(isinstance(of[name], kind) for name, kind in _DESCRIPTION.items()):
+        raise ValueError("not a description")
     by_k = {name: {int(k): float(value) for k, value in values.items()} for name, values in content.items()}
     num_rounds = {k: int(num) for k, num in by_k.pop("num_rounds").items()}
     measured = Measured(num_rounds=num_rounds, load=None if load is None else float(load), **by_k)
     ks = measured.seconds.keys()
     if any(values.keys() != ks for values in (measured.verify_s, measured.spread, num_rounds)) or 0 not in ks:
         raise ValueError("of different K")
+    if not all(0 <= k <= MAX_NUM_DRAFT_TOKENS for k in ks):
+        raise ValueError("no K")
     positive = [*measured.seconds.values(), *measured.verify_s.values(), *num_rounds.values()]
-    if not all(0 < value < math.inf for value in positive):
+    others = [*measured.spread.values(), 0.0 if measured.load is None else measured.load]
+    if not (all(0 < value < math.inf for value in positive) and all(0 <= value < math.inf for value in others)):
         raise ValueError("not positive")
-    return KeptCosts(path, of, measured, time.time() - path.stat().st_mtime)
+    return KeptCosts(path, of, measured, datetime.fromtimestamp(path.stat().st_mtime, UTC))
 
 
 def _seconds(path: Path, ks: Sequence[int]) -> dict[int, float] | None:

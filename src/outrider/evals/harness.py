@@ -15,6 +15,7 @@ The harness (lm-eval) is an extra (``eval``), so this module is imported only to
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -39,6 +40,7 @@ from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDr
 from outrider.records import Stats
 from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
 
+_LOG = logging.getLogger(__name__)
 # The same names in tasks and in Sampling.
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
@@ -87,11 +89,16 @@ def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request to generate: its prompt, sampling options, and stop strings besides the model's own end tokens."""
+    """A request to generate: its prompt, sampling options, and end tokens besides the model's own.
+
+    Attributes:
+        is_cut: the prompt has lost its beginning.
+    """
 
     ids: list[int]
     sampling: Sampling
     eos_ids: tuple[int, ...]
+    is_cut: bool
 
 
 class OutriderLM(TemplateLM):
@@ -272,6 +279,12 @@ class OutriderLM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """The decoder's output for each prompt, up to a stop string of its task."""
         rows = [self._row(*request.args, seed=self._seed + i) for i, request in enumerate(requests)]
+        if num_cut := sum(row.is_cut for row in rows):
+            _LOG.warning(
+                "%d of %d prompts were cut at the beginning: with the tokens to generate they go beyond the context of "
+                "%s, which takes %d in all",
+                *(num_cut, len(rows), self.decoder.target.name, self.decoder.target.context_len),
+            )
         order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
         texts, names = [""] * len(rows), [field.name for field in fields(Sampling)]
         with self._progress("texts generated", len(rows)) as advance:
@@ -301,12 +314,8 @@ class OutriderLM(TemplateLM):
         # Special tokens have no text, so a stop string that is a special token is also an end token.
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         eos_ids = tuple(sorted({special[string] for string in sampling.stop if string in special}))
-        ids = self.tok_encode(prompt)[-room:] or [self.prefix_token_id]
-        return _Row(ids, replace(sampling, seed=seed), eos_ids)
-
-
-def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (indices[begin : begin + size] for begin in range(0, len(indices), size))
+        ids = self.tok_encode(prompt) or [self.prefix_token_id]
+        return _Row(ids[-room:], replace(sampling, seed=seed), eos_ids, len(ids) > room)
 
 
 def load_lm(

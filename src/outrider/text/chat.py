@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from outrider.errors import PromptError
@@ -19,6 +20,7 @@ def chat_text(tokenizer: Any | None, messages: Sequence[Any]) -> str:
     from jinja2 import TemplateError
 
     texts = [_text_of(index, message) for index, message in enumerate(messages)]
+    said = [text.strip() for message, text in zip(messages, texts, strict=True) if text and message["role"] == "user"]
 
     def write(form: Callable[[str], Any]) -> str:
         written = [
@@ -28,19 +30,20 @@ def chat_text(tokenizer: Any | None, messages: Sequence[Any]) -> str:
         text: str = tokenizer.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
         return text
 
+    errors = TemplateError, TypeError, ValueError  # a template computes with what it finds in a message
     try:
         text = write(str)
-        if any(said not in text for said in _said_by_user(messages, texts)):
-            # Some templates write lists of parts alone, and pass over plain text.
-            parted = write(lambda said: [{"type": "text", "text": said}])
-            text = parted if all(said in parted for said in _said_by_user(messages, texts)) else text
-    except (TemplateError, TypeError, ValueError) as error:  # a template computes with what it finds in a message
+    except errors as error:
         raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
+    if all(part in text for part in said):
+        return text
+    # Some templates write lists of parts alone, and pass over plain text. Others change or shorten the text, and would
+    # write a list as Python shows it.
+    with suppress(*errors):
+        parted = write(lambda content: [{"type": "text", "text": content}])
+        if all(part in parted for part in said) and "{'type': 'text'" not in parted:
+            return parted
     return text
-
-
-def _said_by_user(messages: Sequence[Any], texts: Sequence[str | None]) -> list[str]:
-    return [text.strip() for message, text in zip(messages, texts, strict=True) if text and message["role"] == "user"]
 
 
 def _text_of(index: int, message: Any) -> str | None:

@@ -15,13 +15,16 @@ _MOST_CPU_S = 2  # ordinary constraints take 0.1, most of it for the start of Py
 _MOST_MEMORY = 2**30
 _MOST_S = 60.0  # on a machine so busy that the processor time does not pass
 
-# Imports nothing of this package, which would take longer than all the rest.
+# Imports nothing of this package, which would take longer than all the rest. Windows has no such limits, and macOS none
+# of memory: there the caller's limit of time remains.
 _PROGRAM = """
-import resource, sys
+import contextlib, sys
 import llguidance
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]),) * 2)
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+with contextlib.suppress(ImportError, ValueError, OSError):
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 llguidance.LLMatcher.validate_grammar_with_warnings(sys.stdin.read())
 """
 

@@ -108,7 +108,7 @@ def _given(sampling: Sampling) -> tuple[str, Any]:
 
 
 def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
-    """In llguidance's own form."""
+    """The constraint in llguidance's own form. Raises OptionError."""
     llguidance = _llguidance()
     try:
         given = json.dumps(_without_unknown_formats(dict(value))) if isinstance(value, Mapping) else value
@@ -128,7 +128,7 @@ def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
 
 
 def _without_unknown_formats(schema: Any) -> Any:
-    """By the standard of JSON Schema a format that is not known does not restrict a string; llguidance refuses it."""
+    """The schema without formats that llguidance would refuse. By the standard of JSON Schema they restrict nothing."""
     if isinstance(schema, list):
         return [_without_unknown_formats(part) for part in schema]
     if not isinstance(schema, Mapping):

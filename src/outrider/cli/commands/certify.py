@@ -49,8 +49,9 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.prompt_file import read_prompts
+from outrider.cli.shared.room import encode_all, tell_room
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
-from outrider.errors import FileError, OptionError, PromptError
+from outrider.errors import FileError, OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def certify(
     pilot = fly(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
-    with _telling(num_tokens) as on_tokens:
+    with _progress(num_tokens) as on_tokens:
         certificate = judge(job, pilot, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
     _show(console_for(json_target), job, draft, certificate)
     settings = options_json(
@@ -180,7 +181,7 @@ def job_of(
     batch_size: int,
     seed: int,
 ) -> tuple[Decoder, Job]:
-    """The job to certify.
+    """The job to certify. A limit beyond the context is reported.
 
     Args:
         texts: prompts; None for the built-in ones.
@@ -195,13 +196,12 @@ def job_of(
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
-    prompts = []
-    for index, text in enumerate(PROMPTS if texts is None else texts):
-        try:
-            prompts.append(tuple(decoder.encode(text)))
-        except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from None
-    return decoder, Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+    prompts = encode_all(decoder, PROMPTS if texts is None else texts)
+    job = Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+    has_less = decoder.context_len < decoder.target.context_len
+    shortest = decoder.drafter.name if has_less else decoder.target.name
+    tell_room(shortest, decoder.context_len, prompts, options["max_new_tokens"])
+    return decoder, job
 
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:
@@ -226,7 +226,7 @@ def _num_tokens(job: Job, pilot: Pilot, detect_tv: float | None, budget_s: float
 
 
 @contextmanager
-def _telling(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
+def _progress(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
     """One bar over the tokens of the sample and of all controls: a control that is detected early is a jump."""
     from outrider.certify.controls import CONTROLS
 
@@ -285,7 +285,7 @@ def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> N
     elif any(not control.is_ok for control in certificate.controls):
         more = "prompts, or longer texts (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
         console.print(f"A deliberate mistake was not detected, so the tests are too weak here: use more {more}.")
-    false_alarm = "" if statistical is None else f" (a right rule fails the tests with probability {job.level:g})"
+    false_alarm = "" if statistical is None else f" (a correct rule fails the tests with probability {job.level:g})"
     tell_verdict(console, certificate.verdict, "CERTIFIED", false_alarm, certificate.num_tokens_needed)
 
 

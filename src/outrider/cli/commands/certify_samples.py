@@ -200,12 +200,12 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
     if report.statistical is not None:
         is_draft = decoder.drafter.most_drafted != 0
         tell_deviation(console, report.statistical, "the draft" if is_draft else "a sharper law")
-        false_alarm = f" (a right system fails the tests with probability {level:g})"
+        false_alarm = f" (a correct system fails the tests with probability {level:g})"
     for one in report.greedy:
         tell_differences(console, one, "line", decoder.tokenizer)
     if is_text:
         console.print(
-            "Texts were tokenized again, perhaps into tokens other than those sampled: a right system can fail. "
+            "Texts were tokenized again, perhaps into tokens other than those sampled: a correct system can fail. "
             "Token ids are better."
         )
     if report.num_repeats:

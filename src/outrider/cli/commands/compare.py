@@ -84,7 +84,7 @@ def compare(
 
     num_arms = 1 + len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
-    tell_room(decoder.target.name, decoder.target.context_len, len(decoder.encode(prompt)), end.max_new_tokens)
+    tell_room(decoder.target.name, decoder.target.context_len, [decoder.encode(prompt)], end.max_new_tokens)
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]

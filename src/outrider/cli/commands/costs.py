@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ def costs(
 ) -> None:
     """Show the costs of rounds that -k auto begins with, or delete them.
 
-    They are measured before the first run of a pair, and kept for 30 days; for an hour where they cannot be right, or
+    They are measured before the first run of a pair and kept for 30 days; only for an hour if they are implausible, or
     their times scatter."""
     from outrider.decoding.kept_costs import kept_costs
     from outrider.system.files import cache_folder
@@ -45,40 +46,47 @@ def costs(
         )
     count = f"{len(found)} {'file' if len(found) == 1 else 'files'} in {cache_folder('costs')}"
     if unreadable:
-        count += f", and {len(unreadable)} that cannot be read, of other versions"
-    console.print(count, soft_wrap=True)
+        count += f", and {len(unreadable)} that cannot be read (damaged, or of another version)"
+    console.print(count, soft_wrap=True, markup=False)
     if clear:
-        for path in [*(one.path for one in found), *unreadable]:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise FileError(f"cannot delete {path}: {error.strerror}") from None
-        console.print("Deleted.")
+        _delete([*(one.path for one in found), *unreadable])
+        console.print("Deleted." if found or unreadable else "There is nothing to delete.")
     options = {"target": target, "draft": draft, "clear": clear}
     body = {"costs": [_json(one) for one in found], "num_unreadable": len(unreadable)}
     write_json(json_target, "costs", options, body)
 
 
+def _delete(paths: Sequence[Path]) -> None:
+    """Delete all that can be deleted. Raises FileError: something is left."""
+    failures = []
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            failures.append(f"cannot delete {path}: {error.strerror}")
+    if failures:
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        raise FileError(failures[0] + more)
+
+
 def _list(found: list[KeptCosts]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="Milliseconds of a round, by K")
     for heading in ("target", "draft", "on", "rule", "rows", "measured", "load", "ms of a round"):
         table.add_column(heading, justify="right" if heading in ("rows", "load") else "left")
     for one in found:
         of, measured = one.of, one.measured
-        notes = [f"{_measured_at(one):%Y-%m-%d %H:%M}", *["no longer used"] * (not one.is_used), measured.doubt or ""]
+        notes = [f"{one.measured_at:%Y-%m-%d %H:%M}", *["no longer used"] * (not one.is_used), measured.doubt or ""]
         when = "\n".join(notes)
         by_k = (f"K={k} {1e3 * s:.3g} ±{measured.spread[k]:.0%}" for k, s in measured.seconds.items())
-        where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} threads"
+        threads = "thread" if of["num_threads"] == 1 else "threads"
+        where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} {threads}"
         load = "" if measured.load is None else f"{measured.load:.1f}"
-        pair = of["target"], of["draft"], where, of["acceptance"], str(of["num_rows"])
-        table.add_row(*pair, when, load, "\n".join(by_k))
+        texts = of["target"], of["draft"], where, of["acceptance"], str(of["num_rows"]), when, load, "\n".join(by_k)
+        table.add_row(*map(Text, texts))  # names may have brackets
     return table
-
-
-def _measured_at(one: KeptCosts) -> datetime:
-    return datetime.now(UTC) - timedelta(seconds=one.age_s)
 
 
 def _json(one: KeptCosts) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def _json(one: KeptCosts) -> dict[str, Any]:
     ]
     return {
         **one.of,
-        "measured_at": _measured_at(one).isoformat(timespec="seconds"),
+        "measured_at": one.measured_at.isoformat(timespec="seconds"),
         "is_used": one.is_used,
         "doubt": measured.doubt,
         "load": measured.load,

@@ -40,7 +40,7 @@ from outrider.cli.shared.prompt_file import open_prompts
 from outrider.cli.shared.prompt_order import Shard, by_length
 from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
-from outrider.cli.shared.room import tell_room
+from outrider.cli.shared.room import tell_num_cut, tell_room
 from outrider.cli.shared.rows import Totals, made_of, row_of
 from outrider.cli.shared.workers import Setup, Worker, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
@@ -198,8 +198,7 @@ def _lengths(workers: Workers, target: str, finished: Finished, invalid: Invalid
             lengths[index] = length.num_tokens
             num_cut += length.is_cut
     finished.leave_out(invalid.reasons)
-    if num_cut:
-        print(f"-n goes beyond the context of {target} for {num_cut} prompts: their texts end there", file=sys.stderr)
+    tell_num_cut(target, num_cut)
     return lengths
 
 
@@ -234,7 +233,7 @@ def _continue_all(
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
-    tell_room(decoder.target.name, decoder.target.context_len, len(ids), setup.options["max_new_tokens"])
+    tell_room(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
     if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
         logging.getLogger("outrider.runtime.maker").setLevel(logging.WARNING)
@@ -279,7 +278,7 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
 
 
 def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
-    """For the summary: how a sampled text without a seed of the user's can be repeated."""
+    """Advice for the summary: how to repeat a sampled text whose seed was drawn; empty for others."""
     temperature = setup.options["temperature"]
     if seed is None or setup.options["seed"] is not None or temperature == 0:
         return ""
@@ -291,7 +290,7 @@ def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
 
 
 def _tell_missing() -> None:
-    """How many programs were not there before the text had ended."""
+    """Report how many programs were not there before the text had ended."""
     from outrider.runtime.maker import shared_maker
 
     maker = shared_maker(False)

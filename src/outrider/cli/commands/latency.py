@@ -12,7 +12,7 @@ import typer
 from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.room import tell_room
+from outrider.cli.shared.room import encode_all, tell_room
 
 if TYPE_CHECKING:
     from outrider.bench.run import Arm
@@ -45,12 +45,7 @@ def latency(
         check_plot_file(plot)
     num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * len(PROMPTS) * max_new_tokens)
-    tell_room(
-        decoder.target.name,
-        decoder.target.context_len,
-        max(len(decoder.encode(prompt)) for prompt in PROMPTS),
-        max_new_tokens,
-    )
+    tell_room(decoder.target.name, decoder.target.context_len, encode_all(decoder, PROMPTS), max_new_tokens)
     arms = _arms(pair, decoder, ks)
     cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms, cases, options)

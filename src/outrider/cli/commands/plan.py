@@ -24,6 +24,7 @@ from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.prompt_file import read_prompts
+from outrider.cli.shared.room import encode_all, tell_room
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
 
@@ -125,7 +126,9 @@ def plan(
     if log is None:
         # One number for each token suffices if a rule uses p and q of that token alone.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
-        records, header = own_text(decoder, _texts(prompts), options, num_probs)
+        texts = _texts(prompts)
+        tell_room(decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens)
+        records, header = own_text(decoder, texts, options, num_probs)
     else:
         records, header = _read(log, decoder)
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}

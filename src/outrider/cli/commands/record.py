@@ -84,13 +84,13 @@ def record(
     from outrider.replay.other_formats import tensor_text
 
     inputs: list[Any] = [[{"role": "user", "content": line.text}] if chat else line.text for line in lines]
-    longest = 0
+    prompt_ids = []
     for line, item in zip(lines, inputs, strict=True):
         try:
-            longest = max(longest, len(decoder.encode(item)))
+            prompt_ids.append(decoder.encode(item))
         except PromptError as error:
             raise PromptError(f"{prompts}, {line.place}: {error}") from None
-    tell_room(decoder.target.name, decoder.target.context_len, longest, end.max_new_tokens)
+    tell_room(decoder.target.name, decoder.target.context_len, prompt_ids, end.max_new_tokens)
     header = _header(decoder, options, probs, chat)
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)

@@ -90,8 +90,8 @@ def serve(
         bool,
         typer.Option(
             "--priority-across-clients",
-            help="The priority of a request counts beside requests of other clients, too. Without it, clients take "
-            "turns, and it orders the requests of one client.",
+            help="Order the requests of all clients by their priority. Without it, clients take turns, and priority "
+            "orders the requests of one client.",
             rich_help_panel=_SERVER,
         ),
     ] = False,

@@ -16,7 +16,7 @@ _MOST_SHOWN = 20
 
 @dataclass
 class InvalidRows:
-    """The first one ends the command, unless they are to be skipped.
+    """Rows that cannot be continued. The first one ends the command, unless they are skipped.
 
     Attributes:
         reasons: by index, of the rows that are skipped.
@@ -44,7 +44,7 @@ class InvalidRows:
                     self.add(index, error)
 
     def add(self, index: int, error: OutriderError) -> None:
-        """Raises FileError, unless rows may be skipped."""
+        """Note a row and the reason. Raises FileError, unless rows may be skipped."""
         where = f"{self.lines.path}, {self.lines.place(index)}"
         reason = str(error) if isinstance(error, FileError) else f"{where}: {error}"  # those of a file name it
         if not self.is_skipping:

@@ -46,7 +46,7 @@ def check_names(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> N
 
 
 def hint_at_threads(words: Sequence[str]) -> None:
-    """``-t 8`` is the number of threads in llama.cpp, and a temperature here: tell where it hardly can be one."""
+    """``-t 8`` is the number of threads in llama.cpp, and a temperature here: report values that hardly can be one."""
     for word, value in zip(words, words[1:], strict=False):
         if word == "-t" and value.isdecimal() and int(value) > _MAX_TEMPERATURE:
-            print(f"-t {value} is the temperature, --temperature; --threads {value} are CPU threads", file=sys.stderr)
+            print(f"-t {value} sets the temperature; for {value} CPU threads use --threads {value}", file=sys.stderr)

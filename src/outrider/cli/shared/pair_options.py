@@ -154,7 +154,7 @@ class PairOptions:
 
     @property
     def single_draft(self) -> str:
-        """For commands that use one.
+        """The draft of a command that takes one.
 
         Raises:
             OptionError: several were given.
@@ -165,7 +165,7 @@ class PairOptions:
 
     @property
     def compared_draft(self) -> str:
-        """The same for commands that hold it against plain decoding.
+        """The draft of a command that compares it with plain decoding.
 
         Raises:
             OptionError: several were given, or none.
@@ -293,7 +293,7 @@ class DraftOptions:
     threads: Annotated[int | None, _of_pair("threads")] = None
 
     def names(self, target: str) -> list[str]:
-        """Of the drafts, each once."""
+        """Names of the drafts, each once."""
         return PairOptions(target=target, draft=self.draft).draft_names
 
 
@@ -303,8 +303,8 @@ TargetOption = Annotated[str, _of_pair("target")]
 def single_k(
     text: str | None, pair: PairOptions, sampling: SamplingOptions | TaskSamplingOptions, seed: int | None
 ) -> NumDraftTokens:
-    """For commands that use one K. Without one it is "auto", but not where a seed is to give the same text again, which
-    under most rules takes the same K.
+    """K of a command that takes one. The default is "auto"; but where a seed is to repeat a text, which under most
+    rules takes a constant K, it is a number.
 
     Raises:
         OptionError

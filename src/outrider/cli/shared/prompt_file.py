@@ -62,9 +62,12 @@ class PromptFile:
         if self._kind == "plain":
             return PromptLine(place, text)
         where = f"{self.path}, {place}"
-        if self._kind == "array" and text.startswith('"'):
-            return prompt_of(self.path, place, {"prompt": parse_json(where, text)})
-        return prompt_of(self.path, place, parse_row(where, text))
+        if self._kind == "lines":
+            return prompt_of(self.path, place, parse_row(where, text))
+        item = parse_json(where, text)
+        if not isinstance(item, (str, dict)):
+            raise FileError(f"{where}: neither a text nor a JSON object")
+        return prompt_of(self.path, place, {"prompt": item} if isinstance(item, str) else item)
 
     def __iter__(self) -> Iterator[PromptLine]:
         return (self[index] for index in range(len(self)))

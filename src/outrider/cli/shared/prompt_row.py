@@ -68,7 +68,8 @@ class PromptLine:
 
 
 def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
-    """
+    """The prompt that a row is.
+
     Raises:
         FileError: with file and place.
     """
@@ -86,7 +87,7 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
     name = given[0] if given else "turns" if "turns" in row else "prompt"
     prompt: Any = row.get(name)
     if name == "messages":
-        prompt = _checked(where, _messages, prompt)
+        prompt = _parse_as_server(where, _messages, prompt)
     elif name == "turns":
         prompt = prompt[0] if isinstance(prompt, list) and prompt else None
     if not isinstance(prompt, str) and name != "messages":
@@ -114,7 +115,7 @@ def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any
     if not isinstance(body, dict):
         raise FileError(f"{where}: the body is not a JSON object")
     _check_characters(where, {"body": body})
-    ask = _checked(f"{where}, body", kinds[url], body)
+    ask = _parse_as_server(f"{where}, body", kinds[url], body)
     for name, value, unset in (
         ("n", ask.n, 1),
         ("stream", ask.is_stream, False),
@@ -143,7 +144,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return parse_messages(value)
 
 
-def _checked(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
+def _parse_as_server(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
     """A value, as the server reads it."""
     from outrider.serve.refusal import Refusal
 
@@ -154,7 +155,8 @@ def _checked(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _check_names(where: str, what: str, row: Mapping[str, Any], names: Sequence[str], known: frozenset[str]) -> None:
-    """
+    """Raises FileError: a field is unknown.
+
     Args:
         names: those to suggest.
     """

@@ -141,11 +141,11 @@ class RayWorkers:
         return self._first_about()[0]
 
     def origin(self) -> dict[str, Any]:
-        """That of a worker, for the command that was given here."""
+        """The provenance of a worker, with the command that was given here."""
         return self._first_about()[1] | {"argv": sys.argv[1:]}
 
     def _first_about(self) -> tuple[str, dict[str, Any]]:
-        """Of the first worker that has answered."""
+        """Answer of the first worker that has one: the pair, and the provenance."""
         import ray
 
         answers = list(self._about)
@@ -217,7 +217,7 @@ class RayWorkers:
 
 
 class _RemoteWorker:
-    """What runs in a process of its own. Results go back in lists: lengths together, since they are made in no time,
+    """A worker in a process of its own. Results go back in lists: lengths together, since they are made in no time,
     and each row alone, since the next one may take long."""
 
     def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
@@ -245,7 +245,7 @@ def _get(answer: Any) -> Any:
 
 
 def _num_gpus(device: str) -> int:
-    """Of each worker."""
+    """GPUs that each worker takes."""
     import ray
 
     if device == "auto":

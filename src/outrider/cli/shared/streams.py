@@ -36,9 +36,9 @@ def guard_streams() -> Callable[[], None]:
         sys.stdin = open(_null(os.O_RDONLY), encoding="utf-8")
     failures: list[OSError] = []
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _guarded(sys.stdout, os.O_RDONLY, failures)  # writing to it fails, as to the closed stream
+        sys.stdout = _with_guard(sys.stdout, os.O_RDONLY, failures)  # writing to it fails, as to the closed stream
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _guarded(sys.stderr, os.O_WRONLY, [])
+        sys.stderr = _with_guard(sys.stderr, os.O_WRONLY, [])
 
     def check() -> None:
         sys.stdout.flush()
@@ -51,8 +51,9 @@ def guard_streams() -> Callable[[], None]:
     return check
 
 
-def _guarded(stream: TextIO | None, flags: int, failures: list[OSError]) -> TextIO:
-    """
+def _with_guard(stream: TextIO | None, flags: int, failures: list[OSError]) -> TextIO:
+    """The stream behind a guard.
+
     Args:
         flags: with which the null device is opened in place of a closed stream.
     """

@@ -1,4 +1,4 @@
-"""What continues the prompts of ``generate``: the models, and how they are used.
+"""Workers, which continue the prompts of ``generate``: the models, and how they are used.
 
 A worker knows no files: prompts come in, rows go out. So it may run in this process or in others (ray_workers.py).
 """
@@ -49,7 +49,7 @@ class Setup:
         return number
 
     def seed(self, index: int, line: PromptLine) -> int | None:
-        """Of a prompt of a file. It follows the place in the file, whoever continues the prompt, and when."""
+        """The seed of a prompt of a file. It follows from its place there, whoever continues the prompt, and when."""
         first = self.options["seed"]
         seed: int | None = line.options.get("seed", None if first is None else first + index)
         return seed

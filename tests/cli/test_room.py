@@ -1,0 +1,67 @@
+"""``-n`` beyond the context, in every command that has it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outrider
+from outrider.cli.shared.room import tell_num_cut
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import UsageError
+
+_WORK = {  # of each command, where it begins
+    "certify": "outrider.certify.run.fly",
+    "divergence": "outrider.certify.run.plain_texts",
+    "plan": "outrider.cli.commands.plan.own_text",
+    "latency": "outrider.bench.run.warm_up",
+    "compare": "outrider.bench.run.warm_up",
+    "record": "outrider.replay.log_writer.LogWriter",
+}
+
+
+def told(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, command: str, *arguments: object) -> Sequence[str]:
+    """The lines on standard error before the work, which does not begin."""
+
+    def end(*_: Any, **__: Any) -> None:
+        raise UsageError("the work begins")
+
+    monkeypatch.setattr(_WORK[command], end)
+    *lines, last = outrider(command, *arguments).err.splitlines()
+    assert last == "error: the work begins"
+    return lines
+
+
+@pytest.mark.parametrize("command", _WORK)
+def test_a_limit_beyond_the_context_is_told(
+    command: str, outrider: Outrider, monkeypatch: pytest.MonkeyPatch, prompts: Path, tmp_path: Path
+) -> None:
+    arguments: tuple[object, ...] = "--prompts", prompts
+    longest = 5
+    if command == "record":
+        arguments += "--output", tmp_path / "log"
+    elif command == "latency":
+        arguments, longest = ("--no-compile",), 22
+    elif command == "compare":
+        arguments, longest = ("The king",), 2
+    (line,) = told(outrider, monkeypatch, command, *arguments, "-n", 1024 - longest + 1)
+    assert line == (
+        f"-n {1024 - longest + 1} goes beyond the context of fable, which takes 1024 tokens in all: {longest} of the "
+        f"{'prompt' if command == 'compare' else 'longest prompt'} and {1024 - longest} of the text"
+    )
+    assert not told(outrider, monkeypatch, command, *arguments, "-n", 1024 - longest)
+
+
+def test_the_context_of_the_draft(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, prompts: Path) -> None:
+    """Certificates are of texts that both models can take."""
+    monkeypatch.setattr(ModelDrafter, "context_len", 64)
+    (line,) = told(outrider, monkeypatch, "certify", "--prompts", prompts, "-n", 100)
+    assert line.startswith("-n 100 goes beyond the context of fable-draft, which takes 64 tokens in all: 5 of the ")
+
+
+def test_prompts_of_a_file_with_limits_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for num_cut in range(3):
+        tell_num_cut("fable", num_cut)
+    begin = "-n goes beyond the context of fable for "
+    assert capsys.readouterr().err == f"{begin}1 prompt: its text ends there\n{begin}2 prompts: their texts end there\n"
