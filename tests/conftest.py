@@ -17,6 +17,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import toys
+from outrider.models import loading
+from outrider.models.probe import probe
+from outrider.runtime.lm import LM
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
@@ -52,6 +55,23 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
     """How the steps of the toys are run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toys, "execution", toys.EXECUTIONS[getattr(request, "param", "eager")])
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _probed_once() -> Iterator[None]:
+    """The embedded models are probed when they are first loaded in each type, and not again: that takes most of the
+    time of a command that generates a few tokens. (All other models are, each time.)"""
+    done: set[object] = set()
+
+    def once(lm: LM, kind: str) -> None:
+        key = lm.name, lm.dtype, lm.vocab_size, lm.context_len, lm.model.config._attn_implementation
+        if lm.name not in ("fable", "fable-draft") or key not in done:
+            probe(lm, kind)
+        done.add(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "probe", once)
         yield
 
 

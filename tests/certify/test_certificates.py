@@ -34,8 +34,10 @@ from toys import as_lm, llama_pair, perturbed, table_pair, tiny_llama
 
 
 @pytest.fixture(autouse=True)
-def small_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short pilot, and few contexts in the exact layer, which test_exact.py tests."""
     monkeypatch.setattr(module, "NUM_PILOT_TOKENS", 256)
+    monkeypatch.setattr(module, "_NUM_CONTEXTS", 2)
 
 
 PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
@@ -54,9 +56,14 @@ def _certificate(job: Job, num_tokens: int, wanted: float | None = None) -> tupl
     return pilot, certify(job, pilot, num_tokens, wanted=wanted)
 
 
-def test_mistakes_are_made_eagerly() -> None:
+def _controls(*names: str) -> list[Control]:
+    return [control for control in CONTROLS if control.name in names]
+
+
+def test_mistakes_are_made_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is prepared for a rule that is wrong, which may take longer than the certificate; the texts that are
     tested come from prepared steps."""
+    monkeypatch.setattr(module, "CONTROLS", _controls("accept-all", "reseeded", "rollback"))
     target, drafter = llama_pair()
     executions = target.execution, drafter.lm.execution = Captured(), Captured()
     _, certificate = _certificate(_job((target, drafter), "block", batch_size=4), 300)
@@ -93,7 +100,7 @@ def test_a_real_model_is_certified(
 
 def test_a_pair_with_states_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a cache that keeps a rejected token is caught. False alarm: 1e-6."""
-    monkeypatch.setattr(module, "CONTROLS", [control for control in CONTROLS if control.name == "rollback"])
+    monkeypatch.setattr(module, "CONTROLS", _controls("rollback"))
     model = hybrid("lfm2")
     pair = hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.1), "draft"))
     _, certificate = _certificate(_job(pair, "block", 1e-6), 2500)
@@ -131,17 +138,16 @@ def test_numbers_used_for_two_rounds_show_in_pairs_of_tokens_alone(rule: Rule) -
 def test_the_numbers_of_a_neighbour_show_in_pairs_of_sequences_alone() -> None:
     """Level: 1e-6."""
     job, design = _llama_design()
-    (control,) = (one for one in CONTROLS if one.name == "neighbour")
+    (control,) = _controls("neighbour")
     tests = design.tests(Sample(job, control).first(2500), 1e-6)
     assert {test.name for test in tests if test.is_alarm} == {"rank-by-sequence"}
 
 
 def test_what_is_wrong_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake that is made by the very loop that is to be certified."""
-    right = module.write
-    monkeypatch.setattr(module, "write", lambda job, texts, made=None: right(job, texts, made or CONTROLS[-1]))
+    right, (mistake,) = module.write, _controls("rollback")
+    monkeypatch.setattr(module, "write", lambda job, texts, made=None: right(job, texts, made or mistake))
     monkeypatch.setattr(module, "CONTROLS", ())
-    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
     _, certificate = _certificate(_job(llama_pair()), 2000)
     assert certificate.verdict == "failed" and certificate.exact.is_ok
     assert certificate.statistical is not None and certificate.statistical.is_alarm
@@ -242,12 +248,12 @@ def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_never_comes_up_is_excused_at_temperature_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that agrees so seldom that none is accepted whole leaves no bonus to be forgotten. That says something
     from 922 tokens on."""
-    monkeypatch.setattr(module, "CONTROLS", [one for one in CONTROLS if one.name in ("accept-all", "replace-last")])
-    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
+    monkeypatch.setattr(module, "CONTROLS", _controls("accept-all", "replace-last"))
     drafter = ModelDrafter(as_lm(tiny_llama(seed=1)))
-    job = _job((as_lm(tiny_llama()), drafter), temperature=0.0, max_new_tokens=160, ignore_eos=True, batch_size=6)
+    job = _job((as_lm(tiny_llama()), drafter), temperature=0.0, max_new_tokens=40, ignore_eos=True, batch_size=24)
     pilot = fly(job)
-    for prompts, is_enough in ((PROMPTS, False), ([*PROMPTS, *(ids[::-1] for ids in PROMPTS)], True)):
+    for num_prompts, is_enough in ((12, False), (24, True)):
+        prompts = [(i, i + 1) for i in range(num_prompts)]
         certificate = certify(dataclasses.replace(job, prompts=prompts), pilot, 1000)
         by_name = {one.control.name: one for one in certificate.controls}
         assert by_name["accept-all"].is_caught and not by_name["replace-last"].is_caught
@@ -259,7 +265,7 @@ def test_what_never_comes_up_is_excused_at_temperature_zero(monkeypatch: pytest.
 
 def test_where_no_mistake_would_show_nothing_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of one token are never drafted; and a look-up that never finds anything is no speculation."""
-    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
+    monkeypatch.setattr(module, "CONTROLS", CONTROLS[:3])
     _, certificate = _certificate(_job(table_pair(6), max_new_tokens=1), 1000)
     assert certificate.is_idle and certificate.verdict == "inconclusive" and certificate.num_tokens_needed is None
     assert certificate.statistical is not None and certificate.statistical.is_ok
@@ -277,7 +283,6 @@ def test_a_model_that_drafts_for_itself_raises_no_alarm(monkeypatch: pytest.Monk
 
 
 def test_the_same_job_gives_the_same_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_NUM_CONTEXTS", 2)
     monkeypatch.setattr(module, "CONTROLS", CONTROLS[:1])
     job = _job(table_pair(6), batch_size=32)
     first, second = (_certificate(job, 300)[1].to_json() for _ in range(2))
@@ -303,7 +308,6 @@ def test_plain_texts_are_written_once(temperature: float, monkeypatch: pytest.Mo
             yield batch
 
     monkeypatch.setattr(module, "plain_batches", counting)
-    monkeypatch.setattr(module, "_NUM_CONTEXTS", 1)
     job = _job(llama_pair(), "gumbel", temperature=temperature)
     certificate = certify(job, fly(job), 200, controls=CONTROLS[1:4])
     assert len(certificate.controls) == 3 and len(written) == 3 * len(certificate.greedy) == (6 if temperature else 3)

@@ -36,6 +36,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
+        self.html = text
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.words: list[str] = []
@@ -132,6 +133,12 @@ def _sampled(kind: str) -> dict[str, Any]:
     )
 
 
+@cache
+def _page(render: Callable[[dict[str, Any]], str], document_of: Callable[[str], dict[str, Any]], kind: str) -> Page:
+    """Drawn once for all tests, since that takes a second."""
+    return Page(render(document_of(kind)))
+
+
 KINDS = ["right", "gumbel", "greedy", "ngram", "wrong"]
 SAMPLED_KINDS = ["draft", "none", "greedy", "wrong"]
 
@@ -144,9 +151,9 @@ SAMPLED_KINDS = ["draft", "none", "greedy", "wrong"]
 def test_a_page_is_whole_and_fetches_nothing(
     render: Callable[[dict[str, Any]], str], document_of: Callable[[str], dict[str, Any]], kind: str
 ) -> None:
-    html = render(document_of(kind))
+    page = _page(render, document_of, kind)
+    html = page.html
     assert html == render(document_of(kind)) and html.startswith("<!DOCTYPE html>")
-    page = Page(html)
     assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in page.tags}
     for tag, attrs in page.tags:
         links = {name: value for name, value in attrs.items() if name in ("src", "href", "xlink:href", "srcset")}
@@ -164,7 +171,8 @@ def test_a_page_is_whole_and_fetches_nothing(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_says_what_the_document_says(kind: str) -> None:
     document = _certified(kind)
-    page, text = Page(render_certificate(document)), Page(render_certificate(document)).text
+    page = _page(render_certificate, _certified, kind)
+    text = page.text
     assert document["is_certified"] == (kind != "wrong")
     assert text.startswith("Certified: toy with small" if document["is_certified"] else "Not certified: toy with small")
     assert ("Every layer passed" in text) == document["is_certified"]
@@ -188,7 +196,7 @@ def test_a_page_says_what_the_document_says(kind: str) -> None:
 def test_why_it_is_not_certified() -> None:
     """A loop that keeps every draft: each layer that fails is named, and the curve sags as its caption says."""
     document = _certified("wrong")
-    text = Page(render_certificate(document)).text
+    text = _page(render_certificate, _certified, "wrong").text
     verdict = text[: text.index("Tested:")]
     assert "pushed towards the draft (score, p = " in verdict and "differ from plain decoding" in verdict
     assert "exact layer" not in verdict and "was not detected" not in verdict
@@ -270,7 +278,7 @@ def test_each_reason_has_its_sentence(change: Callable[[dict[str, Any]], None], 
 @pytest.mark.parametrize("kind", SAMPLED_KINDS)
 def test_a_page_of_samples_says_what_the_document_says(kind: str) -> None:
     document = _sampled(kind)
-    page = Page(render_samples(document))
+    page = _page(render_samples, _sampled, kind)
     text, statistical = page.text, document["statistical"]
     assert document["is_consistent"] == (kind != "wrong")
     headline = "Consistent" if document["is_consistent"] else "Not consistent"

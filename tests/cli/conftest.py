@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 
 import outrider.api
 from commands import Ended, Outrider
@@ -23,8 +24,14 @@ def checkpoints() -> Any:
     return cache(load_checkpoint)
 
 
+@pytest.fixture(scope="session")
+def parsers() -> Any:
+    """The commands and their options are made from the functions' signatures once; that takes longer than parsing."""
+    return cache(typer.main.get_command)
+
+
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Any) -> Iterator[None]:
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Any, parsers: Any) -> Iterator[None]:
     """No network, no files of the one who runs the tests, and all as it was at the end."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
@@ -32,6 +39,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(outrider.api, "load_checkpoint", checkpoints)
+    monkeypatch.setattr(typer.main, "get_command", parsers)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

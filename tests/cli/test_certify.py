@@ -25,15 +25,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     file, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
-    arguments = "--prompts", prompts, "--num-tokens", 400, "-n", 24, "-k", 3, "--top-k", 500
+    arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 24, "-k", 3, "--top-k", 500
     ended = outrider("certify", *arguments, "--json", file, "--html", page)
     assert (ended.code, ended.err) == (0, "")
     assert "CERTIFIED (a correct rule fails the tests with probability 0.001)" in ended.out
-    assert "400 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
+    assert "300 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     assert page.read_text(encoding="utf-8") == render_certificate(first)
     assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
-    assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 400
+    assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 300
     again = only_document(outrider("certify", "--again", file, "--json", "-").out, "certify")
     for key in ("exact", "statistical", "controls", "greedy", "weights", "options"):
         assert again[key] == first[key], key
@@ -42,7 +42,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     assert "the weights have changed" in outrider("certify", "--again", file).error
     prompts.write_text("The queen\n")
     assert "the weights and prompts have changed" in outrider("certify", "--again", file).error
-    for name, value in {"num_tokens": "400", "threads": "2", "draft": "ngram", "prompts": 5, "seed": None}.items():
+    for name, value in {"num_tokens": "300", "threads": "2", "draft": "ngram", "prompts": 5, "seed": None}.items():
         edited = first | {"options": first["options"] | {name: value}}
         file.write_text(json.dumps(edited))
         assert f"{name} = {value!r} is missing or has changed" in outrider("certify", "--again", file).error

@@ -93,13 +93,13 @@ def test_a_draft_of_shorter_context_falls_silent(rule: Rule, temperature: float)
     the draft is served too. The text stays what it is."""
     target, drafter = llama_pair(draft_context_len=20)
     prompts = [(5, 6, 7), tuple(range(16)), tuple(range(30)), (9,) * 20, (8,) * 21]
-    requests = _requests(prompts, 40, temperature=temperature)
+    requests = _requests(prompts, 24, temperature=temperature)
     outputs = run(target, drafter, requests, rule, 4)
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output.token_ids) == 40
+        assert len(output.token_ids) == 24
         length = len(prompt)
         for row in output.rounds[:-1]:
-            assert row.num_drafted == max(0, min(4, 21 - length, 40 + len(prompt) - length - 1))
+            assert row.num_drafted == max(0, min(4, 21 - length, 24 + len(prompt) - length - 1))
             length += len(row.token_ids)
     if temperature == 0.0 or rule is GUMBEL:
         assert [o.token_ids for o in outputs] == tokens(target, NoDrafter(), requests, rule, 0)

@@ -44,6 +44,24 @@ def pair(request: pytest.FixtureRequest, _execution: None) -> tuple[LM, ModelDra
     return table_pair(8) if request.param == "table" else llama_pair()
 
 
+@pytest.fixture(scope="module")
+def greedy(pair: tuple[LM, ModelDrafter]) -> list[tuple[list[Request], list[tuple[int, ...]]]]:
+    """One greedy row; and a batch of ragged prompts, half of them with a repetition penalty. With the plain texts."""
+    rows = _requests(PROMPTS, temperature=0.0)
+    batches = rows[:1], rows + _requests(PROMPTS, temperature=0.0, repetition_penalty=1.5)
+    return [(batch, tokens(pair[0], NoDrafter(), batch, REJECTION, 0)) for batch in batches]
+
+
+@pytest.fixture(scope="module")
+def sampled(pair: tuple[LM, ModelDrafter]) -> list[tuple[list[Request], list[tuple[int, ...]]]]:
+    """A row under ``gumbel``; and a batch of ragged prompts with all kinds of options. With the plain texts."""
+    mixed = [
+        request(prompt, seed=i, max_new_tokens=16, **options)
+        for i, (prompt, options) in enumerate(zip(PROMPTS * 3, OPTIONS, strict=True))
+    ]
+    return [(batch, tokens(pair[0], NoDrafter(), batch, GUMBEL, 0)) for batch in (_requests(PROMPTS[:1]), mixed)]
+
+
 def _drafter(pair: tuple[LM, ModelDrafter], name: str) -> Drafter:
     return {"model": pair[1], "ngram": NgramDrafter(), "none": NoDrafter()}[name]
 
@@ -58,14 +76,15 @@ def _requests(prompts: list[tuple[int, ...]], num_tokens: int = 16, **options: o
 
 @ALL_K
 @ALL_RULES
-def test_greedy_output_is_plain_output(pair: tuple[LM, ModelDrafter], rule: Rule, k: int) -> None:
-    """For each drafter; alone, and in a batch of ragged prompts, half of them with a repetition penalty. On the way
-    drafts are accepted and rejected."""
+def test_greedy_output_is_plain_output(
+    pair: tuple[LM, ModelDrafter],
+    greedy: list[tuple[list[Request], list[tuple[int, ...]]]],
+    rule: Rule,
+    k: int,
+) -> None:
+    """For each drafter. On the way drafts are accepted and rejected."""
     target, _ = pair
-    greedy = _requests(PROMPTS, temperature=0.0)
-    penalized = _requests(PROMPTS, temperature=0.0, repetition_penalty=1.5)
-    for requests in (greedy[:1], greedy + penalized):
-        plain = tokens(target, NoDrafter(), requests, REJECTION, 0)
+    for requests, plain in greedy:
         assert [len(ids) for ids in plain] == [16] * len(requests)
         counts = []
         for drafter in _drafters(pair):
@@ -79,15 +98,12 @@ def test_greedy_output_is_plain_output(pair: tuple[LM, ModelDrafter], rule: Rule
 
 
 @ALL_K
-def test_gumbel_output_is_plain_output_with_the_same_seed(pair: tuple[LM, ModelDrafter], k: int) -> None:
-    """For each drafter, alone and in a batch of ragged prompts with all kinds of options."""
+def test_gumbel_output_is_plain_output_with_the_same_seed(
+    pair: tuple[LM, ModelDrafter], sampled: list[tuple[list[Request], list[tuple[int, ...]]]], k: int
+) -> None:
+    """For each drafter."""
     target, _ = pair
-    mixed = [
-        request(prompt, seed=i, max_new_tokens=16, **options)
-        for i, (prompt, options) in enumerate(zip(PROMPTS * 3, OPTIONS, strict=True))
-    ]
-    for requests in (_requests(PROMPTS[:1]), mixed):
-        plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    for requests, plain in sampled:
         for drafter in _drafters(pair):
             assert tokens(target, drafter, requests, GUMBEL, k) == plain
 
@@ -118,10 +134,10 @@ def test_seeds_matter_and_repeat(pair: tuple[LM, ModelDrafter], rule: Rule) -> N
 def test_a_row_does_not_depend_on_its_neighbours(pair: tuple[LM, ModelDrafter], rule: Rule, drafter_name: str) -> None:
     """Rows of all options, prompts and lengths together: each says what it says alone, round by round."""
     target, drafter = pair[0], _drafter(pair, drafter_name)
-    num_tokens = itertools.cycle([9, 1, 17, 2, 25])
+    num_tokens = (9, 14, 17, 5, 25, 11, 8, 6, 20, 1)
     requests = [
-        request(PROMPTS[i % 3], seed=i, max_new_tokens=next(num_tokens), **options)
-        for i, options in enumerate(OPTIONS * 2)
+        request(PROMPTS[i % 3], seed=i, max_new_tokens=n, **options)
+        for i, (n, options) in enumerate(zip(num_tokens, [*OPTIONS, {}], strict=True))
     ]
     together = run(target, drafter, requests, rule, 4)
     for index, one in enumerate(requests):

@@ -22,7 +22,7 @@ from outrider.sampling.rules import RULES, Rule
 from toys import InTurn, as_lm, llama_pair, request, tiny_llama
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 12, tuple(range(40))]
-NUM_TOKENS = [30, 25, 8, 60]
+NUM_TOKENS = [20, 15, 8, 30]
 
 
 def _assert_holds(lm: LM, cache: SlotCache, row: int, ids: Sequence[int]) -> None:

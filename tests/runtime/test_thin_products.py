@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,28 @@ def test_a_kernel_that_is_damaged_is_compiled_again(
     file.write_bytes(b"no library")
     assert thin_kernel.library.__wrapped__() is not None and "is damaged" in caplog.text
     assert file.read_bytes() == kept
+
+
+def test_who_comes_second_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the processes of one job do, which start together."""
+    assert thin_kernel.library.__wrapped__() is not None
+    kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns).read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found: list[object] = []
+    second = threading.Thread(target=lambda: found.append(thin_kernel.library.__wrapped__()))
+    compiled: list[Path] = []
+
+    def compile_(path: Path) -> None:
+        compiled.append(path)
+        if len(compiled) == 1:
+            second.start()
+            second.join(0.5)  # it would compile, too, if it did not wait
+        path.write_bytes(kept)
+
+    monkeypatch.setattr(thin_kernel, "_compile", compile_)
+    assert thin_kernel.library.__wrapped__() is not None
+    second.join()
+    assert len(compiled) == 1 and found[0] is not None
 
 
 def _two_products(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,23 +112,21 @@ def _pieces(rule: Rule, tree: Tree) -> _Pieces:
         return verdict.num_accepted, verdict.next_ids
 
     edges = _coin_edges(judge, len(ids))  # [N, 2]
-    bounds, committed = [], []
-    for is_below in product((True, False), repeat=_K):
-        below = torch.tensor(is_below)
-        tossed = torch.stack((torch.where(below, 0.0, edges), torch.where(below, edges, 1.0)), dim=2)  # [N, 2, 2]
-        index = tossed.diff(dim=2).prod(dim=1).flatten().nonzero().flatten()
-        if not len(index):
-            continue
-        coins = tossed.mean(dim=2)[index]
-        num_accepted, _ = judge(index, coins, torch.full((len(index),), 0.5, dtype=torch.float64))
-        following = _intervals_of_ids(partial(_next_ids, judge, index, coins), len(index), m)  # [N', M, 2]
-        for n, own, at in zip(num_accepted.tolist(), following, index.tolist(), strict=True):
-            for next_id, interval in enumerate(own):
-                if interval[0] < interval[1]:
-                    pairs = torch.stack((tossed[at], drafts[at]), dim=1).flatten(0, 1)
-                    bounds.append(torch.cat((interval[None], pairs)))
-                    committed.append((*ids[at, :n].tolist(), next_id))
-    return _Pieces(torch.stack(bounds), committed)
+    below = torch.tensor(list(product((True, False), repeat=_K)))[:, None]  # [4, 1, 2]
+    ends = torch.where(below, 0.0, edges), torch.where(below, edges, 1.0)
+    tossed = torch.stack(ends, dim=3).flatten(0, 1)  # [4N, 2, 2]: the coins of all drafts, for each outcome of them
+    (boxes,) = tossed.diff(dim=2).prod(dim=1)[:, 0].nonzero(as_tuple=True)  # [N']
+    tossed, index = tossed[boxes], boxes % len(ids)
+    coins = tossed.mean(dim=2)
+    num_accepted, _ = judge(index, coins, torch.full((len(index),), 0.5, dtype=torch.float64))
+    following = _intervals_of_ids(partial(_next_ids, judge, index, coins), len(index), m)  # [N', M, 2]
+    at, next_ids = (following[..., 0] < following[..., 1]).nonzero(as_tuple=True)  # [C]
+    pairs = torch.stack((tossed, drafts[index]), dim=2).flatten(1, 2)  # [N', 4, 2]
+    lengths, drafted = num_accepted.tolist(), ids[index].tolist()
+    committed = [
+        (*drafted[i][: lengths[i]], next_id) for i, next_id in zip(at.tolist(), next_ids.tolist(), strict=True)
+    ]
+    return _Pieces(torch.cat((following[at, next_ids][:, None], pairs[at]), dim=1), committed)
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -141,26 +139,23 @@ def _next_ids(judge: Judge, index: Tensor, coins: Tensor, rows: Tensor, uniforms
 
 def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
     """The edge of each coin, with the other coins at either end; 1 for a coin without an edge. [N, K]"""
-    index = torch.arange(num_paths)
-    half = torch.full((num_paths,), 0.5, dtype=torch.float64)
-    edges = torch.ones(num_paths, _K, dtype=torch.float64)
-    for coin in range(_K):
-        for other in (_LEAST, _MOST):
-            coins = torch.full((num_paths, _K), other, dtype=torch.float64)
+    cases = list(product(range(_K), (_LEAST, _MOST)))  # bisected together
+    moved = torch.tensor([[coin] for coin, _ in cases]).repeat_interleave(num_paths, dim=0)  # [2K N, 1]
+    others = torch.tensor([[other] * _K for _, other in cases], dtype=torch.float64).repeat_interleave(num_paths, dim=0)
+    index = torch.arange(num_paths).repeat(len(cases))
+    half = torch.full((len(index),), 0.5, dtype=torch.float64)
 
-            def lengths(values: Tensor, coin: int = coin, coins: Tensor = coins) -> Tensor:
-                coins[:, coin] = values
-                return judge(index, coins, half)[0]
+    def lengths(values: Tensor) -> Tensor:
+        return judge(index, others.scatter(1, moved, values[:, None]), half)[0]
 
-            low, high = torch.full_like(half, _LEAST), torch.full_like(half, _MOST)
-            before = lengths(low)
-            turns = lengths(high) != before
-            for _ in range(_NUM_HALVINGS):
-                middle = (low + high) / 2
-                is_same = lengths(middle) == before
-                low, high = torch.where(is_same, middle, low), torch.where(is_same, high, middle)
-            edges[:, coin] = torch.where(turns, high, edges[:, coin])
-    return edges
+    low, high = torch.full_like(half, _LEAST), torch.full_like(half, _MOST)
+    before = lengths(low)
+    turns = lengths(high) != before
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        is_same = lengths(middle) == before
+        low, high = torch.where(is_same, middle, low), torch.where(is_same, high, middle)
+    return torch.where(turns, high, 1.0).view(_K, 2, num_paths).amin(dim=1).T
 
 
 def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:

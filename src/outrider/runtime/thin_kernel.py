@@ -23,6 +23,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from outrider.errors import CompileError
 from outrider.runtime.toolchain import compiler, processor
+from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -110,7 +111,8 @@ def _library() -> ctypes.CDLL:
     sources = [path.read_bytes() for path in SOURCES]
     name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), sources)).encode()).hexdigest() + ".so"
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
-    with tempfile.TemporaryDirectory() as folder:
+    # Where several processes start together, the others wait for what the first compiles.
+    with alone(cache_folder("locks") / name), tempfile.TemporaryDirectory() as folder:
         kept = kernels.open(name)
         if kept is not None:
             path = Path(folder) / f"kept-{name}"
