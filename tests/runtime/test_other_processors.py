@@ -63,6 +63,8 @@ def _skip_unless_possible(level: str, command: str) -> None:
     for needed in (command.split()[0], _EMULATORS.get(level, "")):
         if needed and shutil.which(needed) is None:
             pytest.skip(f"{needed} is not installed")
+    if not _is_known(command):
+        pytest.skip(f"this compiler cannot do {command}")
     if level not in _EMULATORS and platform.machine() != "x86_64":
         pytest.skip("for x86-64")
     if level == "AVX2" and not torch.cpu._is_avx2_supported():
