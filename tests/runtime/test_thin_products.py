@@ -22,6 +22,7 @@ from outrider.runtime import thin_kernel
 from outrider.runtime.thin_kernel import WEIGHT_DTYPES, thin_products
 from outrider.runtime.thin_products import MAX_KERNEL_ROWS, ThinProducts
 from outrider.system.files import cache_folder
+from outrider.system.private import PrivateFolder
 
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
 
@@ -159,18 +160,32 @@ def test_checking_threads_leaves_none_behind() -> None:
     assert ran.stdout.strip() == "0"
 
 
-def test_a_kernel_that_is_damaged_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
 ) -> None:
+    """A damaged one would end the process; another may need a library that has gone."""
     assert thin_kernel.library.__wrapped__() is not None
-    kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns).read_bytes()
+    kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    folder = PrivateFolder(kept.parent, 2**30)
+    library = folder.read(kept.name)
+    assert library is not None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(thin_kernel, "_compile", lambda path: path.write_bytes(kept))  # without its seconds
+    monkeypatch.setattr(thin_kernel, "_compile", lambda path: path.write_bytes(library))  # without its seconds
+    caplog.clear()  # the first call may have compiled
     assert thin_kernel.library.__wrapped__() is not None and not caplog.text
     (file,) = cache_folder("kernels").iterdir()
-    file.write_bytes(b"no library")
-    assert thin_kernel.library.__wrapped__() is not None and "is damaged" in caplog.text
-    assert file.read_bytes() == kept
+    if is_damaged:
+        whole, fifth = file.read_bytes(), len(library) // 5
+        file.write_bytes(whole[: 2 * fifth] + bytes(fifth) + whole[3 * fifth :])
+    else:
+        PrivateFolder(file.parent, 2**30).keep(file.name, b"no library")
+    again = thin_kernel.library.__wrapped__()
+    assert again is not None and ("is damaged" if is_damaged else "cannot be loaded") in caplog.text
+    monkeypatch.setattr(thin_kernel, "library", lambda: again)
+    x, weights = torch.randn(3, 40), torch.randn(9, 40)
+    assert torch.allclose(thin_products(x, [weights], 2), x @ weights.T, atol=1e-4)
+    assert file.read_bytes()[32:] == library  # after its checksum
 
 
 def test_who_comes_second_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

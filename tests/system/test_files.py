@@ -40,6 +40,20 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [folder]
 
 
+def test_bytes_are_on_disk_before_their_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or after a loss of power the file may be there, with zeros in it."""
+    path, synced = tmp_path / "file", []
+
+    def sync(descriptor: int) -> None:
+        assert not path.exists()
+        about = os.fstat(descriptor)
+        synced.append((about.st_ino, about.st_size))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_whole(path, b"data")
+    assert synced == [(path.stat().st_ino, 4)]
+
+
 def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
     """A report is for others too."""
     plain, whole = tmp_path / "plain", tmp_path / "whole"

@@ -1,7 +1,7 @@
 """Files that are run: only the user's own, and only so many of them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,23 +13,15 @@ from outrider.system.private import PrivateFolder, doubt_about
 def folder(tmp_path: Path) -> Iterator[PrivateFolder]:
     """For a user whose files are for everyone, unless it is said otherwise."""
     before = os.umask(0)
-    yield PrivateFolder(tmp_path / "a" / "programs", most_bytes=100)
+    yield PrivateFolder(tmp_path / "a" / "programs", most_bytes=4 * (25 + 32))  # with checksums
     os.umask(before)
-
-
-def read(folder: PrivateFolder, name: str) -> bytes | None:
-    stream = folder.open(name)
-    if stream is None:
-        return None
-    with stream:
-        return stream.read()
 
 
 def test_what_is_kept_is_found(folder: PrivateFolder) -> None:
     """And is for the user alone."""
-    assert read(folder, "one") is None
+    assert folder.read("one") is None
     folder.keep("one", b"program")
-    assert read(folder, "one") == b"program" and read(folder, "two") is None
+    assert folder.read("one") == b"program" and folder.read("two") is None
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert (folder.path / "one").stat().st_mode & 0o777 == 0o600
 
@@ -42,27 +34,27 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     folder.keep("one", b"program")
     folder.path.chmod(mode)
     folder.keep("two", b"program")
-    assert read(folder, "one") is None
+    assert folder.read("one") is None
     (warning,) = caplog.messages
     assert str(folder.path) in warning and "others may write to it" in warning and "remove it" in warning
     folder.path.chmod(0o700)
-    assert read(folder, "one") == b"program" and read(folder, "two") is None
+    assert folder.read("one") == b"program" and folder.read("two") is None
 
 
 def test_a_file_that_others_may_write_to_is_not_run(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
     """Until it is made anew."""
     folder.keep("one", b"program")
     (folder.path / "one").chmod(0o666)
-    assert read(folder, "one") is None and read(folder, "one") is None
+    assert folder.read("one") is None and folder.read("one") is None
     assert len(caplog.messages) == 1 and str(folder.path / "one") in caplog.messages[0]
     folder.keep("one", b"anew")
-    assert read(folder, "one") == b"anew"
+    assert folder.read("one") == b"anew"
 
 
 def test_a_link_is_not_followed(folder: PrivateFolder, tmp_path: Path) -> None:
     folder.keep("one", b"program")
     (folder.path / "link").symlink_to(folder.path / "one")
-    assert read(folder, "link") is None
+    assert folder.read("link") is None
 
 
 @pytest.mark.parametrize(
@@ -85,13 +77,47 @@ def test_what_was_not_used_for_long_makes_room(folder: PrivateFolder) -> None:
     for age, name in enumerate(["three", "two", "one", "two.0f3a.part"]):
         folder.keep(name, b"x" * 25)
         os.utime(folder.path / name, (1000 - age, 1000 - age))
-    read(folder, "one")
+    folder.read("one")
     folder.keep("four", b"x" * 25)
     assert {path.name for path in folder.path.iterdir()} == {"one", "two", "three", "four"}
-    folder.keep("large", b"x" * 60)
+    folder.keep("large", b"x" * 100)
     assert {path.name for path in folder.path.iterdir()} == {"four", "large"}
-    folder.keep("too large", b"x" * 101)  # it has been made, and may serve the next run
+    folder.keep("too large", b"x" * 200)  # it has been made, and may serve the next run
     assert {path.name for path in folder.path.iterdir()} == {"too large"}
+
+
+def _with_zeros(data: bytes) -> bytes:
+    return data[:40] + bytes(20) + data[60:]
+
+
+def _with_a_flipped_bit(data: bytes) -> bytes:
+    return data[:50] + bytes([data[50] ^ 1]) + data[51:]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        _with_zeros,
+        _with_a_flipped_bit,
+        lambda data: data[:50],
+        lambda data: data[:5],
+        lambda data: bytes(len(data)),
+        lambda data: data[32:],  # as it was without a checksum
+        lambda data: data + b"more",
+        lambda data: b"",
+    ],
+)
+def test_a_damaged_file_is_not_run(
+    folder: PrivateFolder, caplog: pytest.LogCaptureFixture, spoilt: Callable[[bytes], bytes]
+) -> None:
+    """Until it is made anew."""
+    folder.keep("one", b"program " * 10)
+    file = folder.path / "one"
+    file.write_bytes(spoilt(file.read_bytes()))
+    assert folder.read("one") is None
+    assert len(caplog.messages) == 1 and f"{file} is damaged" in caplog.messages[0]
+    folder.keep("one", b"program " * 10)
+    assert folder.read("one") == b"program " * 10
 
 
 def test_where_nothing_can_be_kept_it_goes_on(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,5 +125,5 @@ def test_where_nothing_can_be_kept_it_goes_on(folder: PrivateFolder, caplog: pyt
     folder.path.write_text("a file where the folder should be")
     folder.path.chmod(0o600)
     folder.keep("one", b"program")
-    assert read(folder, "one") is None
+    assert folder.read("one") is None
     assert len(caplog.messages) == 1 and "cannot keep" in caplog.messages[0]

@@ -6,9 +6,7 @@ needs neither tracing nor Inductor: its program is loaded in some milliseconds.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import logging
 import os
 import tempfile
 import threading
@@ -24,10 +22,9 @@ from torch import Tensor
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
-_LOG = logging.getLogger(__name__)
 _MOST_BYTES = 4 * 2**30  # on disk
 _LOADING = threading.Lock()
-_CHECKSUM_BYTES, _NAME_BYTES = 32, 64
+_NAME_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Made:
 
 def find(key: str) -> Made | None:
     """What was made of a call before, if it is there, in order and nobody else's."""
-    kept = _read(f"{key}.call")
+    kept = _folder().read(f"{key}.call")
     if kept is None:
         return None
     name, constants = kept[:_NAME_BYTES].decode(), kept[_NAME_BYTES:]
@@ -57,37 +54,20 @@ def find(key: str) -> Made | None:
 
 def keep(key: str, made: Made) -> None:
     """Note what was made of a call."""
-    _keep(f"{key}.call", made.name.encode() + made.constants)
+    _folder().keep(f"{key}.call", made.name.encode() + made.constants)
 
 
 def package_of(name: str) -> bytes | None:
     """A compiled graph."""
-    return _read(f"{name}.pt2")
+    return _folder().read(f"{name}.pt2")
 
 
 def keep_package(name: str, package: bytes) -> None:
-    _keep(f"{name}.pt2", package)
+    _folder().keep(f"{name}.pt2", package)
 
 
 def _folder() -> PrivateFolder:
     return PrivateFolder(cache_folder("programs"), _MOST_BYTES)
-
-
-def _keep(name: str, data: bytes) -> None:
-    _folder().keep(name, hashlib.sha256(data).digest() + data)
-
-
-def _read(name: str) -> bytes | None:
-    folder = _folder()
-    stream = folder.open(name)
-    if stream is None:
-        return None
-    with stream:
-        checksum, data = stream.read(_CHECKSUM_BYTES), stream.read()
-    if hashlib.sha256(data).digest() == checksum:
-        return data
-    _LOG.warning("%s is damaged: making it again", folder.path / name)
-    return None
 
 
 @contextmanager

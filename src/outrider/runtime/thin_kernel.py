@@ -109,20 +109,19 @@ def check_threads(num_threads: int) -> None:
 
 def _library() -> ctypes.CDLL:
     sources = [path.read_bytes() for path in SOURCES]
-    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), sources)).encode()).hexdigest() + ".so"
+    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), FLAGS, sources)).encode()).hexdigest()
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     # Where several processes start together, the others wait for what the first compiles.
     with alone(cache_folder("locks") / name), tempfile.TemporaryDirectory() as folder:
-        kept = kernels.open(name)
+        kept = kernels.read(name)
         if kept is not None:
-            path = Path(folder) / f"kept-{name}"
-            with kept:
-                path.write_bytes(kept.read())
+            path = Path(folder) / f"kept-{name}.so"
+            path.write_bytes(kept)
             try:
                 return _loaded(path)
-            except OSError as error:
-                _LOG.warning("%s is damaged (%s): compiling it again", kernels.path / name, error)
-        path = Path(folder) / name
+            except OSError as error:  # a library that it needs has gone, say
+                _LOG.warning("%s cannot be loaded (%s): compiling it again", kernels.path / name, error)
+        path = Path(folder) / f"{name}.so"
         _compile(path)
         loaded = _loaded(path)
         kernels.keep(name, path.read_bytes())

@@ -28,6 +28,13 @@ constexpr int channels_for(int64_t num_rows) { return num_rows <= 2 ? 4 : 2; }
 constexpr int64_t MOST_ROWS = 6;
 #endif
 constexpr int64_t TILE_ROWS = 6;  // where there are more than MOST_ROWS
+constexpr int MANY_CHANNELS = channels_for(1), FEW_CHANNELS = channels_for(MOST_ROWS);  // there are no others
+// The most rows of x in a loop over so many channels.
+constexpr int rows_for(int channels) {
+  int most = MOST_ROWS;
+  while (channels_for(most) != channels) most--;
+  return most;
+}
 // Of each stream, by measurement: at 2 KB one thread reads narrow weights at half its speed now and then.
 template <typename Weight>
 constexpr int ahead_bytes() { return sizeof(Weight) < sizeof(float) ? 6144 : 2048; }
@@ -65,24 +72,26 @@ INLINE void tile(const float* x, const Weight* weights, int64_t width, int64_t a
   }
 }
 
-// All rows of x, in tiles of equal size but for the last.
-template <int CHANNELS, typename Weight>
+// The tile of `num_rows` rows of x, of at most ROWS.
+template <int ROWS, int CHANNELS, typename Weight>
+INLINE void tile_of(int64_t num_rows, const float* x, const Weight* weights, int64_t width, int64_t apart, float* y,
+                    int64_t num_channels) {
+  if (num_rows == ROWS) {
+    tile<ROWS, CHANNELS>(x, weights, width, apart, y, num_channels);
+  } else if constexpr (ROWS > 1) {
+    tile_of<ROWS - 1, CHANNELS>(num_rows, x, weights, width, apart, y, num_channels);
+  }
+}
+
+// All rows of x, in tiles of equal size, of at most ROWS, but for the last.
+template <int ROWS, int CHANNELS, typename Weight>
 INLINE void tiles(int64_t num_rows, int64_t most, const float* x, const Weight* weights, int64_t width, int64_t apart,
                   float* y, int64_t num_channels) {
   for (int64_t done = 0; done < num_rows; done += most) {
     const float* rows = x + done * width;
     float* results = y + done * num_channels;
     int64_t left = num_rows - done;
-    switch (left < most ? left : most) {
-      case 1: tile<1, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 2: tile<2, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 3: tile<3, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 4: tile<4, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 5: tile<5, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 6: tile<6, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 7: tile<7, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-      case 8: tile<8, CHANNELS>(rows, weights, width, apart, results, num_channels); break;
-    }
+    tile_of<ROWS, CHANNELS>(left < most ? left : most, rows, weights, width, apart, results, num_channels);
   }
 }
 
@@ -90,12 +99,13 @@ INLINE void tiles(int64_t num_rows, int64_t most, const float* x, const Weight* 
 template <int CHANNELS, typename Weight>
 void share(int64_t num_rows, int64_t most, const float* x, const Weight* weights, int64_t width, int64_t begin,
            int64_t end, float* y, int64_t num_channels) {
+  constexpr int ROWS = rows_for(CHANNELS);
   int64_t apart = (end - begin) / CHANNELS, rest = begin + CHANNELS * apart;
   for (int64_t o = begin; o < begin + apart; o++) {
-    tiles<CHANNELS>(num_rows, most, x, weights + o * width, width, apart, y + o, num_channels);
+    tiles<ROWS, CHANNELS>(num_rows, most, x, weights + o * width, width, apart, y + o, num_channels);
   }
   for (int64_t o = rest; o < end; o++) {
-    tiles<1>(num_rows, most, x, weights + o * width, width, 1, y + o, num_channels);
+    tiles<ROWS, 1>(num_rows, most, x, weights + o * width, width, 1, y + o, num_channels);
   }
 }
 
@@ -103,8 +113,8 @@ template <typename Weight>
 void product(int64_t num_rows, const float* x, const Weight* weights, int64_t width, int64_t begin, int64_t end, float* y,
              int64_t num_channels) {
   int64_t num_tiles = num_rows <= MOST_ROWS ? 1 : (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-  int64_t most = (num_rows + num_tiles - 1) / num_tiles, channels = channels_for(most);
-  auto run = channels == 4 ? share<4, Weight> : channels == 3 ? share<3, Weight> : share<2, Weight>;
+  int64_t most = (num_rows + num_tiles - 1) / num_tiles;
+  auto run = channels_for(most) == MANY_CHANNELS ? share<MANY_CHANNELS, Weight> : share<FEW_CHANNELS, Weight>;
   run(num_rows, most, x, weights, width, begin, end, y, num_channels);
 }
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import FileError
@@ -57,8 +58,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file whole or not at all: nobody ever finds half of it. (Of the processes of a job the first does so.)
-    Raises OSError.
+    """Write a file whole or not at all: nobody ever finds half of it, not even after a loss of power. (Of the processes
+    of a job the first does so.) Raises OSError.
 
     Args:
         mode: who may do what with it, less what the umask takes.
@@ -73,6 +74,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     try:
         with stream:
             stream.write(data)
+            stream.flush()
+            _sync(stream.fileno())  # or its name could get to the disk before its bytes
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -106,11 +109,14 @@ def to_disk(path: Path) -> None:
     """Wait until a file, or the entries of a folder, would survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # a file system that does not know this
+        _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    with suppress(OSError):  # a file system that does not know this
+        os.fsync(descriptor)
 
 
 def cache_folder(name: str) -> Path:

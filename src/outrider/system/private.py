@@ -1,11 +1,13 @@
-"""A folder of files that are run, not only read: compiled programs.
+"""A folder of files that are run, not only read: compiled programs and kernels.
 
 Whoever can write such a file can do all that the user may do, so one is used only if nobody but the user or root can
-have written it. The folder is of bounded size: what was not used for the longest time goes first.
+have written it. A damaged one would end the process, so each begins with a checksum of the rest. The folder is of
+bounded size: what was not used for the longest time goes first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
@@ -13,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 from outrider.system.files import write_whole
 from outrider.system.ranks import here
 
 _LOG = logging.getLogger(__name__)
+_CHECKSUM_BYTES = 32  # of SHA-256
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,10 @@ class PrivateFolder:
     path: Path
     most_bytes: int
 
-    def open(self, name: str) -> BinaryIO | None:
-        """The file of this name, if it is there and to be trusted. It counts as used.
+    def read(self, name: str) -> bytes | None:
+        """What was kept under this name, if it is there, whole and to be trusted. It counts as used.
 
-        It is the open file that is looked at and given back: by its path, another could come to be in its place.
+        It is the open file that is looked at and read: by its path, another could come to be in its place.
         """
         try:
             if not self._is_trusted():
@@ -44,22 +46,26 @@ class PrivateFolder:
         except OSError:
             return None
         doubt = doubt_about(os.fstat(stream.fileno()), os.geteuid())
-        if doubt is not None:
-            stream.close()
-            _warn_once(f"{self.path / name} is not run, for {doubt}: remove it")
-            return None
-        with suppress(OSError):  # root's file, say
-            os.utime(stream.fileno())
-        return stream
+        with stream:
+            if doubt is not None:
+                _warn_once(f"{self.path / name} is not run, for {doubt}: remove it")
+                return None
+            with suppress(OSError):  # root's file, say
+                os.utime(stream.fileno())
+            checksum, data = stream.read(_CHECKSUM_BYTES), stream.read()
+        if hashlib.sha256(data).digest() == checksum:
+            return data
+        _LOG.warning("%s is damaged: making it again", self.path / name)
+        return None
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep what can be made again; where that is not possible, go on without."""
+        """Keep what can be made again, with its checksum; where that is not possible, go on without."""
         if not here().is_first:
             return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._is_trusted():
-                write_whole(self.path / name, data, mode=0o600)
+                write_whole(self.path / name, hashlib.sha256(data).digest() + data, mode=0o600)
                 self._make_room()
         except OSError as error:
             _LOG.warning("cannot keep %s: %s", self.path / name, error.strerror)
