@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, grammar_from
 
+from outrider.errors import ConstraintNotRead
 from outrider.text import rehearsal
-from outrider.text.rehearsal import NotRead, Reading
+from outrider.text.rehearsal import Reading
 
 LONG_S = 600  # beyond any test
 SLOW = LLMatcher.grammar_from_json_schema(
@@ -53,7 +54,7 @@ def _begins_nothing(*arguments: object, **more: object) -> None:
 def test_the_fault_of_the_machine_is_not_remembered(
     place: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(NotRead):
+    with monkeypatch.context() as patch, pytest.raises(ConstraintNotRead):
         patch.setattr(place, name, value)
         Reading().can_be_read(QUICK)
     assert Reading().can_be_read(QUICK)
@@ -85,10 +86,10 @@ def test_a_reading_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    with pytest.raises(NotRead):
+    with pytest.raises(ConstraintNotRead):
         reading.can_be_read(SLOW)
     stopping.join()
-    with pytest.raises(NotRead):
+    with pytest.raises(ConstraintNotRead):
         reading.can_be_read(SLOW)
     assert len(processes) == 1 and processes[0].returncode is not None
     assert not rehearsal._verdict(SLOW)

@@ -14,7 +14,7 @@ import threading
 from functools import lru_cache
 from types import TracebackType
 
-from outrider.errors import UsageError
+from outrider.errors import ConstraintNotRead
 
 _MOST_CPU_S = 2  # ordinary constraints take 0.1, most of it for the start of Python
 _MOST_MEMORY = 2**30
@@ -34,10 +34,6 @@ llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
 """
 # Ends of a process that has come to a limit: of time, of memory (by llguidance or by Python), of its stack.
 _ENDS_BY_LIMITS = (-signal.SIGXCPU, -signal.SIGABRT, 1, -signal.SIGSEGV)
-
-
-class NotRead(UsageError):
-    """It is not known whether a constraint can be read: this time something else ended the process."""
 
 
 class Reading:
@@ -66,7 +62,7 @@ class Reading:
         """Whether llguidance can tell within the limits if a grammar, in its own form, is valid.
 
         Raises:
-            NotRead: it was stopped; or the machine has too much other work.
+            ConstraintNotRead: it was stopped; or the machine has too much other work.
         """
         verdict = _verdict(grammar)
         if not verdict:
@@ -78,25 +74,29 @@ class Reading:
             try:
                 said, _ = process.communicate(grammar.encode(), timeout=_MOST_S)
             except subprocess.TimeoutExpired:
-                raise NotRead(f"the constraint was not read within {_MOST_S:g} seconds: try again") from None
+                raise ConstraintNotRead(f"the constraint was not read within {_MOST_S:g} seconds: try again") from None
             finally:
                 process.kill()  # nothing where it has ended
         if process.returncode == 0:
             return True
         if said and process.returncode in _ENDS_BY_LIMITS:
             return False
-        raise NotRead(f"the process that reads constraints has ended (status {process.returncode}): try again")
+        raise ConstraintNotRead(
+            f"the process that reads constraints has ended (status {process.returncode}): try again"
+        )
 
     def _begin(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", _PROGRAM, str(_MOST_CPU_S), str(_MOST_MEMORY)]
         pipe = subprocess.PIPE
         with self._lock:
             if self._is_stopped:
-                raise NotRead("the constraint is no longer asked for")
+                raise ConstraintNotRead("the constraint is no longer asked for")
             try:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
             except OSError as error:
-                raise NotRead(f"no process can be started to read the constraint ({error.strerror})") from None
+                raise ConstraintNotRead(
+                    f"no process can be started to read the constraint ({error.strerror})"
+                ) from None
             return self._process
 
 

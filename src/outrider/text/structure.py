@@ -49,7 +49,7 @@ class Structure:
         OptionError: llguidance does not accept the constraint; no text matches it; or there is no such tokenizer, or
             no end token.
         MissingExtra: it is not installed.
-        NotRead: the constraint was not read in time, on a machine that has too much other work.
+        ConstraintNotRead: the constraint was not read in time, on a machine that has too much other work.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -101,7 +101,7 @@ def check_structure(sampling: Sampling) -> None:
     """Whether llguidance accepts the constraint, before there is a tokenizer.
 
     Raises:
-        OptionError, MissingExtra, NotRead
+        OptionError, MissingExtra, ConstraintNotRead
     """
     name, value = _given(sampling)
     is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(_grammar(name, value, Reading()))
@@ -117,7 +117,7 @@ def rehearse(options: Mapping[str, Any], reading: Reading) -> None:
 
     Raises:
         OptionError: it cannot be read.
-        MissingExtra, NotRead
+        MissingExtra, ConstraintNotRead
     """
     for name in CONSTRAINTS:
         if options.get(name) is not None:
@@ -129,7 +129,7 @@ def _given(sampling: Sampling) -> tuple[str, Any]:
 
 
 def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str:
-    """In llguidance's own form. Raises OptionError, MissingExtra, NotRead."""
+    """In llguidance's own form. Raises OptionError, MissingExtra, ConstraintNotRead."""
     llguidance = _llguidance()
     try:
         given = json.dumps(_without_unknown_formats(dict(value))) if isinstance(value, Mapping) else value
