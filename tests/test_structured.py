@@ -154,10 +154,11 @@ _PATTERNS = [f".*a{i}.*b{i}.*" for i in range(30)]
             "it has more than 5 operators &",
         ),
         ({"regex": "a" * 300_000}, "it has 300000 bytes, and may have 262144"),
+        ({"json_schema": {"anyOf": [{"pattern": "a"}] * 1001}}, "it has 1001 patterns, and may have 1000"),
         ({"regex": "\ud800"}, "surrogates not allowed"),
         ({"json_schema": {"enum": {1}}}, "not JSON serializable"),
     ],
-    ids=["schema", "grammar", "bytes", "surrogate", "set"],
+    ids=["schema", "grammar", "bytes", "patterns", "surrogate", "set"],
 )
 def test_a_constraint_that_would_not_be_read_in_time(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):

@@ -12,6 +12,7 @@
     │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
     │   ├── DeviceError            the device is not there, or has too little memory
     │   ├── WorkerError            the processes that do the work on other machines end before it is done
+    │   ├── ConstraintNotRead      the machine has too much other work to read a constraint
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
     ├── NumericsError              a text cannot go on: NaN or infinite logits, or a grammar beyond its limits
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 __all__ = [
     "CompileError",
+    "ConstraintNotRead",
     "DeviceError",
     "FileError",
     "MissingExtra",
@@ -105,6 +107,11 @@ class DeviceError(UsageError):
 
 class WorkerError(UsageError):
     """The processes that do the work on other machines end before it is done."""
+
+
+class ConstraintNotRead(UsageError):
+    """The process that reads a constraint was ended by something other than its limits, so that it is not known
+    whether the constraint can be read."""
 
 
 class FileError(UsageError):

@@ -13,6 +13,7 @@ from rich.console import Console
 from commands import Outrider, only_document
 from outrider.cli.commands import generate as command
 from outrider.cli.shared.output import json_text
+from outrider.text import rehearsal
 from pairs import embedded
 
 PROMPT = "Once upon a time there was a miller"
@@ -83,6 +84,18 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
         (("--prompts", prompts), f"{prompts}, line 1: regex = '(a' is invalid"),
     ):
         assert message in outrider("generate", *arguments).error
+
+
+def test_a_constraint_that_takes_too_long_to_read(
+    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused in one line, in a file of prompts too."""
+    monkeypatch.setattr(rehearsal, "_MOST_CPU_S", 1)
+    schema = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Once", "json_schema": schema}))
+    for arguments in ((PROMPT, "--json-schema", tmp_path / "schema.json"), ("--prompts", tmp_path / "prompts.jsonl")):
+        assert "it takes too much time or memory to read" in outrider("generate", *arguments, *SHORT).error
 
 
 def test_stop_strings_may_be_repeated(outrider: Outrider) -> None:

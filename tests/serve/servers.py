@@ -73,10 +73,10 @@ def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
         time.sleep(pause_s)
 
 
-def as_sent(value: object) -> bytes:
+def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> bytes:
     """A request as it goes over the wire."""
     body = json.dumps(value).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 

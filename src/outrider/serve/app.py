@@ -31,15 +31,16 @@ from outrider.errors import OutriderError
 from outrider.serve.connections import network_of
 from outrider.serve.generation import Prepared, begin, ended, streamed, until_disconnect, whole
 from outrider.serve.page import HEADERS, PAGE, read_file
-from outrider.serve.prepare import Preparer
-from outrider.serve.race import Race, choices, prepare_race, streamed_race
+from outrider.serve.prepare import Parsed, Preparer
+from outrider.serve.race import Race, choices, parse_race, streamed_race
 from outrider.serve.refusal import Refusal, refusal_of, unavailable
 from outrider.serve.turns import TurnsPool
 from outrider.serve.worker import Worker
+from outrider.text.rehearsal import Reading
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
-_NUM_TOKENIZING = 2  # threads
+_NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
 _MOST_RACES, _RACE_RETRY_S = 16, 10  # that run or wait for their turn; more are refused
 _BODY_S, _SEND_S = 60.0, 120.0  # until a client that neither sends nor reads is given up
 _STREAM_HEADERS = [
@@ -59,13 +60,14 @@ class App:
         self._worker, self._names, self._num_keys = worker, names, len(api_keys)
         self._num_races = 0
         self._created = int(time.time())
-        self._pool = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
+        self._tokenizing = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
+        self._constraining = TurnsPool(_NUM_CONSTRAINING, "outrider-constraints")
         self._registry = CollectorRegistry()
         self._registry.register(worker.metrics)
         generation = [
             ("/v1/completions", Generation(self, lambda body: self.preparer.completions(body), self.answer)),
             ("/v1/chat/completions", Generation(self, lambda body: self.preparer.chat(body), self.answer)),
-            ("/v1/race", Generation(self, lambda body: prepare_race(self.preparer, body), self.answer_race)),
+            ("/v1/race", Generation(self, lambda body: parse_race(self.preparer, body), self.answer_race)),
         ]
         others = [
             Route("/v1/models", self._models),
@@ -93,12 +95,16 @@ class App:
         )
 
     def close(self) -> None:
-        self._pool.close()
+        self._tokenizing.close()
+        self._constraining.close()
 
-    async def prepare(self, make: Callable[[bytes], Any], body: bytes, client: str) -> Any:
-        """Make something of a body, away from the event loop. It waits in the queue meanwhile. Raises Refusal."""
-        with self._worker.place(client):
-            return await self._pool.run(lambda: make(body), client)
+    async def prepare(self, parse: Callable[[bytes], Parsed], body: bytes, client: str) -> Any:
+        """Prepare a request for text, away from the event loop. It waits in the queue meanwhile. Requests with
+        constraints, which may take seconds to read, have threads of their own. Raises Refusal."""
+        with self._worker.place(client), Reading() as reading:
+            parsed = await self._tokenizing.run(lambda: parse(body), client)
+            pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
+            return await pool.run(lambda: parsed.prepare(reading), client)
 
     def client_of(self, scope: Scope) -> str:
         """A name for the one who sent a request. Where the server has several keys, it is the key; else the address,
@@ -163,37 +169,39 @@ class App:
         return JSONResponse(choices(self.preparer))
 
     async def _tokenize(self, request: Request) -> Response:
-        return await self._prepared(lambda body: self.preparer.tokenize(body), request)
+        return await self._made(lambda body: self.preparer.tokenize(body), request)
 
     async def _tokenizer_info(self, request: Request) -> Response:
         self._worker.check_ready()
         return JSONResponse(self.preparer.tokenizer_info())
 
     async def _detokenize(self, request: Request) -> Response:
-        return await self._prepared(lambda body: self.preparer.detokenize(body), request)
+        return await self._made(lambda body: self.preparer.detokenize(body), request)
 
-    async def _prepared(self, make: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
-        return JSONResponse(await self.prepare(make, await _body(request), self.client_of(request.scope)))
+    async def _made(self, make: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
+        body, client = await _body(request), self.client_of(request.scope)
+        with self._worker.place(client):
+            return JSONResponse(await self._tokenizing.run(lambda: make(body), client))
 
 
 class Generation:
     """An endpoint that generates. (An object, not a function: then it sees when the client goes away.)"""
 
     def __init__(
-        self, app: App, make: Callable[[bytes], Any], answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
+        self, app: App, parse: Callable[[bytes], Parsed], answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
     ) -> None:
         """
         Args:
-            make: from a body to the first argument of ``answer``; the second is the client.
+            parse: a body, to be prepared for the first argument of ``answer``; the second is the client.
         """
-        self._app, self._make, self._answer = app, make, answer
+        self._app, self._parse, self._answer = app, parse, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(Request(scope, receive))
         await until_disconnect(receive, self._respond(body, self._app.client_of(scope), send))
 
     async def _respond(self, body: bytes, client: str, send: Send) -> None:
-        await self._answer(await self._app.prepare(self._make, body, client), client, send)
+        await self._answer(await self._app.prepare(self._parse, body, client), client, send)
 
 
 class HostGuard:

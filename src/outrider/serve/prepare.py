@@ -16,11 +16,26 @@ from outrider.serve.fields import check_names
 from outrider.serve.generation import Prepared
 from outrider.serve.refusal import Refusal, refusal_of
 from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completions, parse_messages
+from outrider.text.rehearsal import Reading
+from outrider.text.structure import rehearse
 from outrider.text.tokenizer import Prompt, encode
 
 # Of a token, where none in the vocabulary has more: some tokenizers drop spaces, or have one token for unknown words.
 _LEAST_BYTES_A_TOKEN = 64
 _MOST_TOKENIZED_BYTES = 2**20  # by /tokenize, which has no other limit
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A body that was parsed.
+
+    Attributes:
+        prepare: does the rest, which takes longer. Where the output is constrained it may be stopped, and then raises
+            some error.
+    """
+
+    ask: Ask
+    prepare: Callable[[Reading], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +63,15 @@ class Preparer:
         longest = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         object.__setattr__(self, "most_bytes", self.capacity * max(longest, _LEAST_BYTES_A_TOKEN))
 
-    def completions(self, body: bytes) -> Prepared:
-        """Raises Refusal."""
-        return self._prepare(parse_completions(parse_body(body)), CompletionForm)
+    def completions(self, body: bytes) -> Parsed:
+        """To a ``Prepared``. Raises Refusal."""
+        ask = parse_completions(parse_body(body))
+        return Parsed(ask, lambda reading: self._prepare(ask, CompletionForm, reading))
 
-    def chat(self, body: bytes) -> Prepared:
-        """Raises Refusal."""
-        return self._prepare(parse_chat(parse_body(body)), ChatForm)
+    def chat(self, body: bytes) -> Parsed:
+        """To a ``Prepared``. Raises Refusal."""
+        ask = parse_chat(parse_body(body))
+        return Parsed(ask, lambda reading: self._prepare(ask, ChatForm, reading))
 
     def check_model(self, name: Any) -> str:
         """Raises Refusal. No name is the first one."""
@@ -125,7 +142,7 @@ class Preparer:
             raise Refusal(f"tokens is a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}
 
-    def _prepare(self, ask: Ask, form: Callable[[TokenTexts], Form]) -> Prepared:
+    def _prepare(self, ask: Ask, form: Callable[[TokenTexts], Form], reading: Reading) -> Prepared:
         model = self.check_model(ask.model)
         self._check_law(ask)
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
@@ -134,11 +151,15 @@ class Preparer:
         all_ids = [self.token_ids(prompt) for prompt in ask.prompts]
         jobs: list[Job] = []
         if ask.max_tokens != 0:
-            for ids in all_ids:
-                room = self.capacity - len(ids)
-                max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
-                for _ in range(ask.n):
-                    jobs.append(self._job(ask, ids, max_tokens, len(jobs)))
+            try:
+                rehearse(ask.options, reading)
+                for ids in all_ids:
+                    room = self.capacity - len(ids)
+                    max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
+                    for _ in range(ask.n):
+                        jobs.append(self._job(ask, ids, max_tokens, len(jobs)))
+            except Exception as error:
+                raise named_refusal(ask, error) from None
         texts = []
         if ask.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
@@ -149,15 +170,7 @@ class Preparer:
     def _job(self, ask: Ask, ids: list[int], max_tokens: int, choice: int) -> Job:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
-        try:
-            job = self.decoder.job(ids, {**ask.options, **own})
-        except Exception as error:
-            refusal = refusal_of(error)
-            if refusal.param in CONSTRAINTS:
-                refusal.param = ask.structured_by
-            elif refusal.param is not None:
-                refusal.param = ask.names.get(refusal.param, refusal.param)
-            raise refusal from None
+        job = self.decoder.job(ids, {**ask.options, **own})
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job
@@ -189,6 +202,16 @@ class Preparer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
+
+
+def named_refusal(ask: Ask, error: Exception) -> Refusal:
+    """Of an error of the library, with the name that the request has for the option."""
+    refusal = refusal_of(error)
+    if refusal.param in CONSTRAINTS:
+        refusal.param = ask.structured_by
+    elif refusal.param is not None:
+        refusal.param = ask.names.get(refusal.param, refusal.param)
+    return refusal
 
 
 def _num_bytes(prompt: str | Sequence[Any]) -> int:

@@ -18,9 +18,11 @@ from outrider.decoder import Decoder
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.sampling.rules import RULES
 from outrider.serve.answers import DONE, KEEP_ALIVE, event
-from outrider.serve.prepare import Preparer
+from outrider.serve.prepare import Parsed, Preparer, named_refusal
 from outrider.serve.refusal import Refusal, refusal_of
-from outrider.serve.schemas import parse_body, parse_completions
+from outrider.serve.schemas import Ask, parse_body, parse_completions
+from outrider.text.rehearsal import Reading
+from outrider.text.structure import rehearse
 
 _MOST_K = 16
 _NUM_SEEDS = 2**32  # to draw from: every one is a number to JavaScript
@@ -52,11 +54,23 @@ def choices(preparer: Preparer) -> dict[str, Any]:
     }
 
 
-def prepare_race(preparer: Preparer, content: bytes) -> Race:
-    """From a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``. Raises Refusal."""
+def parse_race(preparer: Preparer, content: bytes) -> Parsed:
+    """From a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``, to a ``Race``. Raises
+    Refusal."""
     body = parse_body(content)
     name = body.pop("drafter", None)
     ask = parse_completions(body)
+    return Parsed(ask, lambda reading: _prepare(preparer, ask, name, reading))
+
+
+def _prepare(preparer: Preparer, ask: Ask, name: Any, reading: Reading) -> Race:
+    """
+    Args:
+        name: of the drafter.
+
+    Raises:
+        Refusal
+    """
     preparer.check_model(ask.model)
     [prompt, *others] = ask.prompts
     if others or ask.n != 1 or not isinstance(prompt, str):
@@ -72,12 +86,13 @@ def prepare_race(preparer: Preparer, content: bytes) -> Race:
     }
     try:
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
+        rehearse(options, reading)
         decoder.job(ids, options)  # whether all is possible
         if not decoder.target.execution.waits:  # arms have one execution from beginning to end
             decoder = decoder.compiled()
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
     except Exception as error:
-        raise refusal_of(error) from None
+        raise named_refusal(ask, error) from None
     return Race(arms, Case(0, prompt, options.pop("seed")), options)
 
 

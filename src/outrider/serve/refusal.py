@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.errors import OptionError, OutriderError, UsageError
+from outrider.errors import ConstraintNotRead, OptionError, OutriderError, UsageError
 
 _MOST_CHARACTERS = 400  # of a message, which may quote the request
+_RETRY_S = 10  # where the machine has too much other work
 
 # Names of OpenAI where they differ from those of the library.
 _PARAMS = {"max_new_tokens": "max_tokens"}
@@ -62,6 +63,8 @@ def refusal_of(error: Exception) -> Refusal:
         return error
     if isinstance(error, OptionError):
         return Refusal(str(error), param=_PARAMS.get(error.name, error.name))
+    if isinstance(error, ConstraintNotRead):
+        return unavailable(str(error), _RETRY_S)
     if isinstance(error, UsageError):
         return Refusal(str(error), param="prompt")
     # Of a fault of ours the log tells more than a client should know.

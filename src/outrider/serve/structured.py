@@ -16,6 +16,8 @@ from outrider.serve.refusal import Refusal
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 # SGLang's names (whose EBNF is the GBNF of xgrammar), and llama.cpp's.
 _GUIDED |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
+_MOST_CHOICES = 5000
+
 STRUCTURED = ("response_format", "structured_outputs", *_GUIDED)
 
 
@@ -75,6 +77,8 @@ def _part(name: str, value: Any, param: str) -> dict[str, Any]:
     if name == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise Refusal(f"{param} is a list of texts that are not empty", param=param)
+        if len(value) > _MOST_CHOICES:
+            raise Refusal(f"{param} has {len(value)} texts, and may have {_MOST_CHOICES}", param=param)
         # A terminal is matched by one automaton; as a rule, thousands of labels exceed the parser's limit on a row.
         return {"grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(one) for one in value)}
     if name in ("regex", "grammar"):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import CONSTRAINTS, Sampling
-from outrider.text.rehearsal import can_be_read
+from outrider.text.rehearsal import Reading
 
 # Between the parts of JSON. llguidance itself allows any amount, with which small models fill the text to its limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}
@@ -28,8 +28,9 @@ _MOST_CHARACTERS = 200  # of its messages, which may quote the grammar
 # all. 300 optional properties of an object need fewer, and so do 1,000 choices.
 _MOST_ITEMS = 5000
 _MOST_BYTES = 2**18  # of a constraint; 5,000 choices have 170 KB and are read in 0.2 s
+_MOST_PATTERNS = 1000  # of a schema; where each is of another string, they are read in 0.1 s
 # Operators `&` of a grammar. The work doubles with each: 5 take 2 ms, 29 do not come to an end, under any limit of
-# llguidance. Patterns of a schema that have to match together are refused when it is read: see `can_be_read`.
+# llguidance. Patterns of a schema that have to match together are refused when it is read: see `Reading`.
 _MOST_INTERSECTIONS = 5
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 _DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema whose values are no schemas
@@ -48,13 +49,14 @@ class Structure:
         OptionError: llguidance does not accept the constraint; no text matches it; or there is no such tokenizer, or
             no end token.
         MissingExtra: it is not installed.
+        ConstraintNotRead: the constraint was not read in time, on a machine that has too much other work.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
         name, value = _given(sampling)
         if not eos_ids:
             raise OptionError(name, value, "this model has no end token, so that no text would be complete")
-        grammar = _grammar(name, value)
+        grammar = _grammar(name, value, Reading())
         try:
             tokens = _tokens(tokenizer, vocab_size, eos_ids)
         except ValueError as error:
@@ -96,25 +98,46 @@ class Structure:
 
 
 def check_structure(sampling: Sampling) -> None:
-    """Whether llguidance accepts the constraint, before there is a tokenizer. Raises OptionError, MissingExtra."""
+    """Whether llguidance accepts the constraint, before there is a tokenizer.
+
+    Raises:
+        OptionError, MissingExtra, ConstraintNotRead
+    """
     name, value = _given(sampling)
-    is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(_grammar(name, value))
+    is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(_grammar(name, value, Reading()))
     if is_error:
         raise _refusal(name, value, messages[0])
+
+
+def rehearse(options: Mapping[str, Any], reading: Reading) -> None:
+    """Read a constraint, if there is one, so that another thread can stop it. ``Structure`` then finds the verdict.
+
+    Args:
+        options: fields of ``Sampling``.
+
+    Raises:
+        OptionError: it cannot be read.
+        MissingExtra, ConstraintNotRead
+    """
+    for name in CONSTRAINTS:
+        if options.get(name) is not None:
+            _grammar(name, options[name], reading)
 
 
 def _given(sampling: Sampling) -> tuple[str, Any]:
     return next((name, value) for name in CONSTRAINTS if (value := getattr(sampling, name)) is not None)
 
 
-def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
-    """The constraint in llguidance's own form. Raises OptionError."""
+def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str:
+    """The constraint in llguidance's own form. Raises OptionError, MissingExtra, ConstraintNotRead."""
     llguidance = _llguidance()
     try:
         given = json.dumps(_without_unknown_formats(dict(value))) if isinstance(value, Mapping) else value
         if (num_bytes := len(given.encode())) > _MOST_BYTES:
             raise OptionError(name, value, f"it has {num_bytes} bytes, and may have {_MOST_BYTES}")
         if name == "json_schema":
+            if (num_patterns := _num_patterns(value)) > _MOST_PATTERNS:
+                raise OptionError(name, value, f"it has {num_patterns} patterns, and may have {_MOST_PATTERNS}")
             grammar = str(llguidance.LLMatcher.grammar_from_json_schema(given, defaults=_JSON_OPTIONS))
         else:
             grammar = str(llguidance.grammar_from(name, given))
@@ -122,7 +145,7 @@ def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
         raise _refusal(name, value, str(error)) from None
     if name == "grammar" and _LITERALS.sub("", grammar).count("&") > _MOST_INTERSECTIONS:
         raise OptionError(name, value, f"it has more than {_MOST_INTERSECTIONS} operators &")
-    if not can_be_read(grammar):
+    if not reading.can_be_read(grammar):
         raise OptionError(name, value, "it takes too much time or memory to read: make it simpler")
     return grammar
 
@@ -138,6 +161,16 @@ def _without_unknown_formats(schema: Any) -> Any:
         for key, part in schema.items()
         if not (key == "format" and isinstance(part, str) and part not in _FORMATS)
     }
+
+
+def _num_patterns(schema: Any) -> int:
+    if isinstance(schema, list):
+        return sum(map(_num_patterns, schema))
+    if not isinstance(schema, Mapping):
+        return 0
+    by_name = schema.get("patternProperties")
+    num_own = isinstance(schema.get("pattern"), str) + (len(by_name) if isinstance(by_name, Mapping) else 0)
+    return num_own + sum(_num_patterns(part) for key, part in schema.items() if key not in _DATA)
 
 
 @lru_cache(maxsize=4)

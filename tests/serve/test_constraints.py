@@ -1,0 +1,106 @@
+"""Constraints of hostile clients: what takes too long to read holds up nobody, and ends with its client."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from servers import LIMIT_S, Running, as_sent, running, wait_until
+
+from outrider.text import rehearsal
+from pairs import embedded
+
+SLOW = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
+HOSTILE = {"prompt": "A", "max_tokens": 4, "guided_json": SLOW}
+ORDINARY = {"prompt": "A", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(embedded(), context_len=128) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> None:
+    """From tests before."""
+    rehearsal._verdict.cache_clear()
+
+
+def num_readings() -> int:
+    """Processes of ours that read a constraint."""
+    count = 0
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            count += any("llguidance" in word for word in process.cmdline())
+    return count
+
+
+@pytest.fixture
+def without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit ends a reading within the test."""
+    for name in ("_MOST_S", "_MOST_CPU_S"):
+        monkeypatch.setattr(rehearsal, name, int(10 * LIMIT_S))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/race"])
+def test_ordinary_requests_do_not_wait_for_slow_constraints(server: Running, path: str, without_end: None) -> None:
+    """Nor do the constraints of others wait for those of one client. A process ends when its client has gone."""
+    others = {"authorization": "Bearer other"}
+    with contextlib.ExitStack() as stack, server.http() as http:
+        for _ in range(3):
+            client = stack.enter_context(socket.create_connection(server.listener.getsockname(), LIMIT_S))
+            client.sendall(as_sent(HOSTILE, path))
+        wait_until(lambda: num_readings() == 1)
+        http.post("/v1/completions", json=ORDINARY | {"guided_regex": " [a-z]+"}, headers=others).raise_for_status()
+        client = stack.enter_context(socket.create_connection(server.listener.getsockname(), LIMIT_S))
+        client.sendall(as_sent(HOSTILE, path, "Authorization: Bearer another"))
+        wait_until(lambda: num_readings() == 2)
+        http.post("/v1/completions", json=ORDINARY, headers=others).raise_for_status()
+        http.post("/tokenize", json={"prompt": "A"}, headers=others).raise_for_status()
+        assert num_readings() == 2
+    wait_until(lambda: num_readings() == 0)
+
+
+def test_what_cannot_be_read_is_refused_by_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_MOST_CPU_S", 1)
+    with server.http() as http:
+        for path in ("/v1/completions", "/v1/race"):
+            response = http.post(path, json=HOSTILE)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "guided_json")
+            assert "too much time or memory" in error["message"]
+
+
+def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is no fault of the client, and not remembered."""
+    body = ORDINARY | {"guided_regex": " [a-c]+"}
+    with server.http() as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(rehearsal, "_MOST_S", 0.0)
+            response = http.post("/v1/completions", json=body)
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+        http.post("/v1/completions", json=body).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("guided_choice", ["a"] * 5001, "5001 texts, and may have 5000"),
+        ("guided_json", {"properties": {str(i): {"pattern": "a"} for i in range(1001)}}, "1001 patterns"),
+        ("guided_json", {"patternProperties": {str(i): {} for i in range(1001)}}, "1001 patterns"),
+        ("json_schema", {"enum": ["a" * 300_000]}, "may have 262144"),
+        ("guided_regex", "a" * 300_000, "may have 262144"),
+        ("guided_choice", ["a" * 300_000], "may have 262144"),
+    ],
+)
+def test_bounds(server: Running, field: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them nothing is read."""
+    monkeypatch.setattr(rehearsal.subprocess, "Popen", None)
+    with server.http() as http:
+        for path in ("/v1/completions", "/v1/race"):
+            response = http.post(path, json=ORDINARY | {field: value})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, field) and message in error["message"]
