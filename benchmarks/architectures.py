@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import V, tiny
+from tiny_models import SPAN, V, tiny
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.decoding.engine import decode
@@ -41,7 +41,7 @@ from outrider.sampling.rules import BLOCK
 from outrider.system.provenance import provenance
 
 _NUM_TOKENS, _K = 20, 4
-_PROMPTS = [[5, 9, 11, 3, 44], [7, 8] * 12, [*range(20, 41)]]
+_PROMPTS = [[5, 9, 11, 3, 44], [7, 8] * 12, [(20 + 7 * i) % V for i in range(4 * SPAN + 8)]]  # beyond every window
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Tiny models of the types of causal models in Transformers, with random weights, for scripts and tests.
 
-Weights are large, so that logits are far apart and depend on the whole text.
+Weights are large, so that logits are far apart and depend on the whole text. Windows are short, so that a text of some
+dozen tokens is beyond them: a wrong window is seen.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "embedding_si
 _INNER = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_inner")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+LENGTH, SPAN = 256, 16
+"""Tokens of a context, and of each window, chunk and block in it."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _BASE: dict[str, Any] = {
     "vocab_size": V,
@@ -25,7 +30,7 @@ _BASE: dict[str, Any] = {
     **dict.fromkeys(_INNER, 64),
     **dict.fromkeys(_LAYERS, 4),
     **dict.fromkeys(_HEADS, 4),
-    **dict.fromkeys(_LENGTHS, 256),
+    **dict.fromkeys(_LENGTHS, LENGTH),
     "num_key_value_heads": 2,
     "head_dim": 8,
     "rotary_dim": 8,
@@ -69,7 +74,6 @@ _MAMBA = {
     "mamba_d_state": 8,
     "mamba_n_groups": 1,
     "mamba_expand": 2,
-    "mamba_chunk_size": 16,
 }
 _SCAN = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False}
 _PURE_SCAN = {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4}
@@ -101,7 +105,6 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16,
         "ssm_state_size": 8,
         "n_groups": 1,
-        "chunk_size": 16,
         "conv_kernel": 4,
     },
     "zamba": {
@@ -117,7 +120,6 @@ _EXTRA: dict[str, dict[str, Any]] = {
         **_SCAN,
         "mamba_ngroups": 1,
         "n_mamba_heads": 4,
-        "chunk_size": 16,
         "num_mem_blocks": 1,
         "layers_block_type": ["mamba", "hybrid", "mamba", "mamba"],
         "use_mem_rope": True,
@@ -131,13 +133,22 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "mamba": _PURE_SCAN,
     "falcon_mamba": _PURE_SCAN,
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16, "expand": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "opt": {"pad_token_id": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "max_position_embeddings": 1024},  # its window: 256
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    # Its own configuration has full attention only, unlike the checkpoint.
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 3], "index_n_heads": 2},
     "falcon": {"head_dim": _NONE},
     "bailing_hybrid": {"layer_group_size": 2},
+}
+# How far a token looks, by the ends of the names that fields have for it. Where windows are optional, they are on.
+_SPANS: dict[str, int | bool] = {
+    r"(window|window_size|window_len|chunk_?size|chunk_length|block_size|local_attention|index_topk)$": SPAN,
+    "index_topk_blocks$": 2,
+    "max_window_layers$": 2,
+    "use_sliding_window$": True,
 }
 # Some types want another form of attention or experts. The first of these that makes a model which runs is taken.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -150,6 +161,12 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
+def spans_of(known: Iterable[str]) -> dict[str, int | bool]:
+    """Those of ``_SPANS`` among the fields of a type. (A configuration keeps unknown ones, too, and might be taken for
+    one with a window.)"""
+    return {field: size for field in known for end, size in _SPANS.items() if re.search(end, field)}
+
+
 def tiny(name: str, seed: int = 1, **options: Any) -> Any:
     """A model of this type, as ``AutoConfig`` names it, in float32.
 
@@ -160,8 +177,9 @@ def tiny(name: str, seed: int = 1, **options: Any) -> Any:
         Exception: whatever a configuration makes of sizes that it does not expect.
     """
     failures = []
+    spans = spans_of(AutoConfig.for_model(name).to_dict())
     for variant in _VARIANTS:
-        sizes = {**_BASE, **_EXPERTS, **variant, **_EXTRA.get(name, {}), **options}
+        sizes = {**_BASE, **_EXPERTS, **spans, **variant, **_EXTRA.get(name, {}), **options}
         config_sizes = {key: value for key, value in sizes.items() if value is not _NONE}
         try:
             model = _made(AutoConfig.for_model(name, **config_sizes), seed)

@@ -16,10 +16,10 @@ from outrider.runtime.lm import LM
 _FILE = Path(__file__).parents[1] / "benchmarks" / "tiny_models.py"
 _SPEC = importlib.util.spec_from_file_location("tiny_models", _FILE)
 assert _SPEC is not None and _SPEC.loader is not None
-_tiny_models = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_tiny_models)
+tiny_models = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(tiny_models)
 
-V: int = _tiny_models.V
+V: int = tiny_models.V
 FAMILIES = [
     "qwen3_5_text",
     "qwen3_next",
@@ -41,7 +41,7 @@ FAMILIES = [
 
 def hybrid(name: str, seed: int = 1, **options: Any) -> PreTrainedModel:
     """In float64, but where grouped experts allow no more than float32. (The recurrences compute in float32 anyway.)"""
-    model: PreTrainedModel = _tiny_models.tiny(name, seed, **options)
+    model: PreTrainedModel = tiny_models.tiny(name, seed, **options)
     has_experts = any("experts" in parameter for parameter, _ in model.named_parameters())
     return model if has_experts else model.to(torch.float64)
 

@@ -134,6 +134,14 @@ class MissingExtra(UsageError):
 class NumericsError(OutriderError):
     """A text cannot go on: a model gave NaN or infinite logits, or a grammar has come to its limits."""
 
+    @classmethod
+    def at(cls, model_name: str, position: int) -> NumericsError:
+        """A model has no distribution for the token at a position of a text."""
+        return cls(
+            f"the model {model_name} gave NaN or infinite logits for position {position} of the text; "
+            "its weights may be damaged, or its dtype too narrow (try --dtype float32)"
+        )
+
 
 class RankError(OutriderError):
     """The processes of a job (``torchrun``), which share a target, have come to different tokens."""

@@ -28,7 +28,7 @@ from outrider.runtime.layers import WINDOW
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text, force
-from toys import InTurn, as_lm, perturbed, request, run, tiny_llama, tokens
+from toys import InTurn, as_lm, perturbed, request, run, table_lm, tiny_llama, tokens
 
 NUM_TOKENS = 24
 PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 12, tuple(range(20, 41))]
@@ -371,3 +371,59 @@ def test_slots_move_their_states() -> None:
     assert cache.anchors.tolist() == [0, 16, 0]
     for store in cache.storage[cache.num_token_stores :]:
         assert not store[0].any() and not store[2].any() and bool(store[1].any())
+
+
+# Numbers that are not finite.
+
+
+def _spoilt(lm: LM, token_id: int) -> LM:
+    """The same, with NaN after a token and all that see it. (Probed before: with broken weights there is nothing to
+    compare.)"""
+    lm.model.get_input_embeddings().weight.data[token_id] = torch.nan
+    return lm
+
+
+@pytest.mark.parametrize("name", [*QUICK, "zaya", *OTHERS])
+def test_a_place_does_not_depend_on_later_tokens(name: str) -> None:
+    """Scans work through chunks of tokens, by products in which later tokens are masked by zeros: 0 times NaN is NaN.
+    Tokens that replace the rejected ones are not spoilt either, nor is another row."""
+    lms = [hybrid_lm(hybrid(name)) for _ in range(2)]
+    _spoilt(lms[0], 5)
+    caches = [lm.new_cache(2, 64) for lm in lms]
+    has_experts = any("experts" in parameter for parameter, _ in lms[0].model.named_parameters())
+
+    def logits(ids: Sequence[Sequence[int]], first: int, num_committed: int) -> list[Tensor]:
+        positions = torch.arange(first, first + len(ids[0])).expand(2, -1)
+        given = torch.tensor(ids), positions
+        found = [lm.forward(*given, cache, 64, keeps_finite=True) for lm, cache in zip(lms, caches, strict=True)]
+        for cache in caches:
+            cache.settle(torch.tensor([num_committed] * 2))
+        return found
+
+    def assert_equal(got: Tensor, want: Tensor) -> None:
+        # Experts multiply the tokens that come to them together, so that their rounding depends on the others.
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4 if has_experts else 1e-12)
+
+    with torch.inference_mode():
+        logits([range(6, 6 + STRIDE + 3)] * 2, 0, STRIDE + 3)
+        got, want = logits([[1, 2, 5, 3, 4], [1, 2, 7, 3, 4]], STRIDE + 3, STRIDE + 5)
+        assert got[0, 2:].isnan().all()
+        assert_equal(got[0, :2], want[0, :2])
+        assert_equal(got[1], want[1])
+        assert_equal(*logits([[4, 3, 8]] * 2, STRIDE + 5, STRIDE + 8))
+
+
+@pytest.mark.each_execution
+def test_a_place_behind_a_rejected_token_ends_no_text() -> None:
+    """The draft proposes a token that the target never takes, and gives NaN after. Plain decoding takes the text to its
+    limit, and so must speculation."""
+    bad = _spoilt(hybrid_lm(hybrid("qwen3_5_text")), 5)
+    options = dict(max_new_tokens=12, logit_bias={5: -60.0})
+    requests = [request((1, 2, 3), seed=seed, **options) for seed in range(2)]
+    table = torch.eye(V, dtype=torch.float64)[5] * 64.0  # against the bias, which it is given as well
+    likes_it = ModelDrafter(table_lm(table.expand(V, V).clone()))
+    plain = tokens(bad, NoDrafter(), requests, GUMBEL, 0)
+    assert all(len(text) == 12 and 5 not in text for text in plain)
+    assert tokens(bad, likes_it, requests, GUMBEL, 4) == plain
+    for rule in (REJECTION, BLOCK):
+        assert [len(text) for text in tokens(bad, likes_it, requests, rule, 4)] == [12, 12]

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import Tensor
 
 import outrider
-from hybrids import hybrid, hybrid_lm
+from hybrids import V, hybrid, hybrid_lm, tiny_models
 from outrider.errors import UnsupportedModel
 from outrider.models import probe as module
 from outrider.models.loading import Checkpoint, build_lm
@@ -39,6 +39,28 @@ def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.Monk
     monkeypatch.setattr(model, "forward", lambda past_key_values=None, **rest: forward(**_without_mask(rest)))
     with pytest.raises(UnsupportedModel, match="gives other logits block by block than in one forward"):
         outrider.load(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "gpt_neo": "gives other logits block by block",
+        "minimax_m3_vl_text": "has layers of type minimax_m3_sparse",
+        "moshi": "states a window of 16 tokens that its modelling code does not apply",
+    }.items(),
+)
+def test_windows_that_do_not_work_here_fail_to_load(name: str, message: str) -> None:
+    """GPT-Neo takes places in its window from the length of the cache; MiniMax M3 chooses blocks by keys of their own;
+    Moshi's window is that of its cache alone, and its text with a cache is not its text without."""
+    model = tiny_models.tiny(name)
+    with pytest.raises(UnsupportedModel, match=message):
+        build_lm(Checkpoint(name, model, tokenizer=None), V)
+
+
+def test_a_window_as_long_as_the_context_need_not_be_applied() -> None:
+    """So are those of Moshi's checkpoints."""
+    model = tiny_models.tiny("moshi", sliding_window=tiny_models.LENGTH)
+    assert build_lm(Checkpoint("moshi", model, tokenizer=None), V).context_len == tiny_models.LENGTH
 
 
 def _without_mask(arguments: dict[str, Any]) -> dict[str, Any]:

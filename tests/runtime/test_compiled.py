@@ -34,7 +34,7 @@ from outrider.runtime.programs import Made
 from outrider.runtime.thin_products import MAX_THIN_ROWS
 from outrider.sampling.rules import RULES
 from outrider.system.files import cache_folder
-from toys import as_lm, llama_pair, perturbed, run, tiny_llama, tokens
+from toys import as_lm, llama_pair, perturbed, run, table_lm, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3]]
 
@@ -209,6 +209,18 @@ def test_the_same_tokens_as_eager(rule_name: str, num_programs: tuple[int, int],
     assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
     assert tokens(fast_target, fast_drafter, requests(**options), rule, 2) == want
     assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
+
+
+@pytest.mark.slow
+def test_a_place_behind_a_rejected_token_ends_no_text() -> None:
+    """After the token that is always drafted the target gives NaN."""
+    target = as_lm(tiny_llama())
+    target.model.get_input_embeddings().weight.data[4] = torch.nan
+    likes_it = ModelDrafter(table_lm(9.0 * torch.eye(target.vocab_size, dtype=torch.float64)[[4] * target.vocab_size]))
+    options: dict[str, Any] = {"longest": 28, "temperature": 0.7}
+    (want,) = tokens(target, NoDrafter(), requests(**options), RULES["gumbel"], 0)
+    assert len(want) == 28 and 4 not in want
+    assert tokens(target.compiled(), likes_it, requests(**options), RULES["gumbel"], 2) == [want]
 
 
 def _num_programs(lm: LM) -> int:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
+from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
-from outrider.sampling.probs import Settings, to_probs, wide
+from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
 from outrider.scoring.tolerances import ROUNDING, is_at_edge
 
@@ -143,6 +144,9 @@ def explain(
         sampling: of both. Above temperature 0 it has a seed, and the texts are those of ``gumbel``.
         num_draft_tokens: K of the other.
         constraint: of both, at the beginning of the text. It is led along.
+
+    Raises:
+        NumericsError: the target has no distribution there.
     """
     at = first_difference(plain, other)
     if at is None:
@@ -208,7 +212,10 @@ def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after
         positions = torch.arange(start, end, device=device)[None]
         logits = target.forward(ids[:, start:end], positions, cache, target.view_len(end, cache))
         if is_last:
-            return logits[0, length - 1 - start].cpu()
+            last = logits[0, length - 1 - start].cpu()
+            if not bool(is_finite(last)):
+                raise NumericsError.at(target.name, length)
+            return last
         cache.settle(torch.tensor([end], device=device))
     raise AssertionError("a prefix has at least one token")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.decoding.batch import Row
 from outrider.decoding.verify import Judged
+from outrider.errors import NumericsError
 from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
 from outrider.sampling.probs import wide
 
@@ -123,7 +124,7 @@ def read(started: Started, target_name: str) -> list[RowRound]:
         broken = _follow(row, token_ids)
         if is_bad and reason is None:
             row.is_spoilt = True
-            broken = broken or _about_numerics(target_name, row, n)
+            broken = broken or str(NumericsError.at(target_name, row.length + n))
         if broken is not None:
             row.is_done = True
             row_rounds.append(_failed(row, broken, num_cached))
@@ -176,13 +177,6 @@ def _follow(row: Row, token_ids: Sequence[int]) -> str | None:
 
 def _failed(row: Row, error: str, num_cached: int) -> RowRound:
     return RowRound(row.index, (), (), 0, 0, False, "error", None, None, num_cached, error)
-
-
-def _about_numerics(name: str, row: Row, offset: int) -> str:
-    return (
-        f"the model {name} gave NaN or infinite logits for position {row.length + offset} of the text; "
-        "its weights may be damaged, or its dtype too narrow (try --dtype float32)"
-    )
 
 
 def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:

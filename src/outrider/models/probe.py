@@ -53,6 +53,13 @@ def probe(lm: LM, kind: str) -> None:
     Raises:
         UnsupportedModel
     """
+    ignored = lm.visibility.ignored_window or lm.context_len
+    if ignored < lm.context_len:
+        raise UnsupportedModel(
+            f"{lm.name} ({kind}) states a window of {ignored} tokens that its modelling code does not apply, but its "
+            "own cache does, so that its text depends on how it was made: limit its context to the window "
+            "(max_position_embeddings)"
+        )
     _compare_rows(lm, kind)
     try:
         lm.layer_shapes  # noqa: B018 - the first look at its cache

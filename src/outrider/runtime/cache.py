@@ -60,6 +60,7 @@ class SlotCache(Cache):
             token, [B, L+1, H, D]: keys and values of each layer in turn, and the ids if states wait at anchors. Then
             what is kept of each row: the states, and the anchors, [B, ...].
         capacity: L.
+        state_layers: those with states that wait at an anchor.
         num_token_stores: the first of ``storage``.
         bound: for programs: no row that is fed is further behind its text than so many tokens.
     """
@@ -77,7 +78,7 @@ class SlotCache(Cache):
         self.capacity = capacity
         self._most_behind = most_behind
         self.bound = STRIDE - 1
-        self._plan = Plan(capacity, torch.empty(0, dtype=torch.long))
+        self._plan = Plan(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]
         self.num_token_stores = len(self.storage) - (len(states) + 1 if states else 0)
         self._width = max((state.width for state in states), default=0)
@@ -86,7 +87,7 @@ class SlotCache(Cache):
         self._scratch: SlotCache | None = None
         tokens, rows = self.storage[: self.num_token_stores], self.storage[self.num_token_stores :]
         super().__init__(layers=make_layers(self.shapes, self._plan, iter(tokens), iter(rows)))
-        self._states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
@@ -162,7 +163,7 @@ class SlotCache(Cache):
         """Where no state belongs to the tokens of a slot, it is at the beginning again."""
         if self._width and num_tokens == 0:
             self.anchors[slot] = 0
-        if self._states and int(self.anchors[slot]) > num_tokens:
+        if self.state_layers and int(self.anchors[slot]) > num_tokens:
             for store in self.storage[self.num_token_stores :]:
                 store[slot] = 0
 
@@ -174,7 +175,7 @@ class SlotCache(Cache):
 
     def num_spared(self, slot: int, num_tokens: int) -> int:
         """How many of the first tokens of a slot, which it holds, are not fed again: those before the anchor."""
-        return min(num_tokens, int(self.anchors[slot])) if self._states else num_tokens
+        return min(num_tokens, int(self.anchors[slot])) if self.state_layers else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
         """Announce the next forward.
@@ -183,23 +184,30 @@ class SlotCache(Cache):
             positions: of its tokens; -1 is padding. [B, T]
             view_len: above every position.
             is_single: layers with states are given single tokens.
-            keeps_finite: keys and values that are not finite are written as zeros (``find_broken``).
+            keeps_finite: what is not finite is written as zeros (``find_broken``).
         """
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len
-        self._plan.sums = [] if keeps_finite else None
-        for layer in self._states:
+        self._plan.is_padding, self._plan.sums = positions < 0, [] if keeps_finite else None
+        for layer in self.state_layers:
             layer.begin(is_single=is_single)
         if self._width:
             self._plan.windows = Windows.at(positions, self._width)
             lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
             self.anchors.copy_(torch.maximum(self.anchors, lowest.to(self.anchors.device)))
 
+    def kept(self, values: Tensor) -> Tensor:
+        """Numbers of the tokens that are fed, on the way to a state: zeros for those that are not finite, if only
+        finite ones may be kept. [B, T, D]"""
+        return self._plan.kept(values, (2,))
+
     def find_broken(self) -> Tensor | None:
-        """After a forward that kept the cache finite: the tokens with a key or a value that is not. [B, T]"""
-        sums = self._plan.sums
-        return ~torch.stack([one.to(sums[0].device) for one in sums]).sum(dim=0).isfinite() if sums else None
+        """After a forward that kept the cache finite: the tokens with a number for it that is not. [B, T]"""
+        sums, is_padding = self._plan.sums, self._plan.is_padding
+        if not sums:
+            return None
+        return ~torch.stack([one.to(is_padding.device) for one in sums]).sum(dim=0).isfinite() & ~is_padding
 
     # The same for all layers: some models ask for it by a layer that has no attention.
 
@@ -226,7 +234,7 @@ class SlotCache(Cache):
     @property
     def has_states(self) -> bool:
         """Whether some wait at anchors."""
-        return bool(self._states)
+        return bool(self.state_layers)
 
     @property
     def anchors(self) -> Tensor:
@@ -267,12 +275,12 @@ class SlotCache(Cache):
         Args:
             num_committed: tokens of each row that were fed, and are committed. [B]
         """
-        if not self._states:
+        if not self.state_layers:
             return
         is_kept = self._is_full & (self._reached <= num_committed.to(self._reached.device))
         if self._most_behind is None and not bool(is_kept.any()):
             return
-        for layer in self._states:
+        for layer in self.state_layers:
             layer.settle(is_kept)
         self.anchors.copy_(torch.where(is_kept, self._reached, self.anchors))
 

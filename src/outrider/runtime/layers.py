@@ -132,17 +132,30 @@ class Plan:
     Attributes:
         capacity: L.
         places: where its tokens go, in the flattened [B * (L+1)] block.
+        is_padding: which they are. [B, T]
         view_len: it sees the places 0 .. view_len-1.
         windows: if layers have some.
-        sums: if only finite numbers may be written: of each store, the sum of the numbers that each token was to write,
-            which tells whether all of them are finite. [B, T] each
+        sums: if only finite numbers may be kept: over the numbers of each token, which tell whether all of them are
+            finite. [B, T] each
     """
 
     capacity: int
     places: Tensor
+    is_padding: Tensor
     view_len: int = 0
     windows: Windows | None = None
     sums: list[Tensor] | None = None
+
+    def kept(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Numbers of tokens, with zeros for those that are not finite, if only finite ones may be kept.
+
+        Args:
+            dims: all but those of rows and tokens.
+        """
+        if self.sums is None:
+            return values
+        self.sums.append(values.sum(dim=dims, dtype=torch.promote_types(values.dtype, torch.float32)))
+        return values.nan_to_num(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +213,8 @@ class SlotLayer(CacheLayerMixin):
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:
-        if self._plan.sums is not None:
-            # Even a masked place takes part in 0 * value, so a NaN would reach tokens before it.
-            self._plan.sums.append(states.sum(dim=(1, 3), dtype=torch.promote_types(states.dtype, torch.float32)))
-            states = states.nan_to_num(0.0, 0.0, 0.0)
+        # Even a masked place takes part in 0 * value, so a NaN would reach tokens before it.
+        states = self._plan.kept(states, (1, 3))
         places = self._plan.places.to(store.device)
         store.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
         return store[:, : self._plan.view_len].transpose(1, 2)  # [B, H, view_len, D]
@@ -283,6 +294,7 @@ class WindowLayer(LinearAttentionLayer):
         """
         windows, (shape, store) = self._plan.windows, self._states[state_idx]
         assert windows is not None
+        conv_states = self._plan.kept(conv_states, (1,))
         num_seen = shape.width + conv_states.shape[-1]
         seen = windows.seen[:, -num_seen:].to(store.device)
         inputs = store.flatten(0, 1).index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2)

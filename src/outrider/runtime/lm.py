@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,10 @@ from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.captured import Captured
 from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution, Step
+from outrider.runtime.hidden_states import noted_states
 from outrider.runtime.layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.maker import Maker
-from outrider.runtime.stepping import token_by_token
+from outrider.runtime.mixers import noted, token_by_token, with_finite_numbers
 from outrider.runtime.visibility import Visibility
 
 PREFILL_TOKENS = 1024
@@ -92,6 +93,7 @@ class LM:
                 f"{self.name} cannot be compiled: it has recurrent states, whose programs take many minutes to compile "
                 "(leave out --compile: it then runs eagerly)"
             )
+        self.mixers  # noqa: B018 - a forward to find them would be recorded with a step
         lm = copy.copy(self)  # with what was found out about the model
         lm.execution = Captured() if self.device.type == "cuda" else Compiled(waits=waits, maker=maker)
         return lm
@@ -126,6 +128,19 @@ class LM:
     def has_states(self) -> bool:
         """Whether layers keep states that wait at an anchor."""
         return any(not state.width for shape in self.layer_shapes for state in shape.states)
+
+    @cached_property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        """The modules that change states which wait at an anchor."""
+        if not self.has_states:
+            return ()
+        whole = copy.copy(self)
+        whole.is_stepped = False
+        cache = SlotCache.empty(self.layer_shapes, 1, 2)
+        columns = torch.arange(2, device=self.device)[None]
+        with self.lock, torch.inference_mode(), noted(self.model, cache.state_layers) as found:
+            whole._feed(torch.zeros_like(columns), columns, cache, 2)
+        return tuple(found)
 
     @cached_property
     def _has_attention(self) -> bool:
@@ -177,9 +192,9 @@ class LM:
             cache: holds all tokens of lower position; this forward adds its own.
             view_len: above every position.
             num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
-            keeps_finite: for tokens that may be rejected. Keys and values that are not finite are written as zeros, so
-                that they spoil neither tokens before them nor those that replace them; the logits after such a token
-                are NaN.
+            keeps_finite: for tokens that may be rejected, or judged apart. Keys, values and what states are made of are
+                zeros where they are not finite, so that they spoil neither tokens before them nor those that replace
+                them; the logits after such a token, and after the others behind it, are NaN.
 
         A model with states starts from the anchors of its cache, and feeds the tokens since then once more. Unless
         ``SlotCache.settle`` follows, the anchors stay where they are.
@@ -245,11 +260,13 @@ class LM:
             logits [B, T, V]; and by the index of the feature, hidden states of all columns
         """
         is_single = self.is_stepped or positions.shape[1] == 1
-        cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite and not self.is_stepped)
+        cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
         # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
-        with self.lock, _hidden_states(self.model, features) as states, ExitStack() as stack:
+        with self.lock, noted_states(self.model, features) as states, ExitStack() as stack:
             if self.is_stepped:
-                stack.enter_context(token_by_token(self.model))
+                stack.enter_context(token_by_token(self.mixers))
+            if keeps_finite:
+                stack.enter_context(with_finite_numbers(self.mixers, (len(ids), ids.shape[1]), cache.kept))
             if columns is not None:
                 # The last product is often the largest: only for what is wanted.
                 wanted, num_logits = columns[:, -num_logits:], 0
@@ -270,9 +287,9 @@ class LM:
         logits: Tensor = output.logits[..., : self.vocab_size]
         broken = cache.find_broken()
         if broken is not None:
-            broken = broken.to(logits.device)
+            broken = broken.to(logits.device).cumsum(dim=1) > 0
             broken = broken[:, -logits.shape[1] :] if columns is None else broken.gather(1, wanted)
-            logits = logits.masked_fill(broken[..., None], torch.nan)
+            logits.masked_fill_(broken[..., None], torch.nan)
         return logits, states
 
     @torch.inference_mode()
@@ -372,30 +389,3 @@ def _advance_step(lm: LM, width: int, view_len: int, cache: SlotCache, lengths: 
 def _take(values: Tensor, columns: Tensor) -> Tensor:
     """Columns of each row: [B, W, D], [B, T] -> [B, T, D]"""
     return values.gather(1, columns[..., None].expand(-1, -1, values.shape[-1]).to(values.device))
-
-
-@contextmanager
-def _hidden_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Fill a dictionary with the inputs of decoder layers while the model runs. The hooks are there for this run only,
-    and are traced and recorded with it."""
-    states: dict[int, Tensor] = {}
-    hooks = []
-
-    def keep(index: int, output: Any) -> None:
-        states[index] = output[0] if isinstance(output, tuple) else output
-
-    if features:
-        decoder = model.get_decoder()
-        for i in set(features):
-            if i == 0:
-                hook = decoder.layers[0].register_forward_pre_hook(
-                    lambda _, args, kwargs: keep(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-                )
-            else:
-                hook = decoder.layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
-            hooks.append(hook)
-    try:
-        yield states
-    finally:
-        for hook in hooks:
-            hook.remove()

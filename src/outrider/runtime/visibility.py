@@ -20,11 +20,13 @@ class Visibility:
         layer_types: of a model, those with attention.
         window: in sliding attention a token sees so many tokens, itself included.
         chunk: in chunked attention it sees those of its own chunk of so many, up to itself.
+        ignored_window: one that models of this type state, and their code does not apply.
     """
 
     layer_types: tuple[str, ...]
     window: int | None
     chunk: int | None
+    ignored_window: int | None = None
 
     @classmethod
     def of(cls, model: Any) -> Visibility:
@@ -32,11 +34,14 @@ class Visibility:
         window: int | None = getattr(config, "sliding_window", None)
         chunk: int | None = getattr(config, "attention_chunk_size", None)
         layer_types = set(getattr(config, "layer_types", None) or ())
+        ignored_window = None
         if not layer_types:
             is_windowed = window is not None and _makes_windows(model)
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
+            if not is_windowed and hasattr(type(config), "sliding_window"):  # not one that is foreign to its type
+                ignored_window = window
         # Layers without attention need no mask: what is fed is padded at its end alone.
-        return cls(tuple(sorted(layer_types & _ATTENDING or {"full_attention"})), window, chunk)
+        return cls(tuple(sorted(layer_types & _ATTENDING or {"full_attention"})), window, chunk, ignored_window)
 
     def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.errors import NumericsError
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
-from outrider.sampling.probs import Settings, to_probs
+from outrider.sampling.probs import Settings, is_finite, to_probs
 
 # The logits of one forward, B x T x V, and with them its columns T. Results derived from them may be several times as
 # large.
@@ -80,6 +81,10 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     Args:
         texts: each at most one token longer than the model's context: the last token is judged, and not fed.
         settings: sampling options that ``Forced.probs`` will be asked for.
+
+    Raises:
+        NumericsError: the model has no distribution for a token to judge. As in plain decoding, that depends on the
+            tokens before it alone.
     """
     device = lm.device
     length = max(len(text.ids) for text in texts)
@@ -92,6 +97,7 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
     num_prompt = torch.tensor([text.num_prompt or text.num_given for text in texts], device=device)[:, None]
     cache = lm.new_cache(len(texts), length)
+    is_spoilt = torch.zeros_like(ends, dtype=torch.bool)
     history = NO_HISTORY
     for one in settings:
         history = one.with_room(history, len(texts), lm.vocab_size)
@@ -104,8 +110,14 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
         has_any = bool(is_judged.any())
         view_len = lm.view_len(min(begin + width, length), cache)
         positions = torch.where(columns < ends, columns, -1)
-        logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1)
+        logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1, keeps_finite=True)
         cache.settle(ends[:, 0])
+        is_bad = is_judged & (is_spoilt | ~is_finite(logits))
+        if has_any and bool(is_bad.any()):
+            raise NumericsError.at(lm.name, begin + 1 + int(is_bad.any(dim=0).nonzero()[0]))
+        broken = cache.find_broken()
+        if broken is not None:  # zeros are kept in their place, so the texts go on as if nothing were wrong
+            is_spoilt |= broken.any(dim=1, keepdim=True)
         steps = history.along(fed, is_output=columns >= num_prompt).map(lambda values: values[:, 1:])
         history = steps.map(lambda values: values[:, -1])
         if has_any:

@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from outrider.errors import NumericsError
 from outrider.records import TokenLogprob
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import wide
@@ -28,8 +27,6 @@ def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Gener
     """
     for forced in force(target, [Text(token_ids)]):
         logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]
-        if bool(logprobs.isnan().any()):
-            raise NumericsError(f"{target.name} gave NaN or infinite logits for a token of the prompt")
         chosen = logprobs.gather(-1, forced.ids[:, None]).squeeze(-1).tolist()
         top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
