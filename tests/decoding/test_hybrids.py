@@ -395,9 +395,9 @@ def test_a_place_does_not_depend_on_later_tokens(name: str) -> None:
     def logits(ids: Sequence[Sequence[int]], first: int, num_committed: int) -> list[Tensor]:
         positions = torch.arange(first, first + len(ids[0])).expand(2, -1)
         given = torch.tensor(ids), positions
-        found = [lm.forward(*given, cache, 64, keeps_finite=True) for lm, cache in zip(lms, caches, strict=True)]
-        for cache in caches:
-            cache.settle(torch.tensor([num_committed] * 2))
+        found = [lm.forward(*given, own, 64, keeps_finite=True) for lm, own in zip(lms, caches, strict=True)]
+        for own in caches:
+            own.settle(torch.tensor([num_committed] * 2))
         return found
 
     def assert_equal(got: Tensor, want: Tensor) -> None:
