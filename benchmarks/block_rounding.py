@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from outrider.api import load
-from outrider.evals.prompts import PROMPTS
 from outrider.runtime.lm import LM
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _BLOCK = 5
 

@@ -33,10 +33,10 @@ from outrider.certify.design import num_tests
 from outrider.certify.job import Job
 from outrider.certify.run import certify, fly
 from outrider.decoder import Decoder
-from outrider.evals.prompts import PROMPTS
 from outrider.options import Sampling
 from outrider.sampling.rules import REJECTION, RULES
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 DRAFTS = ("fable-draft", "ngram")
 TEMPERATURES = (0.0, 0.5, 1.0, 1.5)

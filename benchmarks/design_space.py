@@ -29,13 +29,13 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import ArmSummary, interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 from outrider.distill.data import hold_out_written, read_sequences
-from outrider.evals.prompts import PROMPTS
 from outrider.models.placement import Placement
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 # layers, width, feed-forward: 1.82 to 1.86 million parameters each, with the tokens of fable.
 SHAPES = ((28, 64, 208), (6, 128, 400), (2, 192, 640), (1, 256, 704))

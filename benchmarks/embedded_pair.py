@@ -18,8 +18,8 @@ from rich.console import Console
 from outrider.api import load, load_drafter
 from outrider.bench.report import summarise, table
 from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.evals.prompts import PROMPTS
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 
 def main() -> None:

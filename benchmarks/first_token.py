@@ -22,8 +22,8 @@ import time
 import torch
 
 from outrider.api import load
+from outrider.compile.service import Maker
 from outrider.decoder import Decoder
-from outrider.runtime.maker import Maker
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 

@@ -36,12 +36,12 @@ from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.decoder import Decoder
 from outrider.errors import CompileError
-from outrider.evals.prompts import PROMPTS, WARM_UP
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS, WARM_UP
 
 _K = 4
 _SOURCE, _EMBEDDED_DRAFT = "fable", "fable-draft"

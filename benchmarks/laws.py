@@ -29,13 +29,13 @@ from peer_arms.llama_cpp import llama_cpp_arms
 from outrider.api import load, load_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
-from outrider.evals.prompts import PROMPTS
 from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Law
 from outrider.models.registry import resolve
 from outrider.replay.record import header_of, record_batch
 from outrider.stats.counts import RoundCounts
 from outrider.stats.intervals import Interval, ratio_of_sums
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _KS = (1, 2, 4, 8)
 _BLOCK = Law("block", "Outrider's default rule", "block")

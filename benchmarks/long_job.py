@@ -31,8 +31,8 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.bench.report import new_table
-from outrider.evals.prompts import PROMPTS
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _MOST_TOKENS = 4
 

@@ -33,9 +33,9 @@ from rich.console import Console
 
 from outrider.api import load
 from outrider.bench.report import new_table
-from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _LEVEL = 1e-3
 

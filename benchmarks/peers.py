@@ -66,11 +66,11 @@ from rich.console import Console
 
 from outrider.api import load
 from outrider.bench.report import interval_text, new_table
-from outrider.evals.prompts import PROMPTS
 from outrider.options import DEFAULT_ACCEPTANCE
 from outrider.sampling.rules import RULES
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next
 _NUM_PILOTS = 2  # prompts

@@ -27,10 +27,10 @@ from rich.console import Console
 from outrider.api import load, load_drafter
 from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.evals.prompts import PROMPTS
 from outrider.models.placement import Placement
 from outrider.models.quantize import num_bytes
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _FORMS = {
     "float32, plain": Placement(dtype="float32", store="plain"),

@@ -25,9 +25,9 @@ from rich.console import Console
 from outrider.api import load
 from outrider.bench.report import interval_text, new_table
 from outrider.decoder import Decoder
-from outrider.evals.prompts import PROMPTS
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _SHORTEST, _LONGEST = 8, 256
 

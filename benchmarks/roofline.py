@@ -34,11 +34,11 @@ from outrider.api import load
 from outrider.bench.report import new_table
 from outrider.bench.run import Arm, Case, interleave
 from outrider.drafters.model import ModelDrafter
-from outrider.evals.prompts import PROMPTS
 from outrider.records import Chunk, Timing
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _LARGE_BUFFER_BYTES = 2**28  # far beyond the caches
 _MATRIX_SIZE = 1024

@@ -37,9 +37,9 @@ import httpx
 from rich.console import Console
 
 from outrider.bench.report import new_table
-from outrider.evals.prompts import PROMPTS
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _NUM_TOKENS = (64, 16, 112, 48, 80, 32, 96)  # of the requests, in turn
 _CONTEXT, _SLOTS, _K = 192, 8, 4

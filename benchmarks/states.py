@@ -26,15 +26,15 @@ from rich.console import Console
 from outrider.api import load
 from outrider.bench.report import new_table
 from outrider.decoder import Decoder
-from outrider.decoding.costs import measure_round_costs
+from outrider.decoding.measured_costs import measure_round_costs
 from outrider.drafters.base import NoDrafter
-from outrider.evals.prompts import PROMPTS
 from outrider.runtime import cache as cache_module
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import STRIDE
 from outrider.sampling.rules import RULES
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _STRIDES, _KS = (1, 2, 4, 8, 16), (2, 4, 8)
 _NUM_TOKENS, _NUM_PROMPTS = 96, 6

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outrider.bench.report import new_table
-from outrider.runtime.thin_kernel import into
+from outrider.kernels.library import into
 from outrider.system.provenance import provenance
 
 _LAYER = [(768, 768)] * 4 + [(2304, 768)] * 2 + [(768, 2304)]  # [O, I]

@@ -22,11 +22,11 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import ArmSummary, interval_text, summarise, table
 from outrider.bench.run import Arm, Case, Measurement, arms_by_k, interleave, warm_up
 from outrider.cli.shared.options import parse_k
-from outrider.evals.prompts import PROMPTS
 from outrider.models.placement import Placement
 from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval, paired_ratio
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 import toys
+from outrider.compile.compiled import Compiled
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.runtime.compiled import Compiled
 from outrider.runtime.lm import LM
 
 _FILE = Path(__file__).parents[1] / "benchmarks" / "tiny_models.py"

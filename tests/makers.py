@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.compile.program_cache import Made
+from outrider.compile.service import Maker, Order
+from outrider.compile.worker import Job
 from outrider.errors import CompileError
 from outrider.runtime.execution import Call
-from outrider.runtime.maker import Maker, Order
-from outrider.runtime.making import Job
-from outrider.runtime.programs import Made
 
 
 class Recalled:

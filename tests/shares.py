@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM
 from outrider.api import load
 from outrider.certify import run as certifying
 from outrider.certify.controls import CONTROLS
+from outrider.compile.cuda_graphs import Captured
 from outrider.decoder import Decoder
-from outrider.decoding import kept_costs
+from outrider.decoding import cost_cache as kept_costs
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, OutriderError
 from outrider.models.loading import weights_checksum
 from outrider.models.quantize import num_bytes
 from outrider.options import Sampling
-from outrider.runtime.captured import Captured
 from outrider.sampling.rules import RULES
 from outrider.system.ranks import Ranks, join
 

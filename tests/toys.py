@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.compile.compiled import Compiled
+from outrider.compile.cuda_graphs import Captured
+from outrider.decoding.acceptance_estimates import Learned
 from outrider.decoding.batch import Row
-from outrider.decoding.costs import Measured
+from outrider.decoding.cost_model import LiveCosts
 from outrider.decoding.engine import decode
-from outrider.decoding.learned import Learned
-from outrider.decoding.live_costs import LiveCosts
+from outrider.decoding.measured_costs import Measured
 from outrider.decoding.schedule import AdaptiveSchedule, Schedule
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.records import FinishReason, Request, RowRound, Stats
-from outrider.runtime.captured import Captured
-from outrider.runtime.compiled import Compiled
 from outrider.runtime.execution import Eager, Execution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from outrider.compile.service import Maker
 from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine, decode
-from outrider.decoding.experience import Experience
+from outrider.decoding.pair_state import Experience
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
-from outrider.jobs import Job, check_names, chunk_of, chunks_of, completion_of, row_options, seed_of
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -27,8 +27,8 @@ from outrider.options import (
     check_num_slots,
 )
 from outrider.records import Chunk, Completion, Constraint, Request, Round, Timing
+from outrider.request_state import Job, check_names, chunk_of, chunks_of, completion_of, row_options, seed_of
 from outrider.runtime.lm import LM
-from outrider.runtime.maker import Maker
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.ranks import here
 from outrider.text.prompts import check_ids, check_padding, is_chat, prompts_of

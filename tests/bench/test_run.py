@@ -21,10 +21,10 @@ from outrider.bench.run import (
     race,
     warm_up,
 )
+from outrider.compile.cuda_graphs import Captured
 from outrider.drafters.model import ModelDrafter
-from outrider.evals.prompts import PROMPTS, WARM_UP
 from outrider.records import Chunk, Stats, Timing
-from outrider.runtime.captured import Captured
+from outrider.text.example_prompts import PROMPTS, WARM_UP
 from pairs import embedded
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}

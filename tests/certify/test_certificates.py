@@ -20,13 +20,13 @@ from outrider.certify.divergence import plain_batches
 from outrider.certify.job import Job
 from outrider.certify.observed import Observed
 from outrider.certify.run import Pilot, Sample, certify, check_greedily, fly, plain_texts
+from outrider.compile.cuda_graphs import Captured
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
-from outrider.runtime.captured import Captured
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
 from outrider.stats.evidence import detectable

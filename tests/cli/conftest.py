@@ -43,7 +43,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
-    for name in ("outrider.decoding", "outrider.runtime.maker"):  # commands tell of them on standard error
+    for name in ("outrider.decoding", "outrider.compile.service"):  # commands tell of them on standard error
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 

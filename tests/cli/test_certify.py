@@ -74,7 +74,7 @@ def test_what_was_asked_for_is_asked_for_again(
     up: where a draft is dear there are few drafts, and a mistake in how they are judged would not be found out.)"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made_up = {k: 1 + 0.1 * k for k in Eager.favoured_k}
-    monkeypatch.setattr("outrider.decoding.kept_costs.measure_round_costs", lambda *_: measured(made_up))
+    monkeypatch.setattr("outrider.decoding.cost_cache.measure_round_costs", lambda *_: measured(made_up))
     file = tmp_path / "certificate.json"
     arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 24, "-k", "auto", "--acceptance", "gumbel"
     assert outrider("certify", *arguments, "--json", file).code == 0

@@ -6,7 +6,7 @@ import pytest
 
 from commands import Outrider, only_document
 from makers import OnCall, Refuses
-from outrider.runtime import maker as maker_module
+from outrider.compile import service as maker_module
 
 
 class AtOnce(OnCall):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.decoding import kept_costs as kept_module
+from outrider.decoding import cost_cache as kept_module
 from outrider.sampling.rules import RULES
 from toys import measured, table_pair
 

@@ -99,7 +99,7 @@ def test_measured_here(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.cli.commands.export._NUM_TOKENS", 8)
     monkeypatch.setattr("outrider.cli.commands.export._NUM_PASSES", 1)
     monkeypatch.setattr("outrider.cli.commands.export._ROWS", (1, 3))
-    monkeypatch.setattr("outrider.evals.prompts.PROMPTS", ("Once upon a time", "The king"))
+    monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", ("Once upon a time", "The king"))
     monkeypatch.setattr("outrider.export.laws.KS", (1, 2))
     ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--measure", "--json", "-")
     document = only_document(ended.out, "export")

@@ -13,7 +13,7 @@ from rich.console import Console
 from commands import Outrider, only_document
 from outrider.cli.commands import generate as command
 from outrider.cli.shared.output import json_text
-from outrider.text import rehearsal
+from outrider.text import constraint_check
 from pairs import embedded
 
 PROMPT = "Once upon a time there was a miller"
@@ -90,7 +90,7 @@ def test_a_constraint_that_takes_too_long_to_read(
     outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is refused in one line, in a file of prompts too."""
-    monkeypatch.setattr(rehearsal, "_MOST_CPU_S", 1)
+    monkeypatch.setattr(constraint_check, "_MOST_CPU_S", 1)
     schema = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Once", "json_schema": schema}))

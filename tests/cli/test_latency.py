@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.evals.prompts import PROMPTS
+from outrider.text.example_prompts import PROMPTS
 
 QUICK = ("-n", "4", "-k", "1-2")
 
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.evals.prompts.PROMPTS", PROMPTS[:3])
+    monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", PROMPTS[:3])
 
 
 def test_the_table(outrider: Outrider) -> None:
@@ -68,7 +68,7 @@ def test_drafts_that_are_no_model_have_no_time_of_their_own(outrider: Outrider) 
 
 
 def test_by_default_k_is_1_to_8_over_15_prompts(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.evals.prompts.PROMPTS", PROMPTS)
+    monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", PROMPTS)
     asked: list[Any] = []
 
     def stop(arms: Any, cases: Any, options: dict[str, Any]) -> None:

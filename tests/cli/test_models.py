@@ -8,7 +8,7 @@ import transformers
 
 from commands import Outrider, only_document
 from outrider.api import load
-from outrider.models import store
+from outrider.models import cpu_weights as store
 from outrider.models.memory import sizes_of
 from outrider.models.quantize import num_bytes
 from outrider.models.registry import known_models, resolve

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.decoding.costs import CostArm
+from outrider.decoding.measured_costs import CostArm
 from outrider.records import Timing
 
 QUICK = "-n", 12, "--context", 8

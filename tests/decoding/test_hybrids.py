@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
+from outrider.compile.cuda_graphs import Captured
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import Drafter, NoDrafter
@@ -21,10 +22,9 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
 from outrider.records import Request
-from outrider.runtime import layers
+from outrider.runtime import cache_layers as layers
 from outrider.runtime.cache import STRIDE, SlotCache
-from outrider.runtime.captured import Captured
-from outrider.runtime.layers import WINDOW
+from outrider.runtime.cache_layers import WINDOW
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text, force

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
+from outrider.compile.cuda_graphs import Captured
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
 from outrider.drafters.base import Altered, Drafter, NoDrafter, Rows
@@ -19,8 +20,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
 from outrider.records import Draft, Request, Round, RowRound, TokenLogprob
-from outrider.runtime.captured import Captured
-from outrider.runtime.clock import Clock
+from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES, Rule
 from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, table_pair, tiny_llama

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from outrider.decoder import Decoder
-from outrider.decoding import costs as costs_module
+from outrider.decoding import measured_costs as costs_module
+from outrider.decoding.acceptance_estimates import Learned
 from outrider.decoding.batch import Row
-from outrider.decoding.costs import CostArm, measure_round_costs, time_rounds
 from outrider.decoding.engine import decode
-from outrider.decoding.learned import Learned
+from outrider.decoding.measured_costs import CostArm, measure_round_costs, time_rounds
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter

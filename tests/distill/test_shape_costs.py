@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.decoding.costs import CostArm
+from outrider.decoding.measured_costs import CostArm
 from outrider.distill.shapes import (
     ShapeCost,
     break_even,

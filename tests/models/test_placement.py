@@ -9,9 +9,9 @@ import torch
 
 import outrider
 from outrider.errors import DeviceError, FileError, OptionError
+from outrider.models.memory_fit import fastest_with_room
 from outrider.models.placement import Placement, device_map_of, max_memory_of
 from outrider.models.registry import ModelSpec, resolve
-from outrider.models.room import fastest_with_room
 from pairs import zoo
 
 
@@ -91,7 +91,7 @@ def test_a_map_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_free(megabytes: float) -> None:
-        monkeypatch.setattr("outrider.models.room.available_bytes", lambda _: int(megabytes * 2**20))
+        monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda _: int(megabytes * 2**20))
 
     with_free(12)
     with pytest.raises(DeviceError) as error:
@@ -136,7 +136,7 @@ def test_a_draft_goes_to_the_fastest_device_with_room(monkeypatch: pytest.Monkey
         "get_device_properties",
         lambda device: SimpleNamespace(memory_clock_rate=clocks[device.index], memory_bus_width=5120),
     )
-    monkeypatch.setattr("outrider.models.room.available_bytes", lambda device: free[device.index])
+    monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda device: free[device.index])
     assert fastest_with_room(2) == torch.device("cuda:0")
     assert fastest_with_room(3) == torch.device("cuda:2")
     assert fastest_with_room(31) is None

@@ -202,7 +202,7 @@ def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(
     assert quantized_share(again.target.model) > 0.8
     states = [getattr(module, "state", None) for module in again.target.model.modules()]
     assert {state.threshold for state in states if state is not None} == {0.0}
-    monkeypatch.setattr("outrider.models.room.available_bytes", lambda _: 2**20)
+    monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda _: 2**20)
     with pytest.raises(DeviceError, match="the weights of .* where 1.0 MiB are free"):
         outrider.load(tmp_path / "model")
 
@@ -243,7 +243,7 @@ def test_gguf_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         outrider.load(tmp_path / "tiny.gguf", quantization="int8")
     read, made = (one.generate([[5, 6, 7]], **options)[0].token_ids for one in (decoder, in_memory))
     assert read == made
-    monkeypatch.setattr("outrider.models.room.available_bytes", lambda _: 2**10)
+    monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda _: 2**10)
     with pytest.raises(DeviceError, match="the weights of .* where 0.0 MiB are free"):
         outrider.load(tmp_path / "tiny.gguf")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.models.store import thin
+from outrider.kernels.library import library
+from outrider.models.cpu_weights import thin
 from outrider.runtime.huge_pages import move_weights
-from outrider.runtime.stored import stored_tensors
-from outrider.runtime.thin_kernel import library
+from outrider.runtime.tensor_parts import stored_tensors
 from toys import tiny_llama
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no such pages")

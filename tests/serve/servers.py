@@ -13,8 +13,8 @@ from openai import OpenAI
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
+from outrider.serve.engine_thread import Worker
 from outrider.serve.server import Server, ServerOptions, listen
-from outrider.serve.worker import Worker
 from pairs import word_tokenizer
 from toys import random_table, table_lm
 

@@ -13,9 +13,10 @@ import httpx
 import pytest
 from servers import LIMIT_S, Running, as_sent, is_free, running, wait_until, words
 
-from outrider.serve import connections, log
+from outrider.serve import connections
+from outrider.serve import log_limit as log
 from outrider.serve.connections import network_of, room_for_connections
-from outrider.serve.log import FewLikeIt
+from outrider.serve.log_limit import FewLikeIt
 
 SHORT = {"prompt": "w1", "max_tokens": 3, "seed": 1}
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}

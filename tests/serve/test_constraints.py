@@ -9,7 +9,7 @@ import psutil
 import pytest
 from servers import LIMIT_S, Running, as_sent, running, wait_until
 
-from outrider.text import rehearsal
+from outrider.text import constraint_check
 from pairs import embedded
 
 SLOW = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
@@ -26,7 +26,7 @@ def server() -> Iterator[Running]:
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> None:
     """From tests before."""
-    rehearsal._verdict.cache_clear()
+    constraint_check._verdict.cache_clear()
 
 
 def num_readings() -> int:
@@ -42,7 +42,7 @@ def num_readings() -> int:
 def without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit ends a reading within the test."""
     for name in ("_MOST_S", "_MOST_CPU_S"):
-        monkeypatch.setattr(rehearsal, name, int(10 * LIMIT_S))
+        monkeypatch.setattr(constraint_check, name, int(10 * LIMIT_S))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/race"])
@@ -65,7 +65,7 @@ def test_ordinary_requests_do_not_wait_for_slow_constraints(server: Running, pat
 
 
 def test_what_cannot_be_read_is_refused_by_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "_MOST_CPU_S", 1)
+    monkeypatch.setattr(constraint_check, "_MOST_CPU_S", 1)
     with server.http() as http:
         for path in ("/v1/completions", "/v1/race"):
             response = http.post(path, json=HOSTILE)
@@ -79,7 +79,7 @@ def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyP
     body = ORDINARY | {"guided_regex": " [a-c]+"}
     with server.http() as http:
         with monkeypatch.context() as patch:
-            patch.setattr(rehearsal, "_MOST_S", 0.0)
+            patch.setattr(constraint_check, "_MOST_S", 0.0)
             response = http.post("/v1/completions", json=body)
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
         http.post("/v1/completions", json=body).raise_for_status()
@@ -98,7 +98,7 @@ def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyP
 )
 def test_bounds(server: Running, field: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond them nothing is read."""
-    monkeypatch.setattr(rehearsal.subprocess, "Popen", None)
+    monkeypatch.setattr(constraint_check.subprocess, "Popen", None)
     with server.http() as http:
         for path in ("/v1/completions", "/v1/race"):
             response = http.post(path, json=ORDINARY | {field: value})

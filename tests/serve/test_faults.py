@@ -22,7 +22,9 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
-from outrider.serve import app, tickets, worker
+from outrider.serve import app
+from outrider.serve import engine_thread as worker
+from outrider.serve import pending as tickets
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
 from toys import random_table, table_lm

@@ -12,7 +12,8 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.serve import app, tickets
+from outrider.serve import app
+from outrider.serve import pending as tickets
 from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 

@@ -12,9 +12,9 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from browsers import browser, complaints
 from outrider.api import load
-from outrider.bench.race_events import race_events
 from outrider.bench.run import Arm, Case
-from outrider.serve.page import recorded_page
+from outrider.race.events import race_events
+from outrider.race.page import recorded_page
 from pairs import broken_model, embedded, word_tokenizer
 
 # All that a lane shows, in text and colour, and what the server sent for it.

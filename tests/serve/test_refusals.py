@@ -15,8 +15,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from servers import Running, running, words
 
 from outrider.serve.fields import check_names
-from outrider.serve.refusal import Refusal
-from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completions
+from outrider.serve.http_errors import Refusal
+from outrider.serve.protocol import Ask, parse_body, parse_chat, parse_completions
 from pairs import embedded, word_tokenizer
 
 _NUM_MALFORMED = 300

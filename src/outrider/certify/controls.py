@@ -18,8 +18,8 @@ from outrider.decoding.verify import verify_step
 from outrider.drafters.base import Altered, Drafter, Rows
 from outrider.records import Draft, Verdict
 from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.execution import Execution, Step
-from outrider.runtime.layers import LayerShape
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import draw

@@ -28,15 +28,15 @@ from typing import Any
 import torch
 
 from outrider.decoding.batch import Batch, Row, final_length, final_room
-from outrider.decoding.host import Started, read, report_of
-from outrider.decoding.prompts import PREFILL_CHUNK, next_forward
+from outrider.decoding.prefill import PREFILL_CHUNK, next_forward
+from outrider.decoding.readback import Started, read, report_of
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.decoding.slots import Slots
 from outrider.decoding.verify import Judged, verify_step
 from outrider.drafters.base import Committed, Drafter, Prefill, padded
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, Timing
-from outrider.runtime.clock import Clock
+from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule

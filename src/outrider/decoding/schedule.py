@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
+from outrider.decoding.acceptance_estimates import PRIOR, Habit, Learned, RowEstimate
 from outrider.decoding.batch import Row
-from outrider.decoding.learned import PRIOR, Habit, Learned, RowEstimate
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
 
@@ -109,10 +109,10 @@ class AdaptiveSchedule:
     """The K with the most expected tokens per second at this load, 0 included. A choice stands for four rounds, and for
     eight if it is the last one again. A round is only noted; it is learned from when K is chosen next.
 
-    Acceptance and costs are those that all rows and rounds have shown, in earlier generations too (learned.py); what a
-    row has shown itself moves its acceptance. From time to time another K is tried for two rounds (``_tried_k``): a
-    draft that does not draft cannot show that it has become useful, nor a K that is never run that it costs less than
-    was measured.
+    Acceptance and costs are those that all rows and rounds have shown, in earlier generations too
+    (acceptance_estimates.py); what a row has shown itself moves its acceptance. From time to time another K is tried
+    for two rounds (``_tried_k``): a draft that does not draft cannot show that it has become useful, nor a K that is
+    never run that it costs less than was measured.
 
     K is chosen before the draft draws, from earlier rounds and texts alone. Their noise has no part in the next round
     or text, so that the law of each is that of a constant K. (Two texts of one seed meet the same noise, which is why

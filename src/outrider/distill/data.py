@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError
-from outrider.evals.prompts import PROMPTS
 from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import read_text, write_whole
+from outrider.text.example_prompts import PROMPTS
 from outrider.text.tokenizer import encode
 
 _PROMPT_LEN = 16  # tokens of the user's text that the target continues
@@ -63,7 +63,7 @@ def write_sequences(
 
     Args:
         decoder: with or without a draft: the output follows the target's law in either case.
-        text: prompts are taken from random places in it; None: the sentences of evals/prompts.py. [N]
+        text: prompts are taken from random places in it; None: the sentences of text/example_prompts.py. [N]
         folder: for the files.
         length: tokens in a sequence, including the prompt.
         share: (i, n): only every n-th file, from the i-th on, for one of n processes.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from outrider.decoding.costs import CostArm, time_rounds
+from outrider.decoding.measured_costs import CostArm, time_rounds
 from outrider.distill.student import Shape, new_draft
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter

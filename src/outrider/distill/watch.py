@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from outrider.decoding.costs import measure_round_costs
+from outrider.decoding.measured_costs import measure_round_costs
 from outrider.distill.recipe import Budget, Recipe
 from outrider.drafters.model import ModelDrafter
 from outrider.models.loading import Checkpoint, build_lm

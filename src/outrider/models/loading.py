@@ -26,8 +26,10 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
+from outrider.models.cpu_weights import kept_type, thin, widened
 from outrider.models.kinds import check_adapter, check_head, check_kind, check_missing, check_multimodal
 from outrider.models.memory import skeleton, weights_bytes
+from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
 from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
@@ -41,11 +43,9 @@ from outrider.models.quantize import (
     without_outliers,
 )
 from outrider.models.registry import ModelSpec
-from outrider.models.room import check_fits, fastest_with_room, forms, room_of, stored_bytes
-from outrider.models.store import kept_type, thin, widened
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
-from outrider.runtime.stored import stored_tensors, whole
+from outrider.runtime.tensor_parts import stored_tensors, whole
 from outrider.system.ranks import here
 from outrider.text.tokenizer import vocab_size
 

@@ -2,7 +2,7 @@
 
 For the list of all models, sizes come from files (configuration and the headers of the weights) or, for models that are
 not on this disk, from what the registry states. For one model, they come from a skeleton of it, made from its
-configuration; bench/predicted_memory.py runs the loop's steps on it.
+configuration; models/predicted_memory.py runs the loop's steps on it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
         parallel: processes that share layers by the model's own plan; the result is for one of them.
     """
     from outrider.models.quantize import group_size_of, linear_bytes, quantizable
-    from outrider.runtime.stored import stored_tensors
+    from outrider.runtime.tensor_parts import stored_tensors
 
     layers = {} if quantization == "none" else quantizable(model)
     group_size = group_size_of(layers, parallel)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
-from outrider.runtime.stored import stored_tensors
+from outrider.runtime.tensor_parts import stored_tensors
 
 # The extras without which Transformers cannot read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {

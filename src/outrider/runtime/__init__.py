@@ -1,1 +1,1 @@
-"""Running a model: forward passes, the key-value cache, and the ways to execute a step."""
+"""Running a model: forward passes, the key-value cache, and the executions of a step."""

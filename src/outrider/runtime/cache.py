@@ -11,8 +11,8 @@ since then once more, and its new tokens behind them. (So the cache remembers th
 The state that it ends with stays only in rows where it consumed committed tokens and nothing else; padding would spoil
 it as well. Then the anchor moves there. Models without states have none of this.
 
-Where all states are inputs of convolutions, these have places as well, which later tokens use again (layers.py). There
-a forward starts where its tokens are, and the anchor is the lowest position from which it may.
+Where all states are inputs of convolutions, these have places as well, which later tokens use again (cache_layers.py).
+There a forward starts where its tokens are, and the anchor is the lowest position from which it may.
 
 This module does not know masks (lm.py) or rounds.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outrider.errors import DeviceError
-from outrider.runtime.layers import WINDOW, LayerShape, Plan, StateLayer, Windows, make_layers
+from outrider.runtime.cache_layers import WINDOW, LayerShape, Plan, StateLayer, Windows, make_layers
 from outrider.system.available import available_bytes, size_text
 
 STRIDE = 8

@@ -2,7 +2,7 @@
 
 A *step* is a pure function (lm, *static, *arguments) -> tensors, where static values are hashable and arguments hold
 tensors: a forward with what is drawn from it, or with the verdict on it. ``Eager`` just calls it; ``Prepared`` is what
-those have in common that make something of it first, once for each static value and shape (compiled.py, captured.py).
+those have in common that make something of it first, once for each static value and shape (outrider.compile).
 
 So that few shapes occur, an execution also says to which sizes lengths and rows are rounded up.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outrider.errors import CompileError
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.layers import LayerShape
+from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.shape_buckets import eager_length, power_of_two, prepared_length
 
 Step = Callable[..., tuple[Tensor, ...]]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from outrider.runtime.stored import stored_tensors
+from outrider.runtime.tensor_parts import stored_tensors
 
 _LOG = logging.getLogger(__name__)
 _PAGE_BYTES = 2 * 2**20

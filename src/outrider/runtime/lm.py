@@ -2,10 +2,10 @@
 
     logits = lm.forward(ids, positions, cache, view_len)
 
-The model itself is Hugging Face's own modelling code. What is added here is the mask (visibility.py), the width of the
-vocabulary, and for models with states the way from the anchors of the cache to the tokens that are fed. How steps are
-run (eager, compiled, captured) is decided by its execution. This module does not know sampling, drafts or text, nor
-where a model comes from.
+The model itself is Hugging Face's own modelling code. What is added here is the mask (attention_mask.py), the width
+of the vocabulary, and for models with states the way from the anchors of the cache to the tokens that are fed. How
+steps are run (eager, compiled, captured) is decided by its execution. This module does not know sampling, drafts or
+text, nor where a model comes from.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.compile.compiled import Compiled
+from outrider.compile.cuda_graphs import Captured
+from outrider.compile.service import Maker
 from outrider.errors import CompileError, OptionError
+from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
-from outrider.runtime.captured import Captured
-from outrider.runtime.compiled import Compiled
+from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.execution import Eager, Execution, Step
 from outrider.runtime.hidden_states import noted_states
-from outrider.runtime.layers import WINDOW, LayerShape, layer_shapes
-from outrider.runtime.maker import Maker
 from outrider.runtime.mixers import noted, token_by_token, with_finite_numbers
-from outrider.runtime.visibility import Visibility
 
 PREFILL_TOKENS = 1024
 """Most tokens of prompts in one forward, all rows together. On the CPU products are at their fastest then, and more

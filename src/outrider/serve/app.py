@@ -28,15 +28,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
+from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve.connections import network_of
-from outrider.serve.generation import Prepared, begin, ended, streamed, until_disconnect, whole
-from outrider.serve.page import HEADERS, PAGE, read_file
+from outrider.serve.engine_thread import Worker
+from outrider.serve.fair_queue import TurnsPool
+from outrider.serve.http_errors import Refusal, refusal_of, unavailable
 from outrider.serve.prepare import Parsed, Preparer
 from outrider.serve.race import Race, choices, parse_race, streamed_race
-from outrider.serve.refusal import Refusal, refusal_of, unavailable
-from outrider.serve.turns import TurnsPool
-from outrider.serve.worker import Worker
-from outrider.text.rehearsal import Reading
+from outrider.serve.streaming import Prepared, begin, ended, streamed, until_disconnect, whole
+from outrider.text.constraint_check import Reading
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20

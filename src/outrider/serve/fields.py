@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.refusal import Refusal
+from outrider.serve.http_errors import Refusal
 from outrider.serve.structured import STRUCTURED
 
 # Fields that pass to ``Sampling`` under their own names.

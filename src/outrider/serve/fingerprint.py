@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outrider.decoder import Decoder
-from outrider.runtime.stored import stored_tensors
+from outrider.runtime.tensor_parts import stored_tensors
 
 _NUM_SAMPLED = 1024  # numbers of each weight
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
-from outrider.jobs import Job
 from outrider.options import CONSTRAINTS
-from outrider.serve.answers import ChatForm, CompletionForm, Form, TokenTexts
+from outrider.request_state import Job
+from outrider.serve.completion_json import ChatForm, CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
-from outrider.serve.generation import Prepared
-from outrider.serve.refusal import Refusal, refusal_of
-from outrider.serve.schemas import Ask, parse_body, parse_chat, parse_completions, parse_messages
-from outrider.text.rehearsal import Reading
+from outrider.serve.http_errors import Refusal, refusal_of
+from outrider.serve.protocol import Ask, parse_body, parse_chat, parse_completions, parse_messages
+from outrider.serve.streaming import Prepared
+from outrider.text.constraint_check import Reading
 from outrider.text.structure import rehearse
 from outrider.text.tokenizer import Prompt, encode
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.api import load_drafter
-from outrider.bench.race_events import race_events
 from outrider.bench.run import Arm, Case
 from outrider.decoder import Decoder
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.race.events import race_events
 from outrider.sampling.rules import RULES
-from outrider.serve.answers import DONE, KEEP_ALIVE, event
+from outrider.serve.completion_json import DONE, KEEP_ALIVE, event
+from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.prepare import Parsed, Preparer, named_refusal
-from outrider.serve.refusal import Refusal, refusal_of
-from outrider.serve.schemas import Ask, parse_body, parse_completions
-from outrider.text.rehearsal import Reading
+from outrider.serve.protocol import Ask, parse_body, parse_completions
+from outrider.text.constraint_check import Reading
 from outrider.text.structure import rehearse
 
 _MOST_K = 16

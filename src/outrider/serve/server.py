@@ -15,12 +15,12 @@ from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.serve.app import App
 from outrider.serve.connections import BACKLOG, Connection
+from outrider.serve.engine_thread import Worker
+from outrider.serve.fair_queue import Turns
+from outrider.serve.http_errors import unavailable
 from outrider.serve.metrics import Metrics
 from outrider.serve.prepare import Preparer
-from outrider.serve.refusal import unavailable
-from outrider.serve.room import Room
-from outrider.serve.turns import Turns
-from outrider.serve.worker import Worker
+from outrider.serve.quota import Room
 
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.refusal import Refusal
+from outrider.serve.http_errors import Refusal
 
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 # SGLang's names (whose EBNF is the GBNF of xgrammar), and llama.cpp's.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import CONSTRAINTS, Sampling
-from outrider.text.rehearsal import Reading
+from outrider.text.constraint_check import Reading
 
 # Between the parts of JSON. llguidance itself allows any amount, with which small models fill the text to its limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}

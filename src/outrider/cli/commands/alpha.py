@@ -44,9 +44,9 @@ def alpha(
 
     from outrider.bench.plots import check_plot_file, plot_alpha
     from outrider.bench.report import interval_text, new_table
-    from outrider.evals.prompts import PROMPTS
     from outrider.scoring.alpha import measure_alpha, sampling_grid
     from outrider.scoring.teacher_forcing import Text
+    from outrider.text.example_prompts import PROMPTS
     from outrider.text.tokenizer import encode
 
     if plot is not None:

@@ -192,7 +192,7 @@ def job_of(
     from dataclasses import replace
 
     from outrider.certify.job import Job
-    from outrider.evals.prompts import PROMPTS
+    from outrider.text.example_prompts import PROMPTS
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)

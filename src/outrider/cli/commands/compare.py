@@ -78,9 +78,9 @@ def compare(
     if html is not None:
         check_writable(html)
 
-    from outrider.bench.race_events import RaceTeller
     from outrider.bench.report import summarise
     from outrider.bench.run import Case, interleave, warm_up
+    from outrider.race.events import RaceTeller
 
     num_arms = 1 + len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
@@ -103,7 +103,7 @@ def compare(
     if not summaries:
         raise typer.Exit(130)
     if html is not None:
-        from outrider.serve.page import recorded_page
+        from outrider.race.page import recorded_page
 
         write_text(html, recorded_page([teller.start(), *rounds, teller.end(summaries)]))
     checks = _check_same_model(pair, [*shown, *measurements], decoder)

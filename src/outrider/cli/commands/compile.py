@@ -16,8 +16,8 @@ from outrider.errors import CompileError, OptionError
 from outrider.options import Sampling, check_num_slots
 
 if TYPE_CHECKING:
+    from outrider.compile.service import Order
     from outrider.decoder import Decoder
-    from outrider.runtime.maker import Order
 
 _MOST_PROCESSES = 4  # each holds about a gigabyte
 
@@ -77,9 +77,9 @@ def _compile(
     """Make the programs; and where K is to be chosen by costs, measure these. Returns the K, and the programs."""
     import torch
 
-    from outrider.decoding.kept_costs import costs_by_load
-    from outrider.decoding.rehearsal import rehearse
-    from outrider.runtime.maker import Maker
+    from outrider.compile.service import Maker
+    from outrider.decoding.cost_cache import costs_by_load
+    from outrider.decoding.warm_up import rehearse
     from outrider.sampling.rules import RULES
 
     rule = RULES[decoder.acceptance]

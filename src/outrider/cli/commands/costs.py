@@ -15,7 +15,7 @@ from outrider.errors import FileError, OptionError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.decoding.kept_costs import KeptCosts
+    from outrider.decoding.cost_cache import KeptCosts
 
 
 def costs(
@@ -28,7 +28,7 @@ def costs(
 
     They are measured before the first run of a pair and kept for 30 days; only for an hour if they are implausible, or
     their times scatter."""
-    from outrider.decoding.kept_costs import kept_costs
+    from outrider.decoding.cost_cache import kept_costs
     from outrider.system.files import cache_folder
 
     check_json_target(json_target)

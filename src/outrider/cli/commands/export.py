@@ -161,15 +161,15 @@ def _judge(
     """tau under each of the engine's laws, as far as there are texts; and where all that comes from."""
     if log is None and not measure:
         return [], None, {}, ""
-    from outrider.decoding.costs import tokens_needed
+    from outrider.decoding.measured_costs import tokens_needed
     from outrider.drafters.model import ModelDrafter
-    from outrider.evals.prompts import PROMPTS
     from outrider.export.laws import KS, by_draft_cost, by_measured_costs
     from outrider.models.memory import sizes_of
     from outrider.replay.log import Log
     from outrider.replay.plan import Setting, measure_costs
     from outrider.replay.replay import load_draft
     from outrider.sampling.rules import REJECTION
+    from outrider.text.example_prompts import PROMPTS
     from outrider.text.tokenizer import fingerprint
 
     specs = described[0].spec, described[1].spec

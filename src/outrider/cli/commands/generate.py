@@ -236,7 +236,7 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     tell_room(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
     if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
-        logging.getLogger("outrider.runtime.maker").setLevel(logging.WARNING)
+        logging.getLogger("outrider.compile.service").setLevel(logging.WARNING)
     chunks: list[Chunk] = []
     stream = decoder.stream(ids, **setup.options)
     try:
@@ -291,7 +291,7 @@ def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
 
 def _tell_missing() -> None:
     """Report how many programs were not there before the text had ended."""
-    from outrider.runtime.maker import shared_maker
+    from outrider.compile.service import shared_maker
 
     maker = shared_maker(False)
     if maker.num_open:

@@ -31,7 +31,7 @@ def latency(
     json_target: JsonOption = None,
 ) -> None:
     """Measure target, drafts and pairs at many K on 15 built-in prompts, in turn, after a warm-up."""
-    from outrider.evals.prompts import PROMPTS
+    from outrider.text.example_prompts import PROMPTS
 
     options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)

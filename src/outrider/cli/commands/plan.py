@@ -105,7 +105,7 @@ def plan(
     if log is not None and prompts is not None:
         raise OptionError("--log", str(log), "leave out --prompts: the log has its own")
 
-    from outrider.decoding.costs import tokens_needed
+    from outrider.decoding.measured_costs import tokens_needed
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
     from outrider.replay.replay import MATCH
     from outrider.sampling.rules import RULES
@@ -194,7 +194,7 @@ def _wholes(name: str, text: str) -> list[int]:
 
 
 def _texts(prompts: Path | None) -> list[str]:
-    from outrider.evals.prompts import PROMPTS
+    from outrider.text.example_prompts import PROMPTS
 
     return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
 

@@ -18,7 +18,7 @@ from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
-    from outrider.serve.worker import Worker
+    from outrider.serve.engine_thread import Worker
 
 _LOG = logging.getLogger("outrider.serve")
 _SERVER = "Server"
@@ -135,11 +135,11 @@ def serve(
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
     try:
-        from outrider.serve.about import about
         from outrider.serve.app import is_loopback
         from outrider.serve.connections import room_for_connections
-        from outrider.serve.log import FewLikeIt
+        from outrider.serve.log_limit import FewLikeIt
         from outrider.serve.server import Server, ServerOptions, listen
+        from outrider.serve.startup_log import about
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
     if not keys and not is_loopback(host):
@@ -147,7 +147,7 @@ def serve(
 
     def load() -> Decoder:
         decoder = pair.load(waits=wait)
-        for handler in logging.getLogger("outrider.runtime.maker").handlers:
+        for handler in logging.getLogger("outrider.compile.service").handlers:
             handler.setFormatter(_LINES)
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 

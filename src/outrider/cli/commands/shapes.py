@@ -47,7 +47,7 @@ def shapes(
 
     from outrider.bench.plots import check_plot_file, plot_shapes
     from outrider.bench.report import new_table
-    from outrider.decoding.costs import tokens_needed
+    from outrider.decoding.measured_costs import tokens_needed
     from outrider.distill.shapes import default_shapes, measure_shapes, num_passes, worth_training
 
     if plot is not None:

@@ -196,7 +196,7 @@ class PairOptions:
         is_long = num_tokens >= _LONG_WORK and pays
         if not (is_long if self.compile is None else self.compile):
             return decoder
-        logger = _tell("outrider.runtime.maker")
+        logger = _tell("outrider.compile.service")
         compiled = decoder.compiled(waits=waits)
         if self.compile is None and waits:
             try:

@@ -100,7 +100,7 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
 
 def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any]) -> PromptLine:
     """A request as it is sent to a server, read as the server reads it."""
-    from outrider.serve.schemas import parse_chat, parse_completions
+    from outrider.serve.protocol import parse_chat, parse_completions
 
     _check_names(where, "a request of a batch", row, _BATCH_FIELDS, frozenset(_BATCH_FIELDS))
     kinds: dict[Any, Callable[[Mapping[str, Any]], Any]] = {
@@ -139,14 +139,14 @@ def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    from outrider.serve.schemas import parse_messages
+    from outrider.serve.protocol import parse_messages
 
     return parse_messages(value)
 
 
 def _parse_as_server(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
     """A value, as the server reads it."""
-    from outrider.serve.refusal import Refusal
+    from outrider.serve.http_errors import Refusal
 
     try:
         return parse(value)

@@ -1,0 +1,1 @@
+"""Programs compiled ahead of time and CUDA graphs: made, kept and run."""

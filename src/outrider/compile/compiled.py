@@ -1,0 +1,51 @@
+"""Compiled: steps as programs for the CPU.
+
+A program is compiled ahead of time from the model's own code. It has no guards to check and no Python inside; and it
+shares the weights of the model in memory. Another process makes it (service.py, worker.py), and it is kept on disk
+(program_cache.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from outrider.compile.service import Maker, shared_maker
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.execution import Call, Prepared, Program
+
+
+class Compiled(Prepared):
+    """Runs steps as programs compiled ahead of time. Making one takes half a minute, or some milliseconds if it is
+    found on disk."""
+
+    name = "compiled"
+    favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
+    lookahead = 0
+
+    def __init__(self, *, waits: bool = True, maker: Maker | None = None) -> None:
+        super().__init__(waits=waits)
+        self._maker = maker or shared_maker(waits)
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        return SlotCache.allocate(shapes, num_rows, capacity)
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # each run makes results of its own
+
+    def _key_of(self, stores: Sequence[Tensor]) -> None:
+        return None  # they are inputs of the program
+
+    def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
+        return self._maker.order(call, is_urgent=is_urgent).program
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return self._maker.room()
+
+    def _hurry(self, program: Future[Program]) -> None:
+        self._maker.hurry(program)

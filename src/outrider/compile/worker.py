@@ -1,0 +1,219 @@
+"""The process that makes programs: calls come in (``Job``), compiled graphs go out (``Made``).
+
+torch.export traces the model's own code, and Inductor compiles the graph ahead of time. What it makes is kept on disk
+under a hash of the graph, so that it can never be stale; two processes that want the same make it once.
+
+It ends with the process that started it, at once and with all compilers that it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from outrider.compile.pickling import MAX_INLINED, code_of, unpack, weights_of
+from outrider.compile.program_cache import Made, keep_package, package_of
+from outrider.compile.rotary import constant_frequencies
+from outrider.errors import CompileError
+from outrider.kernels.toolchain import compiler, processor
+from outrider.runtime.execution import Call
+from outrider.system.file_lock import alone
+from outrider.system.files import cache_folder
+
+_FEW_NUMBERS = 2**15  # a loop over fewer takes less time than to share it among threads
+_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program to be made.
+
+    Attributes:
+        packed: the call.
+        code: ``code_of`` the model where it runs.
+        num_threads: of torch where it runs.
+    """
+
+    packed: bytes
+    code: str
+    num_threads: int
+
+
+def serve(number: int) -> None:
+    """Make one program after the other. A ``Made`` is sent back for each, or the reason why there is none.
+
+    Args:
+        number: of the open file of a connection.
+    """
+    connection = Connection(number)
+    jobs: SimpleQueue[Job] = SimpleQueue()
+
+    def receive() -> None:
+        try:
+            while True:
+                jobs.put(connection.recv())
+        except (EOFError, OSError):
+            # Compilers of C++ are of this group, too, and take away what they have half written.
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(1.0)
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        job = jobs.get()
+        try:
+            answer: Made | str = make(job)
+        except Exception as error:  # what arbitrary models and compilers may raise has no common type
+            answer = reason_of(error)
+        connection.send(answer)
+
+
+def reason_of(error: Exception) -> str:
+    """Why there is no program."""
+    kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:300]
+
+
+def make(job: Job) -> Made:
+    """Trace and compile; or take it from disk, in order and nobody else's."""
+    from outrider.kernels.library import check_threads
+
+    check_threads(job.num_threads)
+    call = unpack(job.packed)
+    if code_of(call.lm.model) != job.code:
+        raise TypeError("the code of its modules is not that of their files: it was changed while it ran")
+    torch.set_num_threads(job.num_threads)  # traced code may ask for it
+    num_threads = _num_threads(call.lm.model)
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        "cpp.threads": num_threads,
+        "cpp.enable_floating_point_contract_flag": "fast",
+        **_thin_options(num_threads),
+    }
+    weights = weights_of(call.lm.model)
+    _set_attention(call.lm, num_threads)
+    with constant_frequencies(call.lm.model):
+        exported = _trace(_Traced(call), call.tensors, call.stores)
+    check_constants(exported.constants, weights)
+    name = _digest(exported, {**weights, **exported.constants}, options)
+    constants = io.BytesIO()
+    torch.save({key: value for key, value in exported.constants.items() if key not in weights}, constants)
+    with alone(cache_folder("locks") / name):  # others wait for what this process makes
+        package = package_of(name)
+        if package is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "program.pt2"
+                _compile(exported, options, path)
+                package = path.read_bytes()
+            keep_package(name, package)
+    return Made(name, package, constants.getvalue())
+
+
+class _Traced(nn.Module):
+    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.model = call.lm.model
+        self._call = call
+
+    def forward(self, tensors: list[Tensor], stores: list[Tensor]) -> tuple[Tensor, ...]:
+        return self._call.on(tensors, stores)
+
+
+def check_constants(constants: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """A tensor that is neither parameter nor buffer goes with the program, with its values. There are none here if it
+    shares memory with a weight.
+
+    Raises:
+        TypeError
+    """
+    bare = {weight.untyped_storage().data_ptr() for weight in weights.values() if weight.numel() > MAX_INLINED}
+    for name, value in constants.items():
+        if name not in weights and type(value) in (Tensor, nn.Parameter) and value.untyped_storage().data_ptr() in bare:
+            raise TypeError(f"the tensor {name} shares memory with a weight, and is neither parameter nor buffer")
+
+
+def _thin_options(num_threads: int) -> dict[str, Any]:
+    from outrider.kernels.attention import ATTENTION, ATTENTION_SHIM
+    from outrider.kernels.inductor_pass import KERNEL, MAX_SUMS, ThinProducts
+    from outrider.kernels.library import SHIM, library
+
+    has_kernel = library() is not None
+    return {
+        "post_grad_custom_pre_pass": ThinProducts(num_threads if has_kernel else None),
+        "cpp.max_horizontal_fusion_size": MAX_SUMS,
+        "cpp.min_chunk_size": max(1, _FEW_NUMBERS // num_threads),
+        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], ATTENTION: [ATTENTION_SHIM]},
+    }
+
+
+def _set_attention(lm: Any, num_threads: int) -> None:
+    """Our kernel in the place of torch's, where it is for the same types. Other attention is written out, and is
+    compiled into the loops around it."""
+    from outrider.kernels.attention import KEY_DTYPES, register
+    from outrider.kernels.library import library
+
+    has_kernel = lm.model.config._attn_implementation == "sdpa" and lm.dtype in KEY_DTYPES and library() is not None
+    lm.model.set_attn_implementation(register(num_threads) if has_kernel else "eager")
+
+
+def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
+    """A hash of all that the compiled code follows from."""
+    digest = hashlib.sha256()
+    settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
+    digest.update(repr((torch.__version__, processor(), compiler(), settings)).encode())
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                value = node.meta.get("val")
+                kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+                digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
+    digest.update(repr(exported.graph_signature).encode())
+    # Inductor writes the values of very small tensors into the code, and treats tensors that share memory as one.
+    first_names: dict[Any, str] = {}
+    for name, value in constants.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            numbers = value.tolist() if value.numel() <= MAX_INLINED else None
+            digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
+    return digest.hexdigest()
+
+
+def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    with _as_torch_compiles():
+        return torch.export.export(module, tuple(list(tensors) for tensors in inputs), strict=False)
+
+
+def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], path: Path) -> None:
+    with _as_torch_compiles():
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+@contextmanager
+def _as_torch_compiles() -> Iterator[None]:
+    """Without gradients, and without torch's warnings about itself."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _num_threads(model: nn.Module) -> int:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return int(max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD)))

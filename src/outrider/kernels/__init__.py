@@ -1,0 +1,1 @@
+"""Products of few rows, attention of few queries and narrow weights, compiled for this processor."""

@@ -1,0 +1,102 @@
+"""Attention of few queries in programs for the CPU: the kernel of attention.cpp, in the place of PyTorch's
+scaled-dot-product attention.
+
+Hugging Face's modelling code asks for its attention function by name. While a step is traced, models that use ``sdpa``
+get one that calls the kernel, with the same meaning of all arguments. Models with an attention of their own (soft caps,
+sinks), and calls that are not of the kernel's types, do without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from outrider.kernels.library import library
+
+# As programs see it.
+ATTENTION_SHIM = (
+    "AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorHandle key, "
+    "AtenTensorHandle value, AtenTensorHandle mask, double scale, int64_t num_threads, AtenTensorHandle* result)"
+)
+KEY_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@torch.library.custom_op("outrider::thin_attention", mutates_args=())
+def thin_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_threads: int) -> Tensor:
+    """softmax(scale * query key' + mask) value, where consecutive heads share keys and values.
+
+    Args:
+        query: float32. [B, H, T, D]
+        key, value: of one type among KEY_DTYPES; G divides H. [B, G, L, D], [B, G, L, E]
+        mask: float32, to be added. [B or 1, H or 1, T, L]
+
+    Returns:
+        float32, summed in float32; zeros where a query may look nowhere. [B, T, H, E]
+    """
+    kernel = library()
+    assert kernel is not None and query.dtype == mask.dtype == torch.float32 and key.dtype == value.dtype in KEY_DTYPES
+    num_rows, num_heads, num_queries, width = query.shape
+    _, num_groups, num_places, value_width = value.shape
+    out = query.new_empty(num_rows, num_queries, num_heads, value_width)
+    mask = mask.expand(num_rows, num_heads, num_queries, num_places)
+    tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value, mask)]
+    arguments: list[Any] = []
+    for tensor in tensors:
+        arguments += [ctypes.c_void_p(tensor.data_ptr()), (ctypes.c_int64 * 3)(*tensor.stride()[:3])]
+    shape = num_rows, num_heads, num_groups, num_queries, num_places, width, value_width
+    kernel.outrider_thin_attention(
+        (ctypes.c_int64 * len(shape))(*shape),
+        *arguments,
+        ctypes.c_int64(8 * key.itemsize),
+        ctypes.c_float(scale),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(num_threads),
+    )
+    return out
+
+
+@thin_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_threads: int) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+ATTENTION = torch.ops.outrider.thin_attention.default
+
+
+def register(num_threads: int) -> str:
+    """The name under which models find the kernel's attention function."""
+    name = f"outrider_{num_threads}"
+    AttentionInterface.register(name, partial(_attention, num_threads))
+    return name
+
+
+def _attention(
+    num_threads: int,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As ``sdpa_attention_forward``: [B, H, T, D] -> [B, T, H, D]"""
+    is_known = query.dtype == key.dtype == value.dtype in KEY_DTYPES and query.shape[1] % key.shape[1] == 0
+    if not is_known or attention_mask is None or dropout or others.get("position_bias") is not None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return found
+    mask = attention_mask
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    result: Tensor = ATTENTION(query.float(), key, value, mask.float(), scale, num_threads)
+    return result.to(query.dtype), None

@@ -1,0 +1,139 @@
+"""The kernel of few_row_matmul.cpp as an operator: compiled for this processor when it is first needed.
+
+Programs compiled ahead of time call it by its name in the library, which is loaded for all of the process. It is kept
+on disk like them, under a hash of its source, of the compiler and of the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+from outrider.errors import CompileError
+from outrider.kernels.toolchain import compiler, processor
+from outrider.system.file_lock import alone
+from outrider.system.files import cache_folder
+from outrider.system.private import PrivateFolder
+
+_LOG = logging.getLogger(__name__)
+_NAMES = ("few_row_matmul.cpp", "attention.cpp", "threads.cpp", "int8_tiles.h", "vectors.h")
+SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
+# The sources say where to multiply and add in one (vectors.h). Nothing else is contracted, though Inductor's flags may
+# allow it, so that no result depends on a compiler's taste. And the order of exceptions need not be kept.
+FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
+_MOST_BYTES = 2**24  # of kernels on disk
+# As programs see it.
+SHIM = (
+    "AOTITorchError aoti_torch_cpu_thin_products(AtenTensorHandle x, const AtenTensorHandle* weights, "
+    "int64_t num_weights, int64_t num_threads, AtenTensorHandle* result)"
+)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+@torch.library.custom_op("outrider::thin_products", mutates_args=())
+def thin_products(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+    """Products of the same few rows with several matrices, side by side, each read once.
+
+    Args:
+        x: float32. [T, I]
+        weights: of one type among WEIGHT_DTYPES. [O, I] each
+
+    Returns:
+        float32, summed in float32. [T, sum of O]
+    """
+    y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    x, weights = x.contiguous(), [weight.contiguous() for weight in weights]  # named, so that copies outlive the call
+    into(y, x, weights, num_threads)()
+    return y
+
+
+def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Callable[[], None]:
+    """The call of the kernel that writes these products to ``y``. All are contiguous, and must outlive it."""
+    kernel = library()
+    assert kernel is not None and x.dtype == torch.float32 and weights[0].dtype in WEIGHT_DTYPES
+    return partial(
+        kernel.outrider_thin_products,
+        ctypes.c_void_p(x.data_ptr()),
+        *map(ctypes.c_int64, x.shape),
+        (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights)),
+        (ctypes.c_int64 * len(weights))(*(weight.shape[0] for weight in weights)),
+        ctypes.c_int64(len(weights)),
+        ctypes.c_int64(8 * weights[0].itemsize),
+        ctypes.c_void_p(y.data_ptr()),
+        ctypes.c_int64(num_threads),
+    )
+
+
+@thin_products.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, loaded so that programs find their functions; None where they cannot be compiled, for want
+    of a compiler or of a folder that may hold programs."""
+    try:
+        return _library()
+    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
+        _LOG.warning("the kernels for few rows cannot be compiled: %s", str(error).splitlines()[-1])
+        return None
+
+
+def check_threads(num_threads: int) -> None:
+    """Load the kernels for programs of so many threads.
+
+    Raises:
+        CompileError: sums by such programs would be wrong here (threads.cpp).
+    """
+    kernels = library()
+    if num_threads > 1 and kernels is not None and not kernels.outrider_threads_are_numbered():
+        command, *_ = compiler()
+        raise CompileError(
+            f"with several threads its sums would be wrong, since {command} brings another OpenMP than PyTorch has: "
+            "set CXX=g++, or OMP_NUM_THREADS=1"
+        )
+
+
+def _library() -> ctypes.CDLL:
+    sources = [path.read_bytes() for path in SOURCES]
+    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), FLAGS, sources)).encode()).hexdigest()
+    kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
+    # Where several processes start together, the others wait for what the first compiles.
+    with alone(cache_folder("locks") / name), tempfile.TemporaryDirectory() as folder:
+        kept = kernels.read(name)
+        if kept is not None:
+            path = Path(folder) / f"kept-{name}.so"
+            path.write_bytes(kept)
+            try:
+                return _loaded(path)
+            except OSError as error:  # a library that it needs has gone, say
+                _LOG.warning("%s cannot be loaded (%s): compiling it again", kernels.path / name, error)
+        path = Path(folder) / f"{name}.so"
+        _compile(path)
+        loaded = _loaded(path)
+        kernels.keep(name, path.read_bytes())
+        return loaded
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _compile(path: Path) -> None:
+    _LOG.info("compiling the kernels for few rows")
+    options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=FLAGS)
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    CppBuilder(path.stem, sources, options, str(path.parent)).build()

@@ -1,0 +1,175 @@
+"""The memory of a model at work, predicted from its configuration alone: nothing is loaded.
+
+The model is built of fake tensors, which have shapes and types but no numbers. The loop's own steps then run on them: a
+chunk of prefill, and a verify. The most that is alive at a time, beyond weights and cache, is what a step needs. Memory
+within a kernel is not seen; nor is that of the process itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outrider.decoding.verify import verify_step
+from outrider.errors import OptionError
+from outrider.models.cpu_weights import thin
+from outrider.models.loading import context_len
+from outrider.models.memory import skeleton, weights_bytes
+from outrider.records import Draft
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.runtime.shape_buckets import eager_length, prepared_length
+from outrider.sampling.history import NO_HISTORY
+from outrider.sampling.probs import Settings, to_probs
+from outrider.sampling.rules import RULES
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work that memory is predicted for.
+
+    Attributes:
+        context: tokens in each row, prompt and output together.
+        num_rows: rows at a time.
+        k: drafted tokens.
+        is_prepared: compiled or captured, where the length of a cache is a power of two.
+    """
+
+    context: int
+    num_rows: int
+    k: int
+    is_prepared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on each device, or in each process of tensor parallelism.
+
+    Attributes:
+        weights: with buffers and, if quantized, scales.
+        cache: keys and values of all rows, and states.
+        prefill: the most that a forward of prompts needs: it feeds PREFILL_TOKENS at most, of one row or of several.
+        verify: the most that a verify needs: activations, logits, and probabilities of K + 1 tokens in each row. (A
+            graph on a CUDA device takes the same once more, in a pool that all graphs share.) Both are None for models
+            whose forward depends on numbers, as some mixtures of experts do.
+    """
+
+    weights: int
+    cache: int
+    prefill: int | None
+    verify: int | None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + max(self.prefill or 0, self.verify or 0)
+
+
+class Predictor:
+    """Predicts the memory of one model for some work, in any form.
+
+    Args:
+        config: of Hugging Face.
+        dtype: of the arithmetic.
+        kept: the type in which large matrices stay, if they do (see ``kept_type``).
+
+    Raises:
+        OptionError: the context is longer than the model's.
+    """
+
+    def __init__(self, config: Any, work: Work, dtype: torch.dtype, kept: torch.dtype | None = None) -> None:
+        longest = context_len(config)
+        if work.context > longest:
+            raise OptionError("context", work.context, f"this model accepts {longest} tokens")
+        self._dtype = dtype
+        with FakeTensorMode(), torch.inference_mode():
+            self._plain = self._kept = skeleton(config, dtype)
+            if kept is not None:
+                self._kept = skeleton(config, dtype)
+                thin(self._kept, kept)
+            width = config.get_text_config(decoder=True).vocab_size
+            lm = LM(self._kept, name=config.model_type, vocab_size=width, context_len=longest)
+            length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
+            cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
+            self._cache = sum(store.nbytes for store in cache.storage)
+            # As in programs: shapes follow from bounds, since there are no numbers.
+            # One long prompt has the most activations, and many short ones look at the most keys.
+            shapes = {1, min(work.num_rows, PREFILL_TOKENS)}
+            needed = [_most_at_a_time(_prefill(lm, cache.on(cache.storage), n, work.context)) for n in shapes]
+            self._prefill = max((most for most in needed if most is not None), default=None)
+            self._verify = _most_at_a_time(_verify(lm, cache.on(cache.storage), work))
+
+    def memory(self, quantization: str = "none", parallel: int = 1) -> Memory:
+        """In one form.
+
+        Args:
+            quantization: "none", or one of QUANTIZATIONS.
+            parallel: processes that share each layer; the result is for one of them. Its steps are predicted as if it
+                worked alone, since the largest tensors of a step are not shared.
+        """
+        model = self._kept if quantization == "none" and parallel == 1 else self._plain
+        weights = weights_bytes(model, self._dtype, quantization, parallel)
+        return Memory(weights, self._cache // parallel, self._prefill, self._verify)
+
+
+def _prefill(lm: LM, cache: SlotCache, num_rows: int, context: int) -> Callable[[], Any]:
+    """A forward of the last tokens of prompts, in so many rows."""
+    width = min(PREFILL_TOKENS // num_rows, context)
+    positions = torch.arange(context - width, context).expand(num_rows, -1)
+    ids = torch.zeros_like(positions)
+    rows, view_len = cache.rows(0, num_rows), lm.view_len(context, cache)
+    return lambda: lm.forward(ids, positions, rows, view_len, num_logits=1)
+
+
+def _verify(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:
+    rows, k = work.num_rows, work.k
+    rule = RULES["block"]
+    ids = torch.zeros(rows, dtype=torch.long)
+    lengths, k_of_rows = ids + work.context - k - 1, ids + k
+    settings = Settings.neutral(rows, ids.device)
+    q = to_probs(torch.zeros(rows, k, lm.vocab_size, dtype=lm.dtype), settings)
+    draft = Draft(torch.zeros(rows, k, dtype=torch.long), q, k_of_rows)
+    noise = rule.make_noise(ids, lengths, k, lm.vocab_size)
+    view_len = lm.view_len(work.context, cache)
+    arguments = (cache, ids[:, None].expand(-1, 2), lengths, lengths + k + 1, draft, settings, NO_HISTORY, None, noise)
+    return lambda: verify_step(lm, rule, view_len, (), *arguments)
+
+
+def _most_at_a_time(step: Callable[[], Any]) -> int | None:
+    """Bytes of the tensors that the step makes."""
+    try:
+        allocations = _Allocations()
+        with allocations:
+            step()
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return None
+    return allocations.most
+
+
+class _Allocations(TorchDispatchMode):
+    """Adds up the memory that is alive after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:  # no view, not in place
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        return result

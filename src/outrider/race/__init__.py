@@ -1,0 +1,1 @@
+"""The race of plain and speculative decoding: its events and its page."""

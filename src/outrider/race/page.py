@@ -1,0 +1,89 @@
+"""The page on which a race can be watched: its files, and the same page as one file with a recording in it.
+
+Scripts and styles come from the package; the browser enforces it (``content-security-policy``).
+The page writes texts as texts only; the browser enforces that, too (``require-trusted-types-for``).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+_SCRIPTS = ("race.js", "stream.js", "view.js", "main.js")  # each imports only those before it
+PAGE = {"/": "race.html", **{f"/page/{name}": name for name in ("race.css", *_SCRIPTS)}}  # path on the server: file
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_POLICY = {
+    "default-src": "'none'",
+    "img-src": "data:",  # the icon
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+HEADERS = {
+    "content-security-policy": "; ".join(
+        f"{name} {value}"
+        for name, value in {
+            **_POLICY,
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "connect-src": "'self'",
+            "frame-ancestors": "'none'",
+        }.items()
+    ),
+    "cache-control": "no-cache",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
+    """One file that shows a race again, and fetches nothing.
+
+    Args:
+        events: see outrider.race.events.
+    """
+    _, style = read_file("race.css")
+    script = "\n".join(_without_modules(read_file(name)[1]) for name in _SCRIPTS)
+    policy = {**_POLICY, "script-src": _hash(script), "style-src": _hash(style)}
+    content = "; ".join(f"{name} {value}" for name, value in policy.items())
+    # A script ends at "</script", wherever it stands, and "<!--" would change how its end is looked for.
+    recording = json.dumps(events, allow_nan=False).replace("<", "\\u003c")
+    _, page = read_file("race.html")
+    for old, new in (
+        (
+            '<meta charset="utf-8">',
+            f'<meta charset="utf-8">\n<meta http-equiv="content-security-policy" content="{content}">',
+        ),
+        ('<link rel="stylesheet" href="page/race.css">', f"<style>{style}</style>"),
+        (
+            '<script type="module" src="page/main.js"></script>',
+            f'<script type="application/json" id="recording">{recording}</script>\n'
+            f'<script type="module">{script}</script>',
+        ),
+    ):
+        assert page.count(old) == 1
+        page = page.replace(old, new)
+    return page
+
+
+def _without_modules(script: str) -> str:
+    """For one script in place of several, whose names are all different."""
+    return re.sub(r"^export ", "", re.sub(r"^import [^;]*;\n", "", script, flags=re.MULTILINE), flags=re.MULTILINE)
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def read_file(name: str) -> tuple[str, str]:
+    """Media type and content of a file of the page."""
+    content = (files("outrider.serve") / "page" / name).read_text(encoding="utf-8")
+    return _KINDS[name.rpartition(".")[2]], content

@@ -1,0 +1,418 @@
+"""The thread that owns the models: it loads them, then steps one engine as long as there are requests.
+
+The event loop hands it functions, and gets back what each round adds to each request, in one call a round. Neither
+waits for the other: a slow reader's chunks wait in memory, and there are no more of them than tokens it asked for.
+
+This module does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
+
+from outrider.decoder import Decoder
+from outrider.decoding.engine import Engine, Load
+from outrider.decoding.schedule import Schedule
+from outrider.errors import CompileError, NumericsError, OutriderError
+from outrider.records import Chunk, Round, Timing, TokenLogprob
+from outrider.request_state import Job, chunk_of
+from outrider.serve.fair_queue import Turns
+from outrider.serve.fingerprint import fingerprint_of
+from outrider.serve.http_errors import Refusal, unavailable
+from outrider.serve.metrics import Metrics
+from outrider.serve.pending import Event, Ticket, TicketRow, Work, arrival
+from outrider.serve.quota import Room
+from outrider.serve.scoring import prompt_logprobs
+
+_LOG = logging.getLogger("outrider.serve")
+_LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
+_NO_LOAD = Load(0, 0, 0, 0)
+_NO_PROGRAMS = "a text with a seed needs compiled programs, which cannot be made on this server: leave the seed out"
+
+_NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
+
+State = Literal["loading", "ready", "draining", "failed"]
+_Step = TypeVar("_Step")
+
+
+class Worker:
+    """Requests in, chunks out. All methods are for the event loop, but for those named ``_on_thread``, and ``join``.
+
+    Attributes:
+        state: "ready" when requests are taken.
+        decoder, capacity, schedule, fingerprint: set when it is ready.
+        error: why it failed.
+    """
+
+    decoder: Decoder
+    capacity: int
+    schedule: Schedule
+    fingerprint: str
+    _engine: Engine
+
+    def __init__(
+        self,
+        load: Callable[[], Decoder],
+        *,
+        num_slots: int,
+        context_len: int,
+        room: Room,
+        waiting: Turns[TicketRow],
+        queue_timeout_s: float,
+        metrics: Metrics,
+    ) -> None:
+        """
+        Args:
+            load: called in the thread.
+            context_len: most tokens in a row, prompt included.
+            room: for rows, running or waiting; more are refused.
+            waiting: says which row gets the next slot.
+            queue_timeout_s: how long a request may wait for its first slot.
+        """
+        self.state: State = "loading"
+        self.error: Exception | None = None
+        self._is_open = False  # the models are loaded
+        self.num_slots, self.metrics = num_slots, metrics
+        self._room, self._waiting = room, waiting
+        self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._rows: dict[int, TicketRow] = {}  # those that have a slot, by the engine's numbers
+        self._row_s = 0.0  # that a row keeps its slot, about
+        self._works_on_thread: Turns[Work] = Turns()
+        self._alone_on_thread: Turns[Work] = Turns()  # that wait for the one among the works to end
+        self._running_alone: Work | None = None
+
+    def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
+        """Begin to load. Both are called in the event loop, which must be running."""
+        self._loop = asyncio.get_running_loop()
+        self._on_ready, self._on_failure = on_ready, on_failure
+        self._thread = threading.Thread(target=self._run_on_thread, name="outrider-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The thread ends after the round that it is in."""
+        self._inbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(timeout_s)
+
+    @property
+    def load(self) -> Load:
+        """Of the engine, and the rows that wait here."""
+        if not self._is_open:
+            return _NO_LOAD
+        return replace(self._engine.load, num_waiting=len(self._waiting))
+
+    @property
+    def num_open(self) -> int:
+        """Rows and other works that have been taken and have not ended."""
+        return self._room.num_open
+
+    @property
+    def most_rows(self) -> int:
+        """The rows that one client may have, running or waiting."""
+        return self._room.most_of_one
+
+    def check_ready(self) -> None:
+        """Raises Refusal."""
+        if self.state == "loading":
+            raise unavailable("the models are being loaded", _LEAST_RETRY_AFTER_S)
+        if self.state != "ready":
+            raise unavailable("the server is shutting down", _LEAST_RETRY_AFTER_S)
+
+    def place(self, client: str) -> AbstractContextManager[None]:
+        """Room for one row in the queue, while a request is prepared.
+
+        Raises:
+            Refusal: not ready, or the queue is full.
+        """
+        self._check_room(1, client)
+        return self._room.place(client)
+
+    def submit(self, jobs: Sequence[Job], client: str, priority: int) -> Ticket:
+        """Queue rows. ``close`` must be called when they are done with.
+
+        Raises:
+            Refusal: not ready, or the queue is full.
+        """
+        self._check_room(len(jobs), client)
+        ticket = Ticket(jobs, client, priority, time.perf_counter())
+        self._room.tickets.add(ticket)
+        self._inbox.put(lambda: self._queue_on_thread(ticket))
+        return ticket
+
+    def close(self, ticket: Ticket) -> None:
+        """Rows that have not ended are given up; they leave before the next round."""
+        self._room.tickets.discard(ticket)
+        if ticket.num_open:
+            ticket.num_open = 0
+            self._inbox.put(lambda: self._cancel_on_thread(ticket))
+
+    async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[TokenLogprob]]:
+        """Log-probabilities of all tokens of each prompt but the first, from the target's raw logits, beside
+        ``num_top`` others. For a request that has been taken (``submit``): it is not refused halfway.
+
+        Raises:
+            Refusal: it has waited too long.
+            NumericsError: the target gave NaN.
+        """
+        steps = (
+            (which, part)
+            for which, token_ids in enumerate(prompts)
+            if len(token_ids) > 1
+            for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
+        )
+        found: list[list[TokenLogprob]] = [[] for _ in prompts]
+        async with aclosing(self.between_rounds(steps, client, is_taken=True)) as parts:
+            async for step in parts:
+                if step is not None:
+                    which, part = step
+                    found[which] += part
+        return found
+
+    async def between_rounds(
+        self, steps: Generator[_Step], client: str, *, is_taken: bool = False, is_alone: bool = False
+    ) -> AsyncGenerator[_Step | None]:
+        """Let the thread run something else: a step after each round, in turn with others like it. None where nothing
+        has come for a while. To be closed (``aclosing``), so that it ends where the client has gone.
+
+        Args:
+            is_taken: it is part of a request that has been taken.
+            is_alone: see ``Work``.
+
+        Raises:
+            Refusal: not ready, or the queue is full; or it has waited too long.
+        """
+        if not is_taken:
+            self._check_room(1, client)
+        work = Work(steps, client, time.perf_counter(), is_alone)
+        self._room.works.add(work)
+        waiting = self._alone_on_thread if is_alone else self._works_on_thread
+        self._inbox.put(lambda: waiting.push(work, client))
+        try:
+            while not isinstance(found := await arrival(work.found), StopIteration):
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+        finally:
+            work.is_closed = True
+            self._room.works.discard(work)
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        if self.state in ("loading", "ready"):
+            self.state = "draining"
+
+    def abort(self, error: Exception) -> None:
+        """End all that is running, with an error."""
+        for ticket in list(self._room.tickets):
+            for which in range(len(ticket.jobs)):
+                ticket.events.put_nowait((which, error))
+            self.close(ticket)
+        for work in self._room.works:
+            work.is_closed = True
+            work.found.put_nowait(error)
+
+    def _check_room(self, num_rows: int, client: str) -> None:
+        self.check_ready()
+        self._room.check(num_rows, client, self._retry_after_s())
+
+    def _retry_after_s(self) -> int:
+        """About when the rows that wait now will have their slots."""
+        wait_s = self._row_s * len(self._waiting) / self.num_slots
+        return min(max(math.ceil(wait_s), _LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
+
+    # In the event loop, called by the thread
+
+    def _deliver(self, events: Sequence[tuple[Ticket, Event]]) -> None:
+        for ticket, event in events:
+            if ticket.num_open == 0:  # closed meanwhile
+                continue
+            if isinstance(event[1], Exception) or event[1].finish_reason is not None:
+                ticket.num_open -= 1
+            ticket.events.put_nowait(event)
+
+    def _set_ready(self) -> None:
+        if self.state == "loading":  # else a signal to end has come meanwhile
+            self.state = "ready"
+            self._on_ready()
+
+    def _set_failed(self, error: Exception) -> None:
+        self.state, self.error = "failed", error
+        self.abort(Refusal("the engine has failed", status=500, type_="server_error"))
+        self._on_failure()
+
+    # In the thread
+
+    def _run_on_thread(self) -> None:
+        try:
+            self._open_on_thread()
+            self._call(self._set_ready)
+            is_idle = True
+            while self._take_in_on_thread(is_idle):
+                self._give_up_late_on_thread()
+                self._begin_on_thread()
+                round_ = self._step_on_thread()
+                if round_ is not None:
+                    self._deliver_on_thread(round_)
+                self._work_on_thread()
+                is_idle = round_ is None and not (self._works_on_thread or self._alone_on_thread or self._waiting)
+        except Exception as error:  # whatever it is, clients must hear of it
+            if not isinstance(error, OutriderError):
+                _LOG.exception("the engine has failed")
+            self._call(self._set_failed, error)
+
+    def _open_on_thread(self) -> None:
+        self.decoder = self._load()
+        self.capacity = min(self._context_len, self.decoder.target.context_len)
+        self.fingerprint = fingerprint_of(self.decoder)
+        self._engine = self.decoder.engine(self.num_slots, self.capacity)
+        self.schedule = self._engine.schedule
+        self._is_open = True
+        # A server that is ready has generated, so that models that cannot are noticed, and what occurs only once, like
+        # compiling, is done. (NaN in one text is no reason to refuse all.)
+        is_prepared = self.decoder.target.execution.is_prepared
+        sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
+        num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
+        for size in sizes:
+            for _ in range(size):
+                job = self.decoder.job([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
+                self._engine.submit(job.request)
+            while self._engine.step() is not None:
+                pass
+
+    def _take_in_on_thread(self, is_idle: bool) -> bool:
+        """Do what the event loop asked for; wait for it if there is nothing else to do. False at the end."""
+        while is_idle or not self._inbox.empty():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            message()
+            is_idle = False
+        return True
+
+    def _queue_on_thread(self, ticket: Ticket) -> None:
+        for which in range(len(ticket.jobs)):
+            self._waiting.push(TicketRow(ticket, which), ticket.client, ticket.priority)
+
+    def _begin_on_thread(self) -> None:
+        """A slot for each whose turn it is. (The engine could queue them, but only in the order of arrival.)"""
+        while len(self._rows) < self.num_slots and (found := self._waiting.pop()) is not None:
+            _, row = found
+            index = self._engine.submit(row.job.request)
+            self._rows[index], row.ticket.indices[row.which], row.ticket.has_begun = row, index, True
+            row.times.begun_s = time.perf_counter()
+            self.metrics.count_queue(row.times.begun_s - row.times.submitted_s)
+
+    def _give_up_late_on_thread(self) -> None:
+        """Requests that have waited too long for their first slot, or their first forward, are refused."""
+        least_s = time.perf_counter() - self._queue_timeout_s
+        late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
+        both = (self._works_on_thread, self._alone_on_thread)
+        works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
+        if not (late or works):
+            return
+        message = f"it has waited {self._queue_timeout_s:g} seconds in the queue: try again later"
+        error = unavailable(message, self._retry_after_s())
+        self._drop_waiting_on_thread(late, "timeout")
+        self._call(self._deliver, [(ticket, (0, error)) for ticket in late])
+        for waiting in both:
+            waiting.remove(lambda work: work in works)
+        for work in works:
+            self._call(work.found.put_nowait, error)
+
+    def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
+        self.metrics.count_end(reason, self._waiting.remove(lambda row: row.ticket in tickets))
+
+    def _cancel_on_thread(self, ticket: Ticket) -> None:
+        for index in ticket.indices.values():
+            self._engine.cancel(index)
+            del self._rows[index]
+        self.metrics.count_end("abort", len(ticket.indices))
+        ticket.indices.clear()
+        self._drop_waiting_on_thread({ticket}, "abort")
+
+    def _step_on_thread(self) -> Round | None:
+        """Where programs cannot be made, texts with a seed end, which need them; the others go on eagerly."""
+        while True:
+            try:
+                return self._engine.step()
+            except CompileError as error:
+                ended = {index: row for index, row in self._rows.items() if row.job.request.is_repeatable}
+                if not ended:
+                    raise
+                _LOG.warning("%d texts with a seed end: %s", len(ended), error)
+                for index, row in ended.items():
+                    self._engine.cancel(index)
+                    del self._rows[index], row.ticket.indices[row.which]
+                self.metrics.count_end("error", len(ended))
+                refusal = Refusal(_NO_PROGRAMS, param="seed")  # with a status that clients do not retry
+                self._call(self._deliver, [(row.ticket, (row.which, refusal)) for row in ended.values()])
+
+    def _deliver_on_thread(self, round_: Round) -> None:
+        now_s, timing = time.perf_counter(), round_.timing
+        self.metrics.count_time(timing)
+        events: list[tuple[Ticket, Event]] = []
+        for row_round in round_.rows:
+            row = self._rows[row_round.row]
+            times = row.times
+            event: Chunk | Exception
+            if row_round.error is not None:
+                event, reason = NumericsError(row_round.error), "error"
+            else:
+                event = chunk_of(row_round, row.job, Timing())
+                reason = row_round.finish_reason or ""
+                if times.first_s == 0.0:
+                    times.first_s = now_s
+                    self.metrics.count_first(event, row.job, times)
+                self.metrics.count_chunk(event)
+            if reason:
+                times.last_s = now_s
+                self.metrics.count_end(reason)
+                if row_round.error is None:
+                    self.metrics.count_latency(len(row.job.origins), times)
+                self._row_s += _NEWEST * (now_s - times.begun_s - self._row_s)
+                del self._rows[row_round.row], row.ticket.indices[row.which]
+            events.append((row.ticket, (row.which, event)))
+        self._call(self._deliver, events)
+
+    def _work_on_thread(self) -> None:
+        """A step of the work whose turn it is."""
+        if self._running_alone is None and (next_alone := self._alone_on_thread.pop()) is not None:
+            client, self._running_alone = next_alone
+            self._works_on_thread.push(self._running_alone, client)
+        if (next_work := self._works_on_thread.pop()) is None:
+            return
+        client, work = next_work
+        found: Any
+        try:
+            if work.is_closed:
+                work.steps.close()
+                raise StopIteration
+            found = work.step()
+        except Exception as error:  # of this work alone: the engine goes on
+            if not isinstance(error, OutriderError | StopIteration):
+                _LOG.exception("a work between rounds has failed")
+            found = error
+        if not isinstance(found, Exception):
+            self._works_on_thread.push(work, client)
+        elif work is self._running_alone:
+            self._running_alone = None
+        self._call(work.found.put_nowait, found)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """In the event loop; nobody is left to hear of it once that has ended."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            self._inbox.put(None)

@@ -1,0 +1,253 @@
+"""Bodies of requests, checked.
+
+Which fields there are is said in ``fields``. Ranges of sampling options are checked by ``Sampling``, which names the
+option.
+
+Sources: OpenAI's API reference (completions, chat completions).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.serve.fields import SAMPLING, check_names, given_names
+from outrider.serve.http_errors import Refusal
+from outrider.serve.structured import structure_of
+from outrider.text.tokenizer import Prompt
+
+MOST_CHOICES = 16  # n
+_MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 1000
+_MOST_LOGPROBS = 20
+_DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat goes on as long as there is room
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for text, checked as far as it can be without the models.
+
+    Attributes:
+        prompts: texts, lists of ids or a chat.
+        n: texts for each prompt.
+        max_tokens: None where the room decides; 0 for none, with ``echo``.
+        options: more fields of ``Sampling``.
+        num_draft_tokens: K; None for the server's own.
+        acceptance: the rule asked for; None for the server's own.
+        priority: of the requests of one client the lowest number goes first.
+        names: those that the body has for options with several names.
+        structured_by: the field that says what the text must match; the options say it in the library's own way.
+        as_token_ids: tokens are written ``token_id:7`` in log-probabilities, since some have the same text.
+    """
+
+    model: str | None
+    prompts: Sequence[Prompt]
+    n: int = 1
+    max_tokens: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_draft_tokens: int | None = None
+    acceptance: str | None = None
+    echo: bool = False
+    is_stream: bool = False
+    includes_usage: bool = False
+    has_usage_in_chunks: bool = False
+    as_token_ids: bool = False
+    priority: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)
+    structured_by: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        value: int | None = self.options.get("logprobs")
+        return value
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Raises Refusal where it is no JSON object."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Refusal("the body is not a JSON object")
+    return value
+
+
+def parse_completions(body: Mapping[str, Any]) -> Ask:
+    """The body of ``/v1/completions``. Raises Refusal."""
+    logprobs = _integer(body, "logprobs", 0, _MOST_LOGPROBS)
+    echo = _flag(body, "echo")
+    return _parse(
+        body,
+        "completions",
+        prompts=_prompts(body.get("prompt")),
+        logprobs=logprobs,
+        echo=echo,
+        least_tokens=0 if echo else 1,
+        default_tokens=_DEFAULT_MAX_TOKENS,
+    )
+
+
+def parse_chat(body: Mapping[str, Any]) -> Ask:
+    """The body of ``/v1/chat/completions``. Raises Refusal."""
+    top = _integer(body, "top_logprobs", 0, _MOST_LOGPROBS)
+    has_logprobs = _flag(body, "logprobs")
+    if top and not has_logprobs:
+        raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
+    return _parse(
+        body,
+        "chat",
+        prompts=[parse_messages(body.get("messages"))],
+        logprobs=(top or 0) if has_logprobs else None,
+        echo=False,
+        least_tokens=1,
+        default_tokens=None,
+    )
+
+
+def _parse(
+    body: Mapping[str, Any],
+    kind: str,
+    *,
+    prompts: Sequence[Prompt],
+    logprobs: int | None,
+    echo: bool,
+    least_tokens: int,
+    default_tokens: int | None,
+) -> Ask:
+    check_names(body, kind)
+    names = given_names(body)
+    n = _integer(body, "n", 1, MOST_CHOICES) or 1
+    best_of = _integer(body, "best_of", 1, MOST_CHOICES)
+    if best_of not in (None, n):
+        raise Refusal(f"best_of = {best_of} is not served: leave it out, or make it n", param="best_of")
+    max_tokens = _integer(body, names["max_tokens"], least_tokens, None)
+    given = {key: body.get(names.get(key, key)) for key in SAMPLING}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    structure, structured_by = structure_of(body)
+    options["ignore_eos"] = _flag(body, "ignore_eos")
+    options["min_tokens"] = _integer(body, names["min_tokens"], 0, None) or 0
+    max_tokens = default_tokens if max_tokens is None else max_tokens
+    if max_tokens is not None and options["min_tokens"] > max_tokens:
+        message = f"{names['min_tokens']} is more than {names['max_tokens']}, {max_tokens}"
+        raise Refusal(message, param=names["min_tokens"])
+    top_k = _integer(body, "top_k", -1, None)
+    seed = _integer(body, "seed", None, None)
+    stream = body.get("stream_options")
+    if not isinstance(stream, Mapping | None):
+        raise Refusal("stream_options is an object", param="stream_options")
+    k = _integer(body, "num_draft_tokens", 0, None)
+    has_draft = body.get("draft") is None or _flag(body, "draft")
+    return Ask(
+        model=_text(body, "model"),
+        prompts=prompts,
+        n=n,
+        max_tokens=max_tokens,
+        options=options
+        | structure
+        | {
+            "top_k": max(top_k or 0, 0),
+            # Clients send negative ones too.
+            "seed": None if seed is None else seed & (2**63 - 1),
+            "stop": _stops(body.get("stop")),
+            "logit_bias": _biases(body.get("logit_bias")),
+            "logprobs": logprobs,
+        },
+        num_draft_tokens=k if has_draft else 0,
+        acceptance=_text(body, "acceptance"),
+        echo=echo,
+        is_stream=_flag(body, "stream"),
+        includes_usage=_flag(stream or {}, "include_usage"),
+        has_usage_in_chunks=_flag(stream or {}, "continuous_usage_stats"),
+        as_token_ids=_flag(body, "return_tokens_as_token_ids"),
+        priority=_integer(body, "priority", None, None) or 0,
+        names=names,
+        structured_by=structured_by,
+    )
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """One or many, as text or ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _are_ids(value):
+            return [value]
+        if all(isinstance(item, str) or (isinstance(item, list) and item and _are_ids(item)) for item in value):
+            return list(value)
+    raise Refusal("prompt is a text, a list of texts, a list of token ids, or a list of such lists", param="prompt")
+
+
+def _are_ids(value: Sequence[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages whose contents are texts. Raises Refusal."""
+    if not isinstance(value, list) or not value:
+        raise Refusal("messages is a list with at least one message", param="messages")
+    messages = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refusal(f"{where} is an object with a role", param=where)
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+            content = "".join(texts) if len(texts) == len(content) else None
+        if not isinstance(content, str):
+            raise Refusal(f"{where}.content is text, or a list of parts of text", param=where)
+        messages.append({**message, "content": content})
+    return messages
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
+        raise Refusal("stop is a text or a list of texts", param="stop")
+    if len(stops) > _MOST_STOPS or any(len(one) > _MOST_STOP_CHARACTERS for one in stops):
+        limits = f"at most {_MOST_STOPS}, of at most {_MOST_STOP_CHARACTERS} characters"
+        raise Refusal(f"too many stop strings, or too long ones: {limits}", param="stop")
+    return tuple(stops)
+
+
+def _biases(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise Refusal("logit_bias is an object from token ids to numbers", param="logit_bias")
+    try:
+        return {int(token_id): bias for token_id, bias in value.items()}
+    except ValueError:
+        raise Refusal("the keys of logit_bias are token ids", param="logit_bias") from None
+
+
+def _integer(body: Mapping[str, Any], name: str, low: int | None, high: int | None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is float and value.is_integer():  # some clients write 16.0
+        value = int(value)
+    if type(value) is not int or (low is not None and value < low) or (high is not None and value > high):
+        limits = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
+        raise Refusal(f"{name} = {value!r:.60} is invalid: a whole number{limits}", param=name)
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise Refusal(f"{name} is true or false", param=name)
+    return bool(value)
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if not isinstance(value, str | None):
+        raise Refusal(f"{name} is a text", param=name)
+    return value

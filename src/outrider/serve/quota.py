@@ -1,0 +1,61 @@
+"""How much has been taken, of whom, and whether there is room for more.
+
+This module knows no threads: all is for the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.serve.http_errors import too_many, unavailable
+from outrider.serve.pending import Ticket, Work
+
+_SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
+
+
+class Room:
+    """The requests that have not ended.
+
+    Args:
+        most_rows: at a time, running or waiting.
+        most_of_one: of them for one client; None leaves a quarter to others.
+
+    Attributes:
+        tickets, works: that have been taken and have not ended.
+    """
+
+    def __init__(self, most_rows: int, most_of_one: int | None) -> None:
+        self.most_of_one = math.ceil(_SHARE_OF_ONE * most_rows) if most_of_one is None else min(most_of_one, most_rows)
+        self.tickets: set[Ticket] = set()
+        self.works: set[Work] = set()
+        self._most_rows = most_rows
+        self._places: list[str] = []  # the clients of requests that are being prepared
+
+    @property
+    def num_open(self) -> int:
+        """Rows and other works."""
+        return sum(ticket.num_open for ticket in self.tickets) + len(self.works)
+
+    @contextmanager
+    def place(self, client: str) -> Iterator[None]:
+        """Keep room for one row while a request is prepared."""
+        self._places.append(client)
+        try:
+            yield
+        finally:
+            self._places.remove(client)
+
+    def check(self, num_rows: int, client: str, retry_after_s: int) -> None:
+        """Raises Refusal where there is no room for so many more."""
+        taken = [(one.client, one.num_open) for one in self.tickets]
+        taken += [(one, 1) for one in (*(work.client for work in self.works), *self._places)]
+        num_all = sum(count for _, count in taken)
+        if num_all + num_rows > self._most_rows:
+            message = f"the queue is full (running or waiting: {num_all}): try again later"
+            raise unavailable(message, retry_after_s)
+        num_own = sum(count for one, count in taken if one == client)
+        if num_own + num_rows > self.most_of_one:
+            message = f"{num_own} of your requests run or wait, and {self.most_of_one} may: try again later"
+            raise too_many(message, retry_after_s)

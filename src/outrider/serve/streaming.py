@@ -1,0 +1,253 @@
+"""One request for text on its way: rows and scorings submitted, events gathered or streamed.
+
+A client that goes away, streamed to or not, cancels the work, and with it the rows (``until_disconnect``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive
+
+from outrider.errors import OutriderError
+from outrider.records import Chunk, Completion, FinishReason
+from outrider.request_state import Job, completion_of
+from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, Judged, event
+from outrider.serve.engine_thread import Worker
+from outrider.serve.http_errors import Refusal, refusal_of
+from outrider.serve.pending import Ticket, arrival
+from outrider.serve.protocol import Ask
+from outrider.serve.usage import metrics_of, timings_of, usage_of
+
+_LOG = logging.getLogger("outrider.serve")
+
+_Item = tuple[int, Chunk] | None  # a row's next chunk; nothing for a while
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, ready for the worker.
+
+    Attributes:
+        prompt_ids: of each prompt.
+        jobs: a row for each choice, ``n`` for each prompt in turn; none where only the prompt is wanted.
+        form: how choices are written.
+        head: what all answers to it say of themselves.
+    """
+
+    ask: Ask
+    prompt_ids: list[list[int]]
+    prompt_texts: list[str]
+    jobs: list[Job]
+    form: Form
+    model: str
+    fingerprint: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.form.id_prefix + self.id,
+            "object": self.form.chunk_kind if is_chunk else self.form.kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt_ids) * self.ask.n
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that the worker has taken.
+
+    Attributes:
+        scored: the log-probabilities of each prompt, where they are echoed with them.
+        max_k: the most tokens drafted in a round for rows without a K of their own.
+    """
+
+    prepared: Prepared
+    ticket: Ticket
+    scored: list[Judged]
+    max_k: int
+
+    @property
+    def is_of_one_text(self) -> bool:
+        """Numbers of several texts do not add up to those of one."""
+        return len(self.prepared.jobs) == 1
+
+
+async def begin(worker: Worker, prepared: Prepared, client: str) -> Begun:
+    """Queue the rows, and score the prompts where log-probabilities are echoed. The caller closes the ticket. Raises
+    Refusal."""
+    ticket, scored = worker.submit(prepared.jobs, client, prepared.ask.priority), []
+    num_top = prepared.ask.num_logprobs
+    if prepared.ask.echo and num_top is not None:
+        try:
+            found = await worker.score(prepared.prompt_ids, num_top, client)
+        except BaseException:
+            worker.close(ticket)
+            raise
+        scored = [Judged(ids, [None, *own]) for ids, own in zip(prepared.prompt_ids, found, strict=True)]
+    return Begun(prepared, ticket, scored, worker.schedule.max_k)
+
+
+async def ended(begun: Begun) -> None:
+    """Gather all chunks. Raises the error of a row."""
+    async for item in _events(begun):
+        if item is not None:
+            which, chunk = item
+            begun.prepared.jobs[which].chunks.append(chunk)
+
+
+def whole(begun: Begun) -> dict[str, Any]:
+    """The answer in one piece. (With log-probabilities of a long text it takes its time: not for the event loop.)"""
+    prepared = begun.prepared
+    completions = [completion_of(job) for job in prepared.jobs]
+    choices = []
+    for index in range(prepared.num_choices):
+        echo, judged = _echoed(begun, index)
+        if not completions:
+            choices.append(prepared.form.whole(index, echo, judged, "length"))
+            continue
+        one = completions[index]
+        if one.logprobs is not None:
+            judged = _joined(judged, Judged(one.token_ids, one.logprobs))
+        choice = prepared.form.whole(index, echo + one.text, judged, one.finish_reason)
+        choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
+    return prepared.head(is_chunk=False) | {"choices": choices} | _totals(begun, completions)
+
+
+async def streamed(begun: Begun) -> AsyncIterator[bytes]:
+    """The answer in server-sent events, an error among them.
+
+    Raises:
+        Exception: an error before the first event, when the status can still report it.
+    """
+    prepared = begun.prepared
+    ask, form, head = prepared.ask, prepared.form, prepared.head(is_chunk=True)
+    num_generated = 0
+
+    def chunk_event(choice: dict[str, Any], **more: Any) -> bytes:
+        value = head | {"choices": [choice]} | more
+        if ask.has_usage_in_chunks:
+            value["usage"] = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, 0)
+        elif ask.includes_usage:
+            value["usage"] = None
+        return event(value)
+
+    events = _events(begun)
+    first_item = [await anext(events)] if prepared.jobs else []
+    try:
+        for index in range(prepared.num_choices):
+            first = form.begin(index)
+            if ask.echo:
+                reason: FinishReason | None = None if prepared.jobs else "length"
+                first = await asyncio.to_thread(form.part, index, *_echoed(begun, index), reason)
+            if first is not None:
+                yield chunk_event(first)
+        async for item in _chained(first_item, events):
+            if item is None:
+                yield KEEP_ALIVE
+                continue
+            which, chunk = item
+            prepared.jobs[which].chunks.append(chunk)
+            num_generated += len(chunk.token_ids)
+            if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
+                judged = None if chunk.logprobs is None else Judged(chunk.token_ids, chunk.logprobs)
+                choice = form.part(which, chunk.text, judged, chunk.finish_reason)
+                # The row may be further than this chunk.
+                stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
+                choice |= {"seed": chunk.seed, "stop_reason": stop_reason}
+                is_last = chunk.finish_reason is not None and begun.is_of_one_text and not ask.includes_usage
+                yield chunk_event(choice, **_timings(begun) if is_last else {})
+        if ask.includes_usage:
+            completions = [completion_of(job) for job in prepared.jobs]
+            yield event(head | {"choices": []} | _totals(begun, completions))
+    except Exception as error:
+        if not isinstance(error, Refusal | OutriderError):
+            _LOG.exception("a stream has failed")
+        yield event(refusal_of(error).to_json())
+    yield DONE
+
+
+async def _events(begun: Begun) -> AsyncIterator[_Item]:
+    """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
+    num_open = len(begun.ticket.jobs)
+    while num_open:
+        event_ = await arrival(begun.ticket.events)
+        if event_ is None:
+            yield None
+            continue
+        which, item = event_
+        if isinstance(item, Exception):
+            constraint = begun.prepared.jobs[which].request.constraint
+            if constraint is not None and constraint.error is not None:  # the client's grammar, not our fault
+                raise Refusal(str(item), param=begun.prepared.ask.structured_by)
+            raise item
+        num_open -= item.finish_reason is not None
+        yield which, item
+
+
+async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIterator[_Item]:
+    for item in first:
+        yield item
+    async for item in others:
+        yield item
+
+
+def _echoed(begun: Begun, index: int) -> tuple[str, Judged | None]:
+    """The prompt as the beginning of a choice."""
+    ask, at = begun.prepared.ask, index // begun.prepared.ask.n
+    return (begun.prepared.prompt_texts[at] if ask.echo else "", begun.scored[at] if begun.scored else None)
+
+
+def _joined(first: Judged | None, second: Judged) -> Judged:
+    if first is None:
+        return second
+    return Judged([*first.token_ids, *second.token_ids], [*first.logprobs, *second.logprobs])
+
+
+def _totals(begun: Begun, completions: list[Completion]) -> dict[str, Any]:
+    """Usage, and what became of the drafts."""
+    prepared = begun.prepared
+    num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])
+    num_generated = sum(len(one.token_ids) for one in completions)
+    usage = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, num_cached)
+    if not begun.is_of_one_text:
+        return {"usage": usage}
+    own_k = prepared.jobs[0].request.num_draft_tokens
+    metrics = metrics_of(completions[0], begun.ticket.times[0], begun.max_k if own_k is None else own_k)
+    return {"usage": usage, "metrics": metrics, **_timings(begun)}
+
+
+def _timings(begun: Begun) -> dict[str, Any]:
+    """Of one text that has ended."""
+    return {"timings": timings_of(completion_of(begun.prepared.jobs[0]), begun.ticket.times[0])}
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do it, or as much of it as is done before the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,102 @@
+"""The kernels, compiled for other processors and by other compilers, against sums in double (thin_kernels.cpp)."""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.kernels import library as kernel_library
+
+_TUNINGS = ("generic", "znver3", "znver4")
+_LEVELS = {
+    "SSE2": "-march=x86-64-v2",
+    "AVX2": "-march=x86-64-v3",
+    "AVX-512": "-march=x86-64-v4",
+    # Where the processor has no tiles, the kernels find this out and go without.
+    "AMX": "-march=x86-64-v4 -mamx-tile -mamx-int8",
+}
+# Commands of compilers whose kernels must give equal results, to the bit, since their vectors are equally wide.
+_COMMANDS = {
+    level: [*(f"g++ {flags} -mtune={one}" for one in _TUNINGS), f"clang++ {flags}"] for level, flags in _LEVELS.items()
+} | {"NEON": ["aarch64-linux-gnu-g++ -static", "clang++ --target=aarch64-linux-gnu -static"]}
+_EMULATORS = {"NEON": "qemu-aarch64"}
+_FEW, _ALL = "5", "1"  # one of so many shapes
+
+
+# Not optimized where it is about the code for these vectors: that takes a third of the time.
+@pytest.mark.parametrize(
+    ("level", "command"),
+    [
+        ("SSE2", "g++ -O0 -march=x86-64-v2"),
+        # GCC 12 avoids some fused multiply-adds of this width when it tunes for Zen, and not others.
+        ("AVX2", "g++ -O2 -march=x86-64-v3 -mtune=znver3"),
+        ("AVX-512", "g++ -O0 -march=x86-64-v4"),
+        ("NEON", "aarch64-linux-gnu-g++ -O0 -static"),
+    ],
+)
+def test_the_kernels_on_other_processors(level: str, command: str, tmp_path: Path) -> None:
+    """A row or query alone, and other numbers of threads, give equal bits."""
+    _skip_unless_possible(level, command)
+    _results(command, level, _FEW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", _COMMANDS)
+def test_the_kernels_by_other_compilers(level: str, tmp_path: Path) -> None:
+    """Their results depend on the width of vectors alone, not on the compiler or on the processor it tunes for."""
+    commands = _COMMANDS[level]
+    _skip_unless_possible(level, commands[0])
+    results = {}
+    for number, command in enumerate(commands):
+        if shutil.which(command.split()[0]) is not None and _is_known(command):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            results[command] = _results(f"{command} -O3", level, _ALL, folder)
+    print(*results, sep="\n")  # with -s
+    assert len(set(results.values())) == 1, results
+
+
+def _skip_unless_possible(level: str, command: str) -> None:
+    for needed in (command.split()[0], _EMULATORS.get(level, "")):
+        if needed and shutil.which(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    if not _is_known(command):
+        pytest.skip(f"this compiler cannot do {command}")
+    if level not in _EMULATORS and platform.machine() != "x86_64":
+        pytest.skip("for x86-64")
+    if level == "AVX2" and not torch.cpu._is_avx2_supported():
+        pytest.skip("for AVX2")
+    if level in ("AVX-512", "AMX") and not torch.cpu._is_avx512_supported():
+        pytest.skip("for AVX-512")
+
+
+def _is_known(command: str) -> bool:
+    """Whether this release of the compiler knows the processor, and has its library."""
+    compiler, *flags = command.split()
+    program = "#include <vector>\nint main() {}"
+    tried = subprocess.run(
+        [compiler, *flags, "-x", "c++", "-", "-o", "/dev/null"], input=program, capture_output=True, text=True
+    )
+    return tried.returncode == 0
+
+
+def _results(command: str, level: str, shapes: str, folder: Path) -> str:
+    """The number of results and a hash of their bits, as the program prints them."""
+    compiler, *flags = command.split()
+    sources = [path for path in kernel_library.SOURCES if path.name.startswith("thin_") and path.suffix == ".cpp"]
+    sources.append(Path(__file__).with_name("thin_kernels.cpp"))
+    objects = [folder / f"{source.name}.o" for source in sources]
+    include = f"-I{Path(torch.__file__).parent / 'include'}"
+    # The functions that programs call need torch; nobody calls them here, and they are left out.
+    flags += ["-std=c++20", "-w", *kernel_library.FLAGS, "-ffunction-sections", "-Wl,--gc-sections", include]
+    for source, to in zip(sources, objects, strict=True):
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(to)], check=True)
+    program = folder / "program"
+    subprocess.run([compiler, *flags, *map(str, objects), "-o", str(program)], check=True)
+    emulator = [_EMULATORS[level]] if level in _EMULATORS else []
+    done = subprocess.run([*emulator, str(program), shapes], capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout.split()[0]) > 400_000 // int(shapes), done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,199 @@
+"""Large matrices that stay in the type of the checkpoint. (Here, all are large.)"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import FalconConfig, FalconForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+
+import outrider
+from outrider.kernels.narrow_weight import ThinWeight
+from outrider.models import cpu_weights as store
+from outrider.models.loading import weights_checksum
+from outrider.models.memory import skeleton, weights_bytes
+from outrider.models.memory_fit import forms
+from outrider.models.placement import Placement
+from outrider.models.predicted_memory import Predictor, Work
+from outrider.models.quantize import num_bytes
+from outrider.models.registry import ModelSpec
+from pairs import random_llama, save
+from toys import random_model
+
+
+@pytest.fixture(autouse=True)
+def _no_matrix_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_LEAST_NUMBERS", 1)
+    monkeypatch.setattr(store, "_LEAST_IN_ALL", 1)
+
+
+def _gemma() -> PreTrainedModel:
+    """Scales its embedding by a constant of the arithmetic's type, and shares it with the last layer."""
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=24,  # whose root is no number of bfloat16
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        max_position_embeddings=64,
+        eos_token_id=96,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    return random_model(Gemma3ForCausalLM, config, 0)
+
+
+def _stored(model: Any) -> set[torch.dtype]:
+    """The types in which its matrices are stored."""
+    return {one.stored.dtype for one in model.parameters() if isinstance(one, ThinWeight)}
+
+
+MODELS = {"Llama": random_llama, "Llama, untied": lambda: random_llama(tie_word_embeddings=False), "Gemma": _gemma}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Takes half the memory, and is the same model: every other number is that of the widened one, to the bit."""
+    folder = save(tmp_path, MODELS[name]().bfloat16())
+    kept, plain = outrider.load(folder), outrider.load(folder, store="plain")
+    assert _stored(kept.target.model) == {torch.bfloat16} and not _stored(plain.target.model)
+    assert kept.target.dtype == plain.target.dtype == torch.float32
+    wide = dict(plain.target.model.named_buffers()) | plain.target.model.state_dict()
+    for key, tensor in (dict(kept.target.model.named_buffers()) | kept.target.model.state_dict()).items():
+        assert torch.equal(tensor.wide() if isinstance(tensor, ThinWeight) else tensor, wide[key]), key
+    assert num_bytes(kept.target.model) < 0.6 * num_bytes(plain.target.model)
+    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits, want = kept.target.model(ids).logits, plain.target.model(ids).logits
+    torch.testing.assert_close(logits, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12}
+    assert kept.generate("w1 w2 w3", **options)[0].text == plain.generate("w1 w2 w3", **options)[0].text
+
+
+def test_numbers_that_bfloat16_does_not_have_are_not_rounded(tmp_path: Path) -> None:
+    """If some are stored in float32, all are read in it."""
+    folder = save(tmp_path, random_llama().bfloat16())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float() + 1e-4
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    kept, plain = outrider.load(folder), outrider.load(folder, store="plain")
+    assert _stored(kept.target.model) == {torch.float32}
+    assert weights_checksum(kept.target.model) == weights_checksum(plain.target.model)
+
+
+@pytest.mark.parametrize(
+    "how", [{"dtype": "float64"}, {"dtype": "bfloat16"}, {"store": "plain"}, {"quantization": "fp8"}]
+)
+def test_plain_tensors(how: dict[str, Any], tmp_path: Path) -> None:
+    """Other arithmetic has no kernel."""
+    folder = save(tmp_path, random_llama().bfloat16())
+    assert not _stored(outrider.load(folder, **how).target.model)
+
+
+def test_int8_of_torchao(tmp_path: Path) -> None:
+    """The same whole numbers and scales, by the kernel."""
+    folder = save(tmp_path, random_llama())
+    kept, plain = (outrider.load(folder, quantization="int8", store=how).target.model for how in ("auto", "plain"))
+    assert _stored(kept) == {torch.int8, torch.float32}  # the embedding is not quantized
+    one, other = (model.model.layers[0].mlp.down_proj.weight for model in (kept, plain))
+    torch.testing.assert_close(one.wide(), other.dequantize())
+    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        want = plain(ids).logits
+        torch.testing.assert_close(kept(ids).logits, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))
+
+
+def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
+    folder = save(tmp_path, random_llama().bfloat16())
+    model = outrider.load(folder).target.model
+    with torch.device("meta"):
+        bare = skeleton(model.config, torch.float32)
+    plain = weights_bytes(bare, torch.float32)
+    store.thin(bare, torch.bfloat16)
+    assert weights_bytes(bare, torch.float32) == num_bytes(model) < plain
+    assert "--dtype bfloat16" not in forms(bare, torch.bfloat16, "none", 1)  # it would gain nothing
+
+
+@pytest.mark.parametrize(("stated", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model on the hub the configuration is enough."""
+    monkeypatch.setattr(store, "_files", lambda spec: pytest.fail("fetches"))
+    with torch.device("meta"):
+        bare = skeleton(random_llama().config, torch.float32)
+    spec, placed = ModelSpec(name="a", hub="x/y"), Placement(quantization="none")
+    assert store.kept_type(spec, placed, torch.device("cpu"), bare, stated) == kept
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_what_is_fetched_is_what_transformers_loads(
+    max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the same weights once more in another type."""
+    hub, cache, patterns = tmp_path / "hub", tmp_path / "cache", []
+    random_llama(tie_word_embeddings=False).bfloat16().save_pretrained(hub, max_shard_size=max_shard_size)
+    loaded = {path.name for path in hub.glob("*.safetensors")}
+    (hub / "model.fp16.safetensors").write_bytes(b"")
+    (hub / "consolidated.safetensors").write_bytes(b"")
+    cache.mkdir()
+
+    def fetch(repository: str, name: str) -> str:
+        if not (hub / name).exists():
+            raise EntryNotFoundError(name)
+        return shutil.copy(hub / name, cache)
+
+    def fetch_all(repository: str, allow_patterns: list[str]) -> None:
+        patterns.extend(allow_patterns)
+        for name in allow_patterns:
+            fetch(repository, name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch_all)
+    found = store._files(ModelSpec(name="a", hub="x/y"))
+    assert {path.name for path in found} == {path.name for path in cache.glob("*.safetensors")} == loaded
+    assert patterns == (sorted(loaded) if len(loaded) > 1 else [])
+    shutil.rmtree(hub)
+    assert store._files(ModelSpec(name="a", hub="x/y")) == []  # other formats
+
+
+def test_only_the_form_that_is_kept_is_predicted_so() -> None:
+    """Not quantized, on one device."""
+    config, work = random_llama().config, Work(context=32, num_rows=1, k=2)
+    plain, kept = Predictor(config, work, torch.float32), Predictor(config, work, torch.float32, torch.bfloat16)
+    assert kept.memory().weights < 0.6 * plain.memory().weights
+    assert kept.memory("int4").weights == plain.memory("int4").weights
+    assert kept.memory(parallel=2).weights == plain.memory(parallel=2).weights
+
+
+def test_layers_with_a_product_of_their_own_are_plain() -> None:
+    """Falcon's would widen their weights in each forward."""
+    config = FalconConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
+    )
+    model = random_model(FalconForCausalLM, config, 0)
+    store.thin(model, torch.bfloat16)
+    kept = {name for name, one in model.named_parameters() if isinstance(one, ThinWeight)}
+    assert kept == {"transformer.word_embeddings.weight", "lm_head.weight"}
+
+
+def test_a_model_file_may_state_it(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", random_llama().bfloat16())
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.mine]\npath = "{folder}"\nstore = "plain"\n')
+    assert not _stored(outrider.load("mine", models_file=models).target.model)
+    assert _stored(outrider.load("mine", models_file=models, store="auto").target.model)
+    with pytest.raises(outrider.UsageError, match="store = 'wide' is invalid: choose auto or plain"):
+        outrider.load(folder, store="wide")
+    models.write_text(models.read_text().replace("plain", "wide"))
+    with pytest.raises(outrider.UsageError, match="models.mine.store = 'wide' should be one of auto, plain"):
+        outrider.load("mine", models_file=models)
+
+
+def test_small_models_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not worth the seconds in which the kernel is compiled."""
+    monkeypatch.setattr(store, "_LEAST_IN_ALL", 2**24)
+    assert not _stored(outrider.load(save(tmp_path, random_llama().bfloat16())).target.model)

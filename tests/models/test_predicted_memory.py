@@ -1,0 +1,77 @@
+"""Predictions of memory hold against tensors that are really there."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import outrider
+from hybrids import hybrid, hybrid_lm
+from outrider.errors import OptionError
+from outrider.models.predicted_memory import Memory, Predictor, Work
+from outrider.models.quantize import num_bytes
+from outrider.runtime.lm import PREFILL_TOKENS
+from pairs import zoo
+
+WORK = Work(context=512, num_rows=4, k=4)
+
+
+def config(name: str = "fable") -> Any:
+    return transformers.AutoConfig.from_pretrained(zoo(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_cache_are_those_of_the_loaded_model(dtype: torch.dtype) -> None:
+    predicted = Predictor(config(), WORK, dtype).memory()
+    lm = outrider.load("fable", device="cpu", dtype=str(dtype).removeprefix("torch.")).target
+    cache = lm.new_cache(WORK.num_rows, WORK.context)
+    assert predicted.weights == num_bytes(lm.model)
+    assert predicted.cache == sum(store.nbytes for store in cache.storage)
+
+
+def test_states_are_predicted_too() -> None:
+    model = hybrid("qwen3_5_text")
+    predicted = Predictor(model.config, Work(128, 2, 4), torch.float64).memory()
+    cache = hybrid_lm(model).new_cache(2, 128)
+    assert predicted.cache == sum(store.nbytes for store in cache.storage)
+    assert predicted.prefill is not None and predicted.verify is not None
+    assert predicted.verify < predicted.prefill
+
+
+def test_steps_take_what_is_predicted() -> None:
+    """By the allocator of torch: the most that is alive while prompts are fed, one or several at a time."""
+    predicted = Predictor(config(), WORK, torch.float32).memory()
+    lm = outrider.load("fable", device="cpu").target
+    cache = lm.new_cache(WORK.num_rows, WORK.context)
+    most = 0
+    for num_rows in (1, WORK.num_rows):
+        width = min(WORK.context, PREFILL_TOKENS // num_rows)
+        positions = torch.arange(WORK.context - width, WORK.context).expand(num_rows, -1)
+        rows = cache.rows(0, num_rows)
+        with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
+            lm.forward(torch.zeros_like(positions), positions, rows, WORK.context, num_logits=1)
+        alive = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                most = max(most, alive)
+    assert predicted.prefill == pytest.approx(most, rel=0.05)
+
+
+def test_processes_share_what_the_plan_says() -> None:
+    predictor = Predictor(config(), WORK, torch.float32)
+    alone, shared = predictor.memory(), predictor.memory(parallel=2)
+    assert shared.cache * 2 == alone.cache
+    assert alone.weights / 2 <= shared.weights < 0.51 * alone.weights  # norms and tables of angles are on both
+
+
+def test_the_total_has_the_larger_step() -> None:
+    assert Memory(1000, 100, 10, 20).total == 1120 and Memory(1000, 100, None, 20).total == 1120
+    assert Memory(1000, 100, 30, 20).total == 1130
+
+
+def test_a_context_that_is_too_long() -> None:
+    longest = config().max_position_embeddings
+    with pytest.raises(OptionError, match=f"this model accepts {longest} tokens"):
+        Predictor(config(), Work(longest + 1, 1, 4), torch.float32)

@@ -1,0 +1,207 @@
+"""Clients take turns, and none may have all there is."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import openai
+import pytest
+from servers import LIMIT_S, Running, running, wait_until, words
+
+from outrider.serve import pending as tickets
+from outrider.serve.fair_queue import Turns, TurnsPool
+from outrider.text.tokenizer import encode
+
+
+def order(turns: Turns[str]) -> list[str]:
+    found = []
+    while (one := turns.pop()) is not None:
+        found.append(one[1])
+    return found
+
+
+def test_clients_take_turns() -> None:
+    turns: Turns[str] = Turns()
+    for name in ("a1", "a2", "a3", "b1", "a4", "c1", "b2"):
+        turns.push(name, name[0])
+    assert len(turns) == 7 and sorted(turns) == ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+    assert order(turns) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+    assert len(turns) == 0
+
+
+@pytest.mark.parametrize(
+    ("has_priority", "expected"), [(False, ["a3", "b2", "a1", "b1", "a2"]), (True, ["a3", "b2", "a1", "b1", "a2"])]
+)
+def test_priority_within_a_client(has_priority: bool, expected: list[str]) -> None:
+    turns: Turns[str] = Turns(has_priority_across_clients=has_priority)
+    for name, priority in (("a1", 0), ("a2", 5), ("a3", -2), ("b1", 0), ("b2", -1)):
+        turns.push(name, name[0], priority)
+    assert order(turns) == expected
+
+
+def test_priority_across_clients_only_where_it_is_allowed() -> None:
+    for has_priority, expected in ((False, ["a1", "b1", "a2", "b2"]), (True, ["b1", "b2", "a1", "a2"])):
+        turns: Turns[str] = Turns(has_priority_across_clients=has_priority)
+        for name, priority in (("a1", 0), ("a2", 0), ("b1", -9), ("b2", -9)):
+            turns.push(name, name[0], priority)
+        assert order(turns) == expected
+
+
+def test_removed_items_lose_their_turn() -> None:
+    turns: Turns[str] = Turns()
+    for name in ("a1", "a2", "b1", "b2"):
+        turns.push(name, name[0])
+    assert turns.remove(lambda name: name in ("a1", "b1", "b2")) == 3
+    assert order(turns) == ["a2"]
+
+
+def test_a_client_never_has_all_threads() -> None:
+    """While one client's work lasts, that of another is done; those who were cancelled are left out."""
+
+    async def check() -> None:
+        pool, may_end, done = TurnsPool(2, "test"), threading.Event(), []
+        try:
+            slow = [asyncio.ensure_future(pool.run(may_end.wait, "a")) for _ in range(4)]
+            await asyncio.sleep(0)
+            slow.pop().cancel()
+            assert await pool.run(lambda: "b", "b") == "b"
+            with pytest.raises(ValueError, match="of its own"):
+                await pool.run(lambda: int("of its own"), "b")
+            slow.append(asyncio.ensure_future(pool.run(lambda: done.append(1), "a")))
+            await asyncio.sleep(0)
+            slow.pop().cancel()
+            may_end.set()
+            assert await asyncio.gather(*slow) == [True] * 3
+            assert not done
+        finally:
+            may_end.set()
+            pool.close()
+
+    asyncio.run(check())
+
+
+LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
+SHORT = {"prompt": "w1", "max_tokens": 100, "seed": 1}
+
+
+def queue_times(server: Running, requests: list[tuple[str, dict]]) -> list[float]:
+    """How long each of the requests waited, which came one after the other, by key and body, while a text of the first
+    client had the only slot."""
+    with server.http() as http, ThreadPoolExecutor(len(requests)) as pool:
+
+        def send(key: str, body: dict) -> Any:
+            return http.post("/v1/completions", json=SHORT | body, headers={"authorization": f"Bearer {key}"})
+
+        found: list[Future] = []
+        headers = {"authorization": f"Bearer {requests[0][0]}"}
+        with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}, headers=headers) as stream:
+            lines = stream.iter_lines()  # kept, since the response is closed with it
+            next(lines)
+            for number, request in enumerate(requests, 1):
+                found.append(pool.submit(send, *request))
+                wait_until(lambda number=number: server.metric("outrider:num_requests_waiting") == number)
+        return [one.result().json()["metrics"]["queue_time_ms"] for one in found]
+
+
+@pytest.mark.parametrize("keys", [(), ("a", "b")])
+def test_many_requests_of_one_client_do_not_hold_up_another(keys: tuple[str, ...]) -> None:
+    """A request that came later than others and has waited for a shorter time certainly began before them."""
+    with running(words(1_000_000), num_slots=1, context_len=1_000_000, api_keys=keys) as server:
+        _, *others, other = queue_times(server, [("a", {})] * 4 + [("b", {})])
+    assert other < min(others)
+
+
+@pytest.mark.parametrize("is_across", [False, True])
+def test_priority_of_requests(is_across: bool) -> None:
+    """Within a client; across clients only where it is allowed. A lower number goes first."""
+    requests = [("a", {"priority": 1}), ("a", {}), ("b", {"priority": -3}), ("b", {"priority": 2}), ("a", {})]
+    requests.append(("a", {"priority": -2}))
+    options = {"num_slots": 1, "context_len": 1_000_000, "has_priority_across_clients": is_across}
+    with running(words(1_000_000), **options) as server:
+        a_last, a_second, _, b_last, a_third, a_first = queue_times(server, requests)
+    assert a_first < min(a_second, a_third, a_last)
+    if is_across:  # -3 of b, -2, 0, 0, 1, 2 of b
+        assert a_third < b_last
+    else:  # a, b, a, b, a, a
+        assert b_last < a_last
+
+
+def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)  # so that streams begin while they wait
+    options = {"num_slots": 1, "context_len": 1_000_000, "max_per_client": 2, "api_keys": ("a", "b")}
+    with running(words(1_000_000), **options) as server, server.openai() as one:
+        streams = [one.completions.create(model="toy", **LONG, stream=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as refused:
+            one.completions.create(model="toy", prompt="w1")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        other = one.with_options(api_key="b")  # on the same connections
+        streams.append(other.completions.create(model="toy", **LONG, stream=True))
+        with pytest.raises(openai.RateLimitError):
+            other.completions.create(model="toy", prompt="w1", n=2)
+        with pytest.raises(openai.BadRequestError, match="2 at a time"):
+            other.completions.create(model="toy", prompt="w1", n=3)
+        assert server.worker.num_open == 3
+        for stream in reversed(streams):
+            stream.close()
+        wait_until(lambda: server.worker.num_open == 0)
+
+
+def test_one_client_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter stays free for others, unless told otherwise."""
+    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)
+    with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=6) as server, server.openai() as one:
+        streams = [one.completions.create(model="toy", **LONG, stream=True) for _ in range(6)]
+        with pytest.raises(openai.RateLimitError):
+            one.completions.create(model="toy", prompt="w1")
+        other = one.with_options(api_key="another")
+        streams.append(other.completions.create(model="toy", **LONG, stream=True))
+        for stream in reversed(streams):
+            stream.close()
+
+
+def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_parse = threading.Event()
+
+    def parse_late(body: bytes) -> Any:
+        assert may_parse.wait(LIMIT_S)
+        return json.loads(body)
+
+    with running(words(), num_slots=2, max_queue=0) as server, server.http() as http, ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr("outrider.serve.prepare.parse_body", parse_late)
+        try:
+            # One is being tokenized and one waits for it, whichever they are.
+            found = [pool.submit(http.post, "/v1/completions", json=SHORT) for _ in range(3)]
+            refused, _ = wait(found, LIMIT_S, FIRST_COMPLETED)
+        finally:
+            may_parse.set()
+        assert sorted(one.result().status_code for one in found) == [200, 200, 503]
+        assert [one.result().status_code for one in refused] == [503]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "w1 " * 2000}, "prompt"),
+        ("/v1/completions", {"prompt": ["w1", "w1 " * 2000]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1 " * 2000}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "name": "\u20ac" * 1400, "content": "x"}]}, "messages"),
+        ("/tokenize", {"prompt": "w1 " * 400_000}, "prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_have_room_is_not_tokenized(
+    path: str, body: dict, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 tokens hold at most 4,096 bytes here."""
+    with running(words()) as server, server.http() as http:
+        monkeypatch.setattr("outrider.decoder.encode", _encode_one_word)
+        monkeypatch.setattr("outrider.serve.prepare.encode", _encode_one_word)
+        response = http.post(path, json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+    assert " bytes" in response.json()["error"]["message"]
+
+
+def _encode_one_word(tokenizer: Any, prompt: Any, **more: Any) -> list[int]:
+    assert prompt == "w1"
+    return encode(tokenizer, prompt, **more)

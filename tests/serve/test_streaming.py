@@ -1,0 +1,500 @@
+"""Text over HTTP, with the clients that people use: it is the library's own text, whatever the neighbours."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import httpx
+import pytest
+from openai import NOT_GIVEN, OpenAI
+from servers import Running, running
+from tokenizers import processors
+
+from outrider.api import load
+from outrider.decoder import Decoder
+from outrider.options import NumDraftTokens
+from outrider.records import Completion
+from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
+
+PROMPT = "Once upon a time there was a"
+_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    """In float64, where a text does not depend on the rows beside it in any bit that matters."""
+    return embedded("float64")
+
+
+@pytest.fixture(scope="module")
+def server(decoder: Decoder) -> Iterator[Running]:
+    with running(decoder, context_len=512, names=("fable", "another-name")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with server.openai() as one:
+        yield one
+
+
+def alone(decoder: Decoder, prompt: object, **options: object) -> Completion:
+    (completion,) = decoder.generate([prompt], **options)
+    return completion
+
+
+def events(text: str) -> list[dict]:
+    """The objects in a stream of server-sent events, which must end as it should."""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert blocks[-1] == "data: [DONE]" and text.endswith("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> None:
+    answer = client.completions.create(model="fable", prompt=PROMPT, seed=3, max_tokens=40, temperature=0.8)
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, temperature=0.8)
+    (choice,) = answer.choices
+    assert choice.text == expected.text
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 40
+    assert answer.usage.prompt_tokens == len(decoder.encode(PROMPT))
+    assert answer.system_fingerprint.startswith("outrider-")
+    assert "fable+fable-draft-float64-block-k4" in answer.system_fingerprint
+
+
+def test_a_stream_adds_up_to_the_whole(decoder: Decoder, client: OpenAI) -> None:
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40}
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    *parts, last = chunks
+    assert "".join(part.choices[0].text for part in parts) == client.completions.create(**options).choices[0].text
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert all(part.usage is None for part in parts)
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_usage_in_every_chunk(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 20, "stream": True, "stream_options": options}
+    with server.http() as http:
+        response = http.post("/v1/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    counts = [value["usage"]["completion_tokens"] for value in events(response.text)]
+    assert counts == sorted(counts) and counts[-1] == 20
+
+
+@pytest.mark.parametrize(("rule", "k"), [("block", 4), ("gumbel", 4), ("block", "auto")])
+def test_eight_clients_get_their_text_alone(rule: str, k: NumDraftTokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; half of them
+    streamed; others without a seed between them, whose K changes with the load under ``auto``."""
+    costs = {1: {0: 1.0, 2: 1.1, 6: 1.2}, 2: {0: 1.0, 2: 1.4, 6: 3.0}, 3: {0: 1.0, 2: 3.0, 6: 9.0}}
+    monkeypatch.setattr("outrider.decoding.pair_state.round_costs", lambda *of_pair: costs[min(of_pair[3], 3)])
+    decoder = replace(embedded("float64", rule), num_draft_tokens=k)
+    stem = "Once upon a time there was a king who had three sons, and the youngest of them was called"
+    prompts = [f"{stem} {name}" for name in ("Hans", "the fool", "Dummling", "John")] + [PROMPT, "The fox", stem, "A"]
+    expected = [
+        alone(decoder, prompt, seed=seed, max_new_tokens=24 + 8 * (seed % 3)) for seed, prompt in enumerate(prompts)
+    ]
+    with running(decoder, num_slots=3, context_len=256) as server, server.openai() as client:
+        num_clients = len(prompts) + 2
+        gate = threading.Barrier(num_clients)
+
+        def generate(seed: int) -> str:
+            gate.wait()
+            options = {"model": "toy", "prompt": prompts[seed], "seed": seed, "max_tokens": 24 + 8 * (seed % 3)}
+            if seed % 2:
+                chunks = client.completions.create(**options, stream=True)
+                return "".join(chunk.choices[0].text for chunk in chunks)
+            return client.completions.create(**options).choices[0].text
+
+        def disturb(which: int) -> None:
+            gate.wait()
+            for _ in range(2):
+                client.completions.create(model="toy", prompt=prompts[which], max_tokens=20)
+
+        for _ in range(2):  # again, with other texts in the slots
+            with ThreadPoolExecutor(num_clients) as pool:
+                others = [pool.submit(disturb, which) for which in range(2)]
+                assert list(pool.map(generate, range(len(prompts)))) == [one.text for one in expected]
+                for other in others:
+                    other.result()
+        assert server.metric("outrider:cached_tokens_total") > 0
+
+
+def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
+    """Choice i of the answer has the seed + i."""
+    prompts = [PROMPT, "The king"]
+    answer = client.completions.create(model="fable", prompt=prompts, n=2, seed=7, max_tokens=12)
+    asked = [(prompts[0], 7), (prompts[0], 8), (prompts[1], 9), (prompts[1], 10)]
+    expected = [alone(decoder, prompt, seed=seed, max_new_tokens=12).text for prompt, seed in asked]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == sum(len(decoder.encode(prompt)) for prompt in prompts)
+    streamed = [""] * 4
+    for chunk in client.completions.create(model="fable", prompt=prompts, n=2, seed=7, max_tokens=12, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == expected
+
+
+def test_ids_are_prompts_too(decoder: Decoder, client: OpenAI) -> None:
+    ids = decoder.encode(PROMPT)
+    answer = client.completions.create(model="fable", prompt=[ids, ids[:3]], seed=1, max_tokens=8)
+    expected = [alone(decoder, prompt, seed=seed, max_new_tokens=8).text for seed, prompt in ((1, ids), (2, ids[:3]))]
+    assert [choice.text for choice in answer.choices] == expected
+
+
+def test_options_of_sampling(decoder: Decoder, client: OpenAI) -> None:
+    mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3}
+    counted = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    bias = {"11": -4.0, "12": 3.0}
+    answer = client.completions.create(
+        model="fable", prompt=PROMPT, seed=5, max_tokens=24, top_p=0.9, logit_bias=bias, extra_body=mine, **counted
+    )
+    options = mine | counted | {"top_p": 0.9, "logit_bias": {11: -4.0, 12: 3.0}}
+    assert answer.choices[0].text == alone(decoder, PROMPT, seed=5, max_new_tokens=24, **options).text
+
+
+def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running) -> None:
+    with server.http() as http:
+        (choice,) = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12}).json()["choices"]
+    assert choice["text"] == alone(decoder, PROMPT, seed=choice["seed"], max_new_tokens=12).text
+    assert choice["seed"] < 2**53  # what JavaScript can read
+
+
+def test_negative_seeds(client: OpenAI) -> None:
+    one, other = (
+        client.completions.create(model="fable", prompt=PROMPT, seed=seed, max_tokens=12).choices[0].text
+        for seed in (-1, 2**63 - 1)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_stop_strings(decoder: Decoder, client: OpenAI, is_stream: bool) -> None:
+    text = alone(decoder, PROMPT, seed=3, max_new_tokens=40).text
+    stop = text[30:36]
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40, "stop": ["never seen", stop]}
+    answer = client.completions.create(**options, stream=is_stream)
+    choices = [chunk.choices[0] for chunk in answer] if is_stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert [choice.stop_reason for choice in choices] == [None] * (len(choices) - 1) + [stop]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
+    """They end a text as stop strings do, but not before ``min_tokens``."""
+    ids = alone(decoder, PROMPT, seed=3, max_new_tokens=40).token_ids
+    at = next(i for i in range(8, 40) if ids[i] not in ids[:i])
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 40}
+    answer = client.completions.create(**options, extra_body={"stop_token_ids": [ids[at]]})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", at + 1)
+    assert answer.choices[0].stop_reason == ids[at]
+    mine = {"stop_token_ids": [ids[at]], "min_tokens": 20}
+    answer = client.completions.create(**options, extra_body=mine)
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, **mine)
+    assert answer.choices[0].text == expected.text and answer.usage.completion_tokens >= 20
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fox", "hen"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "options"),
+    [
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": _SCHEMA}},
+            {"json_schema": _SCHEMA},
+        ),
+        ("response_format", {"type": "json_object", "schema": _SCHEMA}, {"json_schema": _SCHEMA}),
+        ("response_format", {"type": "text"}, {}),
+        ("structured_outputs", {"json": _SCHEMA, "regex": None}, {"json_schema": _SCHEMA}),
+        ("structured_outputs", {"json": json.dumps(_SCHEMA)}, {"json_schema": _SCHEMA}),
+        ("structured_outputs", {"choice": [" a fox", ' a "hen"']}, {"grammar": 'start: " a fox" | " a \\"hen\\""'}),
+        ("guided_json", _SCHEMA, {"json_schema": _SCHEMA}),
+        ("guided_regex", " (fox|hen)s?", {"regex": " (fox|hen)s?"}),
+        ("guided_grammar", 'root ::= " a" "b"*', {"grammar": 'root ::= " a" "b"*'}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_structured_output(decoder: Decoder, client: OpenAI, field: str, value: dict, options: dict) -> None:
+    """By OpenAI's field, vLLM's and its older ones: the library's text with the same constraint, beside others."""
+    many = {"model": "fable", "prompt": [PROMPT, PROMPT], "seed": 3, "max_tokens": 120}
+    answer = client.completions.create(**many, extra_body={field: value})
+    expected = [alone(decoder, PROMPT, seed=seed, max_new_tokens=120, **options).text for seed in (3, 4)]
+    assert [choice.text for choice in answer.choices] == expected
+    if "json_schema" in options:
+        assert json.loads(answer.choices[0].text).keys() == {"name", "age"}
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_any_json(client: OpenAI) -> None:
+    body = {"response_format": {"type": "json_object"}, "logit_bias": {}}
+    stops = client.completions.create(model="fable", prompt=PROMPT, seed=3, max_tokens=60, extra_body=body).choices[0]
+    assert stops.text.startswith("{") and (stops.finish_reason == "length" or isinstance(json.loads(stops.text), dict))
+
+
+def test_logprobs_of_completions(decoder: Decoder, client: OpenAI) -> None:
+    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 2}
+    logprobs = client.completions.create(**options).choices[0].logprobs
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=12, logprobs=2)
+    assert expected.logprobs is not None and logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
+    assert "".join(logprobs.tokens) == expected.text
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(12)]
+    for token, top, one in zip(logprobs.tokens, logprobs.top_logprobs, expected.logprobs, strict=True):
+        assert top[token] == pytest.approx(one.logprob)
+        assert max(top.values()) == pytest.approx(one.top[0][1])
+        assert len(top) in (2, 3)
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
+    for name in ("tokens", "text_offset"):
+        assert [item for part in parts for item in getattr(part, name)] == getattr(logprobs, name)
+
+
+def test_a_prompt_is_scored_as_the_harness_asks(decoder: Decoder, client: OpenAI) -> None:
+    """lm-eval sends ids, echo and one token to generate, and reads the log-probabilities between."""
+    ids = decoder.encode(f"{PROMPT} king")
+    (choice,) = client.completions.create(
+        model="fable", prompt=ids, echo=True, max_tokens=1, logprobs=1, temperature=0, seed=1234
+    ).choices
+    assert choice.logprobs is not None
+    given = choice.logprobs.token_logprobs
+    assert len(given) == len(ids) + 1 and given[0] is None
+    # Token by token, through the loop: greedy, with the next token forced by a bias that log-probabilities do not see.
+    for place in (1, 4, len(ids) - 1):
+        one = alone(decoder, ids[:place], temperature=0, max_new_tokens=1, logprobs=1, logit_bias={ids[place]: 1e4})
+        assert one.token_ids == (ids[place],) and one.logprobs is not None
+        assert given[place] == pytest.approx(one.logprobs[0].logprob, abs=1e-9)
+        top = choice.logprobs.top_logprobs[place]
+        assert max(top.values()) == pytest.approx(one.logprobs[0].top[0][1], abs=1e-9)
+    assert choice.text == decoder.tokenizer.decode(ids) + alone(decoder, ids, temperature=0, max_new_tokens=1).text
+
+
+def test_echo_without_generating(client: OpenAI) -> None:
+    for logprobs in (NOT_GIVEN, 0):
+        options = {"model": "fable", "prompt": ["The king", "A"], "echo": True, "max_tokens": 0, "logprobs": logprobs}
+        whole = client.completions.create(**options)
+        assert [choice.text for choice in whole.choices] == ["The king", "A"]
+        assert whole.usage.completion_tokens == 0
+        parts = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
+        assert [part.text for part in parts] == ["The king", "A"]
+        assert [part.finish_reason for part in parts] == ["length", "length"]
+
+
+def test_tokens_with_the_same_text_can_be_told_apart(decoder: Decoder, client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="fable", prompt=PROMPT, seed=3, max_tokens=4, logprobs=1, extra_body={"return_tokens_as_token_ids": True}
+    )
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=4).token_ids
+    assert answer.choices[0].logprobs.tokens == [f"token_id:{i}" for i in expected]
+
+
+def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
+    """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them."""
+    name = 'vllm:spec_decode_num_{}_tokens_total{{model_name="fable"}}'
+    before = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
+    with server.http() as http:
+        body = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}
+        found = http.post("/v1/completions", json=body).json()["metrics"]["speculative_decoding"]
+    stats = alone(decoder, PROMPT, seed=3, max_new_tokens=60).stats
+    histogram = found["acceptance_histogram"]
+    assert len(histogram) == found["num_spec_tokens"] + 1 == 5
+    assert sum(histogram) == found["num_spec_steps"]
+    assert sum(i * n for i, n in enumerate(histogram)) == found["num_accepted_draft_tokens"]
+    assert found["num_accepted_draft_tokens"] == stats.num_accepted_draft_tokens
+    assert found["num_draft_tokens"] == stats.num_draft_tokens
+    after = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
+    added = [b - a for a, b in zip(before, after, strict=True)]
+    assert added == [stats.num_draft_tokens, stats.num_accepted_draft_tokens]
+
+
+@pytest.mark.parametrize(("own", "k"), [({"num_draft_tokens": 2}, 2), ({"seed": 3}, 4), ({}, 6)])
+def test_the_number_of_drafted_tokens_is_that_of_the_text(
+    own: dict, k: int, monkeypatch: pytest.MonkeyPatch, decoder: Decoder
+) -> None:
+    """A K of its own; the constant one of a text with a seed under ``auto``; the most that ``auto`` may choose."""
+    costs = {0: 1.0, 2: 1.1, 6: 1.2}
+    monkeypatch.setattr("outrider.decoding.pair_state.round_costs", lambda *of_pair: costs)
+    body = {"prompt": PROMPT, "max_tokens": 60}
+    with running(replace(decoder, num_draft_tokens="auto")) as server, server.http() as http:
+        found = http.post("/v1/completions", json=body | own).json()["metrics"]["speculative_decoding"]
+    assert found["num_spec_tokens"] == k
+    assert len(found["acceptance_histogram"]) == k + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"max_new_tokens": 9}, {"max_new_tokens": 9}),
+        ({"n_predict": 9, "repeat_penalty": 1.3, "repeat_last_n": -1}, {"repetition_penalty": 1.3}),
+        ({"max_tokens": 9, "min_new_tokens": 9, "max_completion_tokens": 9}, {"min_tokens": 9}),
+        ({"max_tokens": 9, "regex": " (fox|hen)s?"}, {"regex": " (fox|hen)s?"}),
+        ({"max_tokens": 9, "ebnf": 'root ::= " a" "b"*'}, {"grammar": 'root ::= " a" "b"*'}),
+        ({"max_tokens": 9, "grammar": 'root ::= " a" "b"*'}, {"grammar": 'root ::= " a" "b"*'}),
+        ({"max_tokens": 9, "json_schema": '{"enum": ["fox", "hen"]}'}, {"json_schema": {"enum": ["fox", "hen"]}}),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_names_of_other_servers(decoder: Decoder, server: Running, fields: dict, options: dict) -> None:
+    """SGLang's, llama.cpp's and Transformers' names for options that the library has."""
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": PROMPT, "seed": 3, **fields})
+    assert answer.status_code == 200, answer.text
+    expected = alone(decoder, PROMPT, **{"seed": 3, "max_new_tokens": 9, **options})
+    assert answer.json()["choices"][0]["text"] == expected.text
+
+
+def test_times_of_a_text(server: Running) -> None:
+    """vLLM's names and llama.cpp's, whole and streamed; none for several texts."""
+    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}
+    with server.http() as http:
+        whole = http.post("/v1/completions", json=body).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *parts, last = events(http.post("/v1/completions", json=body | options).text)
+        assert not any("timings" in part or "metrics" in part for part in parts)
+        *parts, without_usage = events(http.post("/v1/completions", json=body | {"stream": True}).text)
+        assert not any("timings" in part for part in parts)
+        several = http.post("/v1/completions", json=body | {"n": 2}).json()
+    assert several.keys().isdisjoint({"timings", "metrics"})
+    for answer in (whole, last, without_usage):
+        timings = answer["timings"]
+        assert timings["predicted_n"] == 60
+        assert timings["prompt_n"] + timings["cache_n"] == whole["usage"]["prompt_tokens"]
+        assert 0 < timings["draft_n_accepted"] < timings["draft_n"]
+        assert timings["predicted_per_second"] == pytest.approx(60 / timings["predicted_ms"] * 1e3)
+        assert timings["prompt_ms"] > 0
+    for answer in (whole, last):
+        metrics, timings = answer["metrics"], answer["timings"]
+        assert metrics["queue_time_ms"] >= 0
+        assert metrics["time_to_first_token_ms"] == pytest.approx(timings["prompt_ms"])
+        assert metrics["generation_time_ms"] == pytest.approx(timings["predicted_ms"])
+        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 59)
+        whole_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
+        assert metrics["tokens_per_second"] == pytest.approx(60 / whole_ms * 1e3)
+    assert last["metrics"]["speculative_decoding"] == whole["metrics"]["speculative_decoding"]
+
+
+def test_times_of_a_text_of_one_round(server: Running) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).json()
+    assert answer["metrics"]["mean_itl_ms"] is None
+    assert answer["timings"]["predicted_n"] == 1 and answer["timings"]["predicted_per_second"] is None
+
+
+def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -> None:
+    plain = alone(decoder.plain(), PROMPT, seed=3, max_new_tokens=30)
+    shorter = alone(replace(decoder, num_draft_tokens=2), PROMPT, seed=3, max_new_tokens=30)
+    with server.http() as http:
+        for own, expected in (({"draft": False}, plain), ({"num_draft_tokens": 2}, shorter)):
+            answer = http.post("/v1/completions", json={"prompt": PROMPT, "seed": 3, "max_tokens": 30} | own).json()
+            assert answer["choices"][0]["text"] == expected.text
+            assert (answer["metrics"]["speculative_decoding"] is None) == ("draft" in own)
+            assert ("draft_n" in answer["timings"]) == ("draft" not in own)
+
+
+def test_a_long_answer_ends_where_the_context_does(server: Running, client: OpenAI) -> None:
+    prompt = [7] * (server.worker.capacity - 5)
+    answer = client.completions.create(model="fable", prompt=prompt, max_tokens=100, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_models(client: OpenAI, server: Running) -> None:
+    cards = client.models.list().data
+    assert [card.id for card in cards] == ["fable", "another-name"]
+    assert all(card.max_model_len == server.worker.capacity == 512 for card in cards)
+    assert client.models.retrieve("another-name").root == "fable"
+    answer = client.completions.create(model="another-name", prompt="A", max_tokens=1)
+    assert answer.model == "another-name"
+
+
+def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
+    with server.http() as http:
+        answer = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+        assert answer["tokens"] == decoder.encode(PROMPT)
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 512
+        assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
+        info = http.get("/tokenizer_info").json()
+        assert info["eos_token"] == decoder.tokenizer.eos_token
+        assert info.keys() >= {"bos_token", "pad_token", "chat_template", "tokenizer_class"}
+        assert http.get("/version").json().keys() == {"version"}
+
+
+def test_tokens_that_a_tokenizer_adds() -> None:
+    """They are left out where a client asks for it (lm-eval does)."""
+    tokenizer = word_tokenizer()
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("w5 $A", special_tokens=[("w5", 5)])
+    with running(load(random_llama(), "none", tokenizer=tokenizer)) as server, server.http() as http:
+        for has_special, expected in ((None, [5, 1]), (True, [5, 1]), (False, [1])):
+            body = {"prompt": "w1", "add_special_tokens": has_special}
+            assert http.post("/tokenize", json=body).json()["tokens"] == expected
+        assert http.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()["count"] == 0
+
+
+@pytest.fixture(scope="module")
+def chat_server() -> Iterator[Running]:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    decoder = load(random_llama(), random_llama(seed=1), tokenizer=tokenizer, draft_tokenizer=tokenizer)
+    with running(decoder) as one:
+        yield one
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chats(chat_server: Running, is_stream: bool) -> None:
+    decoder = chat_server.worker.decoder
+    messages = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
+    expected = alone(decoder, messages, seed=1, max_new_tokens=20, logprobs=2)
+    parts = [{"role": "system", "content": [{"type": "text", "text": "w1 w2"}]}, messages[1]]
+    with chat_server.openai() as client:
+        answer = client.chat.completions.create(
+            model="toy",
+            messages=parts,
+            seed=1,
+            max_completion_tokens=20,
+            logprobs=True,
+            top_logprobs=2,
+            stream=is_stream,
+        )
+        if is_stream:
+            first, *rest = [chunk.choices[0] for chunk in answer]
+            assert first.delta.role == "assistant" and first.delta.content == ""
+            text = "".join(choice.delta.content or "" for choice in rest)
+            found = [item for choice in rest for item in choice.logprobs.content]
+            reason = rest[-1].finish_reason
+        else:
+            (choice,) = answer.choices
+            text, found, reason = choice.message.content, choice.logprobs.content, choice.finish_reason
+            assert choice.message.role == "assistant"
+    assert text == expected.text
+    assert reason == ("stop" if expected.finish_reason == "eos" else "length")
+    assert expected.logprobs is not None
+    assert [item.logprob for item in found] == pytest.approx([one.logprob for one in expected.logprobs])
+    assert [len(item.top_logprobs) for item in found] == [2] * len(found)
+    assert all(bytes(item.bytes).decode() == item.token for item in found)
+    assert found[0].token in {f"w{i}" for i in range(NUM_WORDS)}
+
+
+def test_a_chat_goes_on_as_long_as_there_is_room(chat_server: Running) -> None:
+    with chat_server.http() as http:
+        body = {"messages": [{"role": "user", "content": "w3"}], "seed": 1, "ignore_eos": True}
+        answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["total_tokens"] == chat_server.worker.capacity
+
+
+def test_line_separators_do_not_cut_events(server: Running) -> None:
+    """Some clients take U+2028 for the end of a line."""
+    body = {"prompt": "A\u2028B\x85C", "echo": True, "max_tokens": 1, "stream": True}
+    with server.http() as http:
+        response: httpx.Response = http.post("/v1/completions", json=body)
+    assert response.text.isascii()
+    assert events(response.text)[0]["choices"][0]["text"] == body["prompt"]
