@@ -2,7 +2,7 @@
 
     python benchmarks/big_plan.py > big_plan.txt
 
-Configurations are those published for Llama 3.1. Memory: outrider.models.predicted_memory, the target shared by tensor
+Configurations are those published for Llama 3.1. Memory: outrider.bench.predicted_memory, the target shared by tensor
 parallelism, the draft whole on each GPU. Speed: a step takes as long as reading its weights and caches at the GPU's
 bandwidth (3.35 TB/s, the data sheet of an H100 SXM, times 0.8), for the verify as for a plain step; communication
 between GPUs is left out, which flatters many of them. A drafted token is accepted with probability alpha, independently
@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
+from outrider.bench.predicted_memory import Memory, Predictor, Work
 from outrider.bench.report import new_table
-from outrider.models.predicted_memory import Memory, Predictor, Work
 from outrider.stats.speedup import predict as predict_speed_up
 
 _BANDWIDTH = 0.8 * 3.35e12  # bytes per second

@@ -28,10 +28,10 @@ from rich.console import Console
 from outrider.api import load, load_drafter
 from outrider.bench.report import ArmSummary, interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.distill.data import hold_out_written, read_sequences
 from outrider.models.placement import Placement
 from outrider.options import Sampling
-from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
@@ -136,7 +136,7 @@ def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> l
     arms = [Arm("plain", decoder)]
     for draft in drafts:
         drafter = load_drafter(decoder, draft, placement=Placement("cpu", "float32"))
-        with_draft = replace(decoder, drafter=drafter.with_models(LM.compiled) if arguments.compile else drafter)
+        with_draft = replace(decoder, drafter=drafter.with_models(compiled_lm) if arguments.compile else drafter)
         arms += arms_by_k(with_draft, draft, KS)
     options = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]

@@ -34,11 +34,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from outrider.api import load, load_drafter
 from outrider.bench.report import interval_text, new_table, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
 from outrider.errors import CompileError
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
-from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS, WARM_UP
@@ -123,7 +123,7 @@ def measure_target(
     arms = [Arm("plain", fast), Arm("plain, eager", plain)]
     for name, draft in drafts.items():
         drafter = load_drafter(plain, draft, placement=Placement(str(target.device), "bfloat16"))
-        arms.append(Arm(name, replace(fast, drafter=drafter.with_models(LM.compiled)), name, _K))
+        arms.append(Arm(name, replace(fast, drafter=drafter.with_models(compiled_lm)), name, _K))
     options = {"max_new_tokens": num_tokens, "ignore_eos": True}
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS[:num_prompts])]
     warm_up(arms, cases, options)

@@ -26,11 +26,11 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from outrider.api import load
+from outrider.bench.predicted_memory import Predictor, Work
 from outrider.bench.report import new_table
 from outrider.decoder import Decoder
 from outrider.kernels.narrow_weight import ThinWeight
 from outrider.models.placement import DTYPES
-from outrider.models.predicted_memory import Predictor, Work
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
 

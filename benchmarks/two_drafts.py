@@ -22,8 +22,8 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import ArmSummary, interval_text, summarise, table
 from outrider.bench.run import Arm, Case, Measurement, arms_by_k, interleave, warm_up
 from outrider.cli.shared.options import parse_k
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.models.placement import Placement
-from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval, paired_ratio
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
@@ -50,7 +50,7 @@ def main() -> None:
         arms = [Arm("plain", decoder)]
         for draft in arguments.draft:
             drafter = load_drafter(decoder, draft, placement=Placement("cpu", "float32"))
-            with_draft = replace(decoder, drafter=drafter.with_models(LM.compiled) if arguments.compile else drafter)
+            with_draft = replace(decoder, drafter=drafter.with_models(compiled_lm) if arguments.compile else drafter)
             arms += arms_by_k(with_draft, draft, parse_k(arguments.k))
         for temperature in (0.0, 1.0):
             options = {"temperature": temperature, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}

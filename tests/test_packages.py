@@ -1,4 +1,4 @@
-"""The house has floors: imports go down, never up, and what must be quick to import stays free of torch."""
+"""Packages lie in layers: imports never go up, nor in circles, and what must be quick to import stays free of torch."""
 
 import ast
 import subprocess
@@ -11,29 +11,18 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "outrider"
 
-# Packages and single modules, top to bottom: each may import those on lower floors, and none beside it.
-FLOORS = """
-    __main__
-    cli
+# Packages and single modules, top to bottom: each imports from its own layer and those below it.
+LAYERS = """
+    __main__ cli
     serve
-    certify
-    bench
-    distill export
-    evals replay
-    __init__
-    api
-    decoder scoring
-    jobs decoding
-    drafters
-    models
-    sampling
-    runtime stats text
-    system
-    records
-    options
-    errors
+    certify bench race distill export evals replay
+    __init__ api decoder
+    decoding drafters scoring request_state
+    models compile kernels runtime sampling
+    stats text system
+    records options errors
 """.strip().splitlines()
-FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # The packages' own files hold a docstring and nothing else, so that importing one file imports no other.
 PACKAGE_FILES = {".".join(path.relative_to(SRC).with_suffix("").parts) for path in SRC.glob("*/**/__init__.py")}
@@ -79,23 +68,33 @@ def _package(name: str) -> str:
     return name.split(".")[0]
 
 
-def test_every_package_has_its_floor() -> None:
-    assert {_package(name) for name in _modules()} == FLOOR_OF.keys()
+def test_every_package_has_its_layer() -> None:
+    assert {_package(name) for name in _modules()} == LAYER_OF.keys()
 
 
-@pytest.mark.parametrize("package", FLOOR_OF)
-def test_imports_go_down(package: str) -> None:
+@pytest.mark.parametrize("package", LAYER_OF)
+def test_imports_do_not_go_up(package: str) -> None:
     modules = _modules()
     for name in (name for name in modules if _package(name) == package):
         for imported in map(_package, _imported(ast.parse(modules[name].read_text()), modules)):
-            is_below = FLOOR_OF[package] < FLOOR_OF[imported]
-            assert is_below or imported == package, f"{name} imports {imported}"
+            assert LAYER_OF[package] <= LAYER_OF[imported], f"{name} imports {imported}"
 
 
-def test_modules_do_not_import_in_circles() -> None:
+def test_nothing_is_imported_in_circles() -> None:
+    """Neither modules nor packages."""
     modules = _modules()
     graph = {name: set(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError
+    packages: dict[str, set[str]] = {package: set() for package in LAYER_OF}
+    for name, found in graph.items():
+        packages[_package(name)] |= {_package(other) for other in found} - {_package(name)}
+    for one in (graph, packages):
+        TopologicalSorter(one).prepare()  # raises CycleError
+
+
+def test_running_a_model_knows_neither_compilers_nor_kernels() -> None:
+    modules = _modules()
+    for name in (name for name in modules if _package(name) == "runtime"):
+        assert not {"compile", "kernels"} & {*map(_package, _imported(ast.parse(modules[name].read_text()), modules))}
 
 
 def test_the_top_level_is_small() -> None:

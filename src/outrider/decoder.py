@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.compile.service import Maker
 from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine, decode
@@ -92,7 +93,7 @@ class Decoder:
             CompileError: several processes share the target; or, from the first generation, a model or this machine
                 does not allow it.
         """
-        change = partial(LM.compiled, waits=waits, maker=maker)
+        change = partial(compiled_lm, waits=waits, maker=maker)
         return replace(self, target=change(self.target), drafter=self.drafter.with_models(change))
 
     def stream(self, prompt: Prompt, *, resume_ids: Sequence[int] = (), **options: Any) -> Iterator[Chunk]:

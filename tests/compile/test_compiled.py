@@ -9,6 +9,7 @@ Making a program takes ten seconds. So the tests share a folder of programs (see
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from hybrids import hybrid, hybrid_lm
 from outrider.compile import program_cache
 from outrider.compile import service as maker_module
 from outrider.compile.compiled import Compiled
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.compile.program_cache import Made
 from outrider.compile.service import Maker
 from outrider.compile.worker import Job
@@ -79,7 +81,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     shutil.copytree(cache_folder("kernels"), made.cache / "outrider" / "kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(made.cache))
-        assert made.say(target.compiled()) == made.want
+        assert made.say(compiled_lm(target)) == made.want
     files = (made.cache / "outrider" / "programs").iterdir()
     assert sorted(file.suffix for file in files) == [".call", ".pt2"]
     shutil.copytree(made.cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)  # others need it, too
@@ -123,7 +125,7 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
     def say_again() -> int:
         """How many programs are made for the same text."""
         Remembers.num_made = 0
-        assert plain.say(plain.target.compiled(maker=Maker())) == plain.want
+        assert plain.say(compiled_lm(plain.target, maker=Maker())) == plain.want
         return Remembers.num_made
 
     monkeypatch.setattr(maker_module, "Process", Remembers)
@@ -155,7 +157,7 @@ def test_nothing_is_left_in_the_temporary_folder(
     """Not even while the program is in use, since a signal may end the process."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(folder))
-    fast = plain.target.compiled()
+    fast = compiled_lm(plain.target)
     assert plain.say(fast) == plain.want
     assert not list(folder.iterdir())
     assert plain.say(fast) == plain.want
@@ -166,7 +168,7 @@ def test_nothing_is_left_in_the_temporary_folder(
 def test_weights_are_shared_and_followed(plain: Plain) -> None:
     """No copy: a weight that is changed in place is changed in the program."""
     target, _ = llama_pair()
-    fast = target.compiled()
+    fast = compiled_lm(target)
     assert plain.say(fast) == plain.want
     (program,) = fast.execution._programs.values()
     parameters = {parameter.data_ptr() for parameter in target.model.parameters()}
@@ -181,7 +183,7 @@ def test_small_tensors_are_part_of_the_key(plain: Plain, from_disk: Path) -> Non
     not be given the program of this one."""
     other = as_lm(tiny_llama())
     other.model.model.rotary_emb.inv_freq.mul_(0.5)
-    assert plain.say(other.compiled()) == plain.say(other) != plain.want
+    assert plain.say(compiled_lm(other)) == plain.say(other) != plain.want
     assert len({path.read_bytes()[32:96] for path in from_disk.glob("*.call")}) == 2  # names of graphs
 
 
@@ -205,7 +207,7 @@ def test_the_same_tokens_as_eager(rule_name: str, num_programs: tuple[int, int],
     accepted = sum((output.stats for output in eager), Stats()).to_json()["acceptance_histogram"]
     assert len(accepted) == 3 and min(accepted) > 0  # none, one, both: all that may happen in a round does
     want = [output.token_ids for output in eager]
-    fast_target, fast_drafter = target.compiled(), drafter.with_models(LM.compiled)
+    fast_target, fast_drafter = compiled_lm(target), drafter.with_models(compiled_lm)
     assert tokens(fast_target, fast_drafter, requests(**options), rule, 2) == want
     assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
     assert tokens(fast_target, fast_drafter, requests(**options), rule, 2) == want
@@ -221,7 +223,7 @@ def test_a_place_behind_a_rejected_token_ends_no_text() -> None:
     options: dict[str, Any] = {"longest": 28, "temperature": 0.7}
     (want,) = tokens(target, NoDrafter(), requests(**options), RULES["gumbel"], 0)
     assert len(want) == 28 and 4 not in want
-    assert tokens(target.compiled(), likes_it, requests(**options), RULES["gumbel"], 2) == [want]
+    assert tokens(compiled_lm(target), likes_it, requests(**options), RULES["gumbel"], 2) == [want]
 
 
 def _num_programs(lm: LM) -> int:
@@ -254,7 +256,7 @@ def test_thin_products(dtype: torch.dtype, tolerance: float) -> None:
         for num_rows in THIN
         for shape in ((num_rows, 40), (25, 40), (25,), (2, 40, 9))  # an odd number of columns: one part is left over
     ]
-    got = llama_pair()[0].compiled().run(_products, (), *arguments)
+    got = compiled_lm(llama_pair()[0]).run(_products, (), *arguments)
     want = _products(None, *(argument.double() for argument in arguments))
     assert [one.shape[-2] for one in got] == [num_rows for num_rows in THIN for _ in range(3)]
     for one, other in zip(got, want, strict=True):
@@ -264,7 +266,7 @@ def test_thin_products(dtype: torch.dtype, tolerance: float) -> None:
 def test_models_with_recurrent_states_are_refused_at_once() -> None:
     """As target and as draft: nothing is compiled."""
     hybrid_target = hybrid_lm(hybrid("qwen3_5_text"))
-    for change in (hybrid_target.compiled, lambda: ModelDrafter(hybrid_target).with_models(LM.compiled)):
+    for change in (partial(compiled_lm, hybrid_target), lambda: ModelDrafter(hybrid_target).with_models(compiled_lm)):
         with pytest.raises(CompileError, match="it has recurrent states"):
             change()
 
@@ -276,6 +278,6 @@ def test_convolutions_are_compiled() -> None:
     target, drafter = hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
     requests = [Request(prompt, Sampling(temperature=0.0, max_new_tokens=20)) for prompt in ((5, 9, 11), (7, 8) * 9)]
     expected = tokens(target, NoDrafter(), requests, RULES["block"], 0)
-    outputs = run(target.compiled(), drafter.with_models(LM.compiled), requests, RULES["block"], 2)
+    outputs = run(compiled_lm(target), drafter.with_models(compiled_lm), requests, RULES["block"], 2)
     assert [output.token_ids for output in outputs] == expected
     assert all(0 < output.stats.num_accepted_draft_tokens < output.stats.num_draft_tokens for output in outputs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.compile.cuda_graphs import Captured
 from outrider.decoding.engine import decode
 from outrider.drafters.model import ModelDrafter
@@ -87,7 +88,7 @@ def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
     target = as_lm(model.to("cuda"))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
     want = tokens(target, drafter, requests, rule, 2)
-    fast, fast_drafter = target.compiled(), drafter.with_models(LM.compiled)
+    fast, fast_drafter = compiled_lm(target), drafter.with_models(compiled_lm)
     for _ in range(2):
         assert tokens(fast, fast_drafter, requests, rule, 2) == want
 
@@ -100,14 +101,14 @@ def test_rotary_frequencies_that_are_chosen_in_each_forward() -> None:
     requests = [Request([1, 2, 3], Sampling(seed=0, max_new_tokens=20))]
     drafter = ModelDrafter(target)
     want = tokens(target, drafter, requests, REJECTION, 2)
-    assert tokens(target.compiled(), drafter.with_models(LM.compiled), requests, REJECTION, 2) == want
+    assert tokens(compiled_lm(target), drafter.with_models(compiled_lm), requests, REJECTION, 2) == want
     assert model.model.rotary_emb.rope_type == "dynamic"
 
 
 @pytest.mark.gpu
 def test_the_host_waits_for_nothing_but_reports() -> None:
     """Three rows of a batch of four, after the first steps of each kind were recorded."""
-    target, drafter = (as_lm(tiny_llama(seed).to("cuda")).compiled() for seed in (0, 1))
+    target, drafter = (compiled_lm(as_lm(tiny_llama(seed).to("cuda"))) for seed in (0, 1))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
     requests.append(Request([5], Sampling(max_new_tokens=1, seed=3)))
     rounds = decode(target, ModelDrafter(drafter), requests, REJECTION, num_draft_tokens=2)

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import FalconConfig, FalconForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import outrider
+from outrider.bench.predicted_memory import Predictor, Work
 from outrider.kernels.narrow_weight import ThinWeight
 from outrider.models import cpu_weights as store
 from outrider.models.loading import weights_checksum
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import forms
 from outrider.models.placement import Placement
-from outrider.models.predicted_memory import Predictor, Work
 from outrider.models.quantize import num_bytes
 from outrider.models.registry import ModelSpec
 from pairs import random_llama, save

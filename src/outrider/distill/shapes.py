@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoding.measured_costs import CostArm, time_rounds
 from outrider.distill.student import Shape, new_draft
 from outrider.drafters.base import NoDrafter
@@ -101,7 +102,7 @@ def measure_shapes(
 def _random_draft(target: LM, shape: Shape) -> LM:
     model = new_draft(target.model.config, shape, seed=0).to(target.device, target.dtype)
     lm = build_lm(Checkpoint(f"{shape.num_layers} x {shape.hidden_size}", model, None), target.vocab_size)
-    return lm.compiled() if target.execution.is_prepared else lm
+    return compiled_lm(lm) if target.execution.is_prepared else lm
 
 
 def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) -> float | None:

@@ -210,7 +210,7 @@ class Drafter(Protocol):
         ...
 
     def with_models(self, change: Callable[[LM], LM]) -> Drafter:
-        """The same drafter, with its models changed (``LM.compiled``, ``LM.eager``)."""
+        """The same drafter, with its models changed (``compiled_lm``, ``LM.eager``)."""
         ...
 
 

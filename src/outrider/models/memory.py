@@ -2,7 +2,7 @@
 
 For the list of all models, sizes come from files (configuration and the headers of the weights) or, for models that are
 not on this disk, from what the registry states. For one model, they come from a skeleton of it, made from its
-configuration; models/predicted_memory.py runs the loop's steps on it.
+configuration; bench/predicted_memory.py runs the loop's steps on it.
 """
 
 from __future__ import annotations

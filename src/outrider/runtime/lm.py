@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.compile.compiled import Compiled
-from outrider.compile.cuda_graphs import Captured
-from outrider.compile.service import Maker
-from outrider.errors import CompileError, OptionError
+from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
@@ -72,31 +69,15 @@ class LM:
         self.least_columns = 1
         self.is_stepped = False
 
-    def compiled(self, *, waits: bool = True, maker: Maker | None = None) -> LM:
-        """The same model, its steps compiled (on a CUDA device: captured) when they are first run. The weights are
-        shared.
-
-        Args:
-            waits: see ``Execution``.
-            maker: of programs; None for that of this process.
-
-        Raises:
-            CompileError: several processes share the model, or it has recurrent states. (Captured, both work.)
-        """
-        if self.num_shares > 1 and self.device.type != "cuda":
-            raise CompileError(
-                f"{self.name} cannot be compiled: it is shared by {self.num_shares} processes, and torch.export cannot "
-                "trace the sums over their shares (leave out --compile)"
-            )
-        if self.has_states and self.device.type != "cuda":
-            raise CompileError(
-                f"{self.name} cannot be compiled: it has recurrent states, whose programs take many minutes to compile "
-                "(leave out --compile: it then runs eagerly)"
-            )
-        self.mixers  # noqa: B018 - a forward to find them would be recorded with a step
-        lm = copy.copy(self)  # with what was found out about the model
-        lm.execution = Captured() if self.device.type == "cuda" else Compiled(waits=waits, maker=maker)
+    def with_execution(self, execution: Execution) -> LM:
+        """This model, its steps run in another way. The weights are shared, and what was found out about it is kept."""
+        lm = copy.copy(self)
+        lm.execution = execution
         return lm
+
+    def eager(self) -> LM:
+        """This model, its steps run as they are written."""
+        return self.with_execution(Eager())
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -111,12 +92,6 @@ class LM:
         """It runs eagerly."""
         lm = cls(**made_of)
         vars(lm).update(learned)
-        return lm
-
-    def eager(self) -> LM:
-        """The same model, its steps run as they are written. The weights are shared."""
-        lm = copy.copy(self)
-        lm.execution = Eager()
         return lm
 
     @cached_property

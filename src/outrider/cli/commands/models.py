@@ -15,7 +15,7 @@ from outrider.options import check_num_draft_tokens
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.models.predicted_memory import Work
+    from outrider.bench.predicted_memory import Work
     from outrider.models.registry import ModelSpec
 
 _MOST_DEVICES = 64
@@ -69,8 +69,8 @@ def models(
         console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
+        from outrider.bench.predicted_memory import Work
         from outrider.models.loading import context_len, read_config
-        from outrider.models.predicted_memory import Work
         from outrider.models.registry import resolve
 
         sizes = _numbers_of_devices(devices)
@@ -169,12 +169,12 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
     """One model in every form: as it is, and quantized; on one device and on several."""
     import torch
 
+    from outrider.bench.predicted_memory import Predictor
     from outrider.models.cpu_weights import kept_type
     from outrider.models.loading import read_config
     from outrider.models.memory import skeleton
     from outrider.models.parallel import check_shares
     from outrider.models.placement import DTYPES, Placement, pick_device
-    from outrider.models.predicted_memory import Predictor
     from outrider.models.quantize import method_of
     from outrider.models.registry import QUANTIZATIONS
     from outrider.system.available import available_bytes

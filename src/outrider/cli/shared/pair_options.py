@@ -244,13 +244,13 @@ class PairOptions:
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
         """A draft for the target, compiled if that is."""
         from outrider.api import load_drafter
-        from outrider.runtime.lm import LM
+        from outrider.compile.compiled_lm import compiled_lm
 
         drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models)
         if not decoder.target.execution.is_prepared:
             return drafter
         try:
-            return drafter.with_models(partial(LM.compiled, waits=decoder.target.execution.waits))
+            return drafter.with_models(partial(compiled_lm, waits=decoder.target.execution.waits))
         except CompileError:
             if self.compile:
                 raise

@@ -8,8 +8,8 @@ import transformers
 
 import outrider
 from hybrids import hybrid, hybrid_lm
+from outrider.bench.predicted_memory import Memory, Predictor, Work
 from outrider.errors import OptionError
-from outrider.models.predicted_memory import Memory, Predictor, Work
 from outrider.models.quantize import num_bytes
 from outrider.runtime.lm import PREFILL_TOKENS
 from pairs import zoo
