@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from outrider.bench.predicted_memory import Memory, Predictor, Work
+from outrider.bench.predicted_memory import Memory, Predictor, Workload
 from outrider.bench.report import new_table
 from outrider.stats.speedup import predict as predict_speed_up
 
 _BANDWIDTH = 0.8 * 3.35e12  # bytes per second
 _GPU_BYTES = 80e9
 _ALPHA = 0.8
-_WORK = Work(context=8192, num_rows=4, k=4)
+_WORK = Workload(context=8192, num_rows=4, k=4)
 _FORMS = (("none", "none"), ("int8", "none"), ("int8", "int8"), ("int4", "int4"))
 _KS = range(1, 13)
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from outrider.api import load, load_drafter
 from outrider.bench.report import new_table
 from outrider.certify.design import num_tests
-from outrider.certify.job import Job
+from outrider.certify.job import CertifyTask
 from outrider.certify.run import certify, fly
 from outrider.decoder import Decoder
 from outrider.options import Sampling
@@ -65,7 +65,8 @@ def certified(decoder: Decoder, group: Group, num_tokens: int, num_prompts: int)
     sampling = Sampling(temperature=temperature, max_new_tokens=64, **FILTERS[name])
     prompts = [tuple(decoder.encode(prompt)) for prompt in PROMPTS[:num_prompts]]
     jobs = {
-        rule: Job(replace(decoder, acceptance=rule), sampling, prompts, LEVEL, batch_size, seed=0) for rule in RULES
+        rule: CertifyTask(replace(decoder, acceptance=rule), sampling, prompts, LEVEL, batch_size, seed=0)
+        for rule in RULES
     }
     began = time.perf_counter()
     pilot = fly(jobs[REJECTION.name])

@@ -22,7 +22,7 @@ import time
 import torch
 
 from outrider.api import load
-from outrider.compile.service import Maker
+from outrider.compile.service import CompileService
 from outrider.decoder import Decoder
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
@@ -85,12 +85,12 @@ def _first(decoder: Decoder, arm: str) -> dict[str, float]:
 
 def _switch(decoder: Decoder) -> dict[str, float]:
     """Tokens per second: eager, while programs are compiled, and when they are there."""
-    maker = Maker(is_beside=True)
-    mixed = decoder.compiled(waits=False, maker=maker)
+    service = CompileService(is_beside=True)
+    mixed = decoder.compiled(waits=False, service=service)
     _rate(decoder)
     eager = [_rate(decoder) for _ in range(5)]
     begin, before = time.perf_counter(), []
-    while not (before and maker.num_open == 0):
+    while not (before and service.num_open == 0):
         before.append(_rate(mixed))
     compiling_s = time.perf_counter() - begin
     _rate(mixed)
@@ -98,7 +98,7 @@ def _switch(decoder: Decoder) -> dict[str, float]:
     names = {"eager": eager, "while_compiling": before, "after": after}
     return {
         **{f"{name}_tokens_per_s": statistics.median(rates) for name, rates in names.items()},
-        "num_programs": maker.num_orders,
+        "num_programs": service.num_orders,
         "compiling_s": compiling_s,
     }
 

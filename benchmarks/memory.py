@@ -26,10 +26,10 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from outrider.api import load
-from outrider.bench.predicted_memory import Predictor, Work
+from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.bench.report import new_table
 from outrider.decoder import Decoder
-from outrider.kernels.narrow_weight import ThinWeight
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.placement import DTYPES
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
@@ -63,7 +63,7 @@ def main() -> None:
     )
     found = []
     for dtype, quantization, rows, context in _CONFIGURATIONS:
-        predicted = Predictor(config, Work(context, rows, _K), DTYPES[dtype]).memory(quantization)
+        predicted = Predictor(config, Workload(context, rows, _K), DTYPES[dtype]).memory(quantization)
         command = [sys.executable, __file__, "--target", arguments.target]
         command += ["--measure", dtype, quantization, str(rows), str(context)]
         # Or the C library would keep up to some ten MiB of freed blocks for itself.
@@ -98,7 +98,7 @@ def _loaded(target: str, dtype: str, quantization: str) -> Decoder:
 def _leave_file(decoder: Decoder) -> None:
     """Copy the weights that are pages of the checkpoint's file: with them goes the mapping of the whole file."""
     for parameter in decoder.target.model.parameters():
-        if type(parameter) in (torch.nn.Parameter, ThinWeight):
+        if type(parameter) in (torch.nn.Parameter, NarrowWeight):
             parameter.data = parameter.data.clone()
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import toys
-from outrider.compile.compiled import Compiled
+from outrider.compile.compiled import CompiledExecution
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM
 
@@ -49,7 +49,7 @@ def hybrid(name: str, seed: int = 1, **options: Any) -> PreTrainedModel:
 def hybrid_lm(model: PreTrainedModel, name: str = "target") -> LM:
     """As it is loaded: probed."""
     lm = build_lm(Checkpoint(name, model, tokenizer=None), V)
-    if toys.execution is Compiled and lm.has_states:
+    if toys.execution is CompiledExecution and lm.has_states:
         pytest.skip("models with states are not compiled")
     lm.execution = toys.execution()
     return lm

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from outrider.api import load
 from outrider.certify import run as certifying
 from outrider.certify.controls import CONTROLS
-from outrider.compile.cuda_graphs import Captured
+from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoder import Decoder
-from outrider.decoding import cost_cache as kept_costs
+from outrider.decoding import cost_cache
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, OutriderError
@@ -79,7 +79,7 @@ def _tokens(shared: Decoder, whole: Decoder) -> dict[str, bool]:
 def _captured(shared: Decoder, whole: Decoder) -> bool:
     """The same with the steps as they are captured on a CUDA device, here without the recording."""
     target = copy.copy(shared.target)
-    target.execution = Captured()
+    target.execution = CapturedExecution()
     options: dict[str, Any] = {"seed": 5, "max_new_tokens": 12}
     texts = [one.generate(PROMPTS[0], **options)[0].token_ids for one in (replace(shared, target=target), whole)]
     return texts[0] == texts[1]
@@ -105,7 +105,7 @@ def _costs(decoder: Decoder) -> dict[str, Any]:
     for num_rows in (1, 2, 1):
         chunks = decoder.stream_many(PROMPTS[:num_rows], max_new_tokens=24, num_draft_tokens="auto")
         drafted.append([(chunk.row, chunk.token_ids, chunk.stats.num_draft_tokens) for chunk in chunks])
-    kept = kept_costs.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
+    kept = cost_cache.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
     assert decoder.experience is not None
     learned = decoder.experience.under(RULES["block"], 1, 40).costs
     seconds = [learned.seconds(1, k) for k in learned.ks]

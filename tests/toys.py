@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.compile.compiled import Compiled
-from outrider.compile.cuda_graphs import Captured
-from outrider.decoding.acceptance_estimates import Learned
+from outrider.compile.compiled import CompiledExecution
+from outrider.compile.cuda_graphs import CapturedExecution
+from outrider.decoding.acceptance_estimates import PairEstimates
 from outrider.decoding.batch import Row
 from outrider.decoding.cost_model import LiveCosts
 from outrider.decoding.engine import decode
-from outrider.decoding.measured_costs import Measured
+from outrider.decoding.measured_costs import MeasuredCosts
 from outrider.decoding.schedule import AdaptiveSchedule, Schedule
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.records import FinishReason, Request, RowRound, Stats
-from outrider.runtime.execution import Eager, Execution
+from outrider.runtime.execution import EagerExecution, Execution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
-EXECUTIONS = {"eager": Eager, "captured": Captured, "compiled": Compiled}
-execution: Callable[[], Execution] = Eager  # of the models made here; see conftest.py
+EXECUTIONS = {"eager": EagerExecution, "captured": CapturedExecution, "compiled": CompiledExecution}
+execution: Callable[[], Execution] = EagerExecution  # of the models made here; see conftest.py
 
 
 class TableConfig:
@@ -181,12 +181,12 @@ class Output:
 
 def adaptive(costs: Mapping[int, Mapping[int, float]]) -> AdaptiveSchedule:
     """One that knows nothing but these costs."""
-    return AdaptiveSchedule(Learned(LiveCosts(costs)))
+    return AdaptiveSchedule(PairEstimates(LiveCosts(costs)))
 
 
-def measured(seconds: Mapping[int, float], spread: float = 0.02) -> Measured:
+def measured(seconds: Mapping[int, float], spread: float = 0.02) -> MeasuredCosts:
     """Costs, as if they had been measured."""
-    return Measured(
+    return MeasuredCosts(
         seconds, dict.fromkeys(seconds, seconds[0]), dict.fromkeys(seconds, spread), dict.fromkeys(seconds, 20), 0.5
     )
 
@@ -196,7 +196,7 @@ class MadeUpTimes:
     """An adaptive schedule for which each round takes what its costs say, on every machine."""
 
     costs: Mapping[int, Mapping[int, float]]
-    learned: Learned | None = None  # to begin with; None: these costs
+    learned: PairEstimates | None = None  # to begin with; None: these costs
     inner: AdaptiveSchedule = field(init=False)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from outrider.compile.compiled_lm import compiled_lm
-from outrider.compile.service import Maker
+from outrider.compile.service import CompileService
 from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.pair_state import Experience
@@ -28,10 +28,10 @@ from outrider.options import (
     check_num_slots,
 )
 from outrider.records import Chunk, Completion, Constraint, Request, Round, Timing
-from outrider.request_state import Job, check_names, chunk_of, chunks_of, completion_of, row_options, seed_of
+from outrider.request_state import RequestState, check_names, chunk_of, chunks_of, completion_of, row_options, seed_of
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 from outrider.text.prompts import check_ids, check_padding, is_chat, prompts_of
 from outrider.text.row_text import RowText
 from outrider.text.structure import Structure
@@ -78,7 +78,7 @@ class Decoder:
         """The same target without a draft: the baseline of every comparison."""
         return replace(self, drafter=NoDrafter())
 
-    def compiled(self, *, waits: bool = True, maker: Maker | None = None) -> Decoder:
+    def compiled(self, *, waits: bool = True, service: CompileService | None = None) -> Decoder:
         """The same models, compiled ahead of time when a shape is first met: half a minute for each, or some
         milliseconds where it is found on disk. On a CUDA device they are captured as graphs instead, which takes a
         moment and is not kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
@@ -87,13 +87,13 @@ class Decoder:
             waits: False lets texts begin at once: rounds are eager until another process has compiled their programs.
                 Rounds with a row whose seed was given wait all the same, so that its text does not depend on what was
                 compiled before.
-            maker: of programs; None for that of this process.
+            service: that compiles the programs; None for that of this process.
 
         Raises:
             CompileError: several processes share the target; or, from the first generation, a model or this machine
                 does not allow it.
         """
-        change = partial(compiled_lm, waits=waits, maker=maker)
+        change = partial(compiled_lm, waits=waits, service=service)
         return replace(self, target=change(self.target), drafter=self.drafter.with_models(change))
 
     def stream(self, prompt: Prompt, *, resume_ids: Sequence[int] = (), **options: Any) -> Iterator[Chunk]:
@@ -200,10 +200,10 @@ class Decoder:
         options: dict[str, Any],
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
         room_of = partial(final_room, self.target, max_k=_most_k(k))
-        waiting: deque[tuple[int, Job]] = deque()
+        waiting: deque[tuple[int, RequestState]] = deque()
         engine: Engine | None = None
         capacity = 0
-        open_jobs: dict[int, tuple[int, Job]] = {}
+        open_jobs: dict[int, tuple[int, RequestState]] = {}
         while True:
             while len(waiting) < num_slots and (item := next(prompts, None)) is not None:
                 number, prompt = item
@@ -249,7 +249,7 @@ class Decoder:
         """
         return self._engine(*self._k_and_rule(None, None), num_slots, capacity)
 
-    def job(self, prompt: Prompt, options: Mapping[str, Any]) -> Job:
+    def job(self, prompt: Prompt, options: Mapping[str, Any]) -> RequestState:
         """One prompt, checked and ready for ``engine``.
 
         Args:
@@ -273,7 +273,7 @@ class Decoder:
 
     def _rounds(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[RequestState],
         num_slots: int,
         num_draft_tokens: NumDraftTokens | None,
         acceptance: str | None,
@@ -297,7 +297,7 @@ class Decoder:
         assert self.experience is not None
         return AdaptiveSchedule(self.experience.under(rule, num_slots, num_tokens))
 
-    def _repeatable(self, job: Job, k: NumDraftTokens, rule: Rule) -> Job:
+    def _repeatable(self, job: RequestState, k: NumDraftTokens, rule: Rule) -> RequestState:
         """The output of a row whose seed was given must not depend on what is compiled. If it depends on K, it must not
         depend on the load either, so that under "auto" K is constant; nor on its own end, where K is constant, since a
         seed that was drawn is told and may be given."""
@@ -327,7 +327,7 @@ class Decoder:
 
     def _jobs(
         self, given: Prompt | Iterable[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
-    ) -> list[Job]:
+    ) -> list[RequestState]:
         prompts = list(prompts_of(given))
         check_padding(self.tokenizer, prompts)
         if resume_ids is not None and len(resume_ids) != len(prompts):
@@ -342,7 +342,7 @@ class Decoder:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return jobs
 
-    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> Job:
+    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> RequestState:
         """One prompt, checked and ready for the loop.
 
         Args:
@@ -352,7 +352,7 @@ class Decoder:
         ids = self.encode(prompt)
         has_seed = options.get("seed") is not None
         # 53 bits, since readers of JSON in other languages keep no more.
-        seed = options["seed"] if has_seed else here().shared(secrets.randbits(53))
+        seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
         stop = options.get("stop")
         stop_ids = options.get("stop_token_ids")
         lists = {"stop": () if stop is None else stop, "stop_token_ids": () if stop_ids is None else stop_ids}
@@ -378,7 +378,7 @@ class Decoder:
         text.take()  # given out before the cut
         law = sampling.with_ends(self.eos_ids)
         request = Request([*ids, *resume_ids], law, text, num_resumed=len(resume_ids), constraint=constraint)
-        return Job(request, text, len(ids), len(resume_ids), has_seed)
+        return RequestState(request, text, len(ids), len(resume_ids), has_seed)
 
     def constraint_of(self, sampling: Sampling) -> Constraint | None:
         """What one text with these options has to match, if anything. Raises OptionError, MissingExtra."""

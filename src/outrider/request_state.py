@@ -48,7 +48,7 @@ def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[s
 
 
 @dataclass(slots=True)
-class Job:
+class RequestState:
     """One prompt on its way through the loop.
 
     Attributes:
@@ -71,7 +71,7 @@ class Job:
         self.origins = ["accepted"] * self.num_resumed  # their text was given out, but for a few characters held back
 
 
-def chunks_of(rounds: Iterator[Round], jobs: Sequence[Job]) -> Iterator[Chunk]:
+def chunks_of(rounds: Iterator[Round], jobs: Sequence[RequestState]) -> Iterator[Chunk]:
     for round_ in rounds:
         # The first chunk of a round carries its timing, so that the timings of all chunks add up.
         timing = round_.timing
@@ -80,7 +80,7 @@ def chunks_of(rounds: Iterator[Round], jobs: Sequence[Job]) -> Iterator[Chunk]:
             timing = Timing()
 
 
-def chunk_of(row: RowRound, job: Job, timing: Timing) -> Chunk:
+def chunk_of(row: RowRound, job: RequestState, timing: Timing) -> Chunk:
     job.origins.extend(row.origins)
     if row.finish_reason is not None:
         job.text.finish()
@@ -107,7 +107,7 @@ def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple
     return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
 
 
-def completion_of(job: Job) -> Completion:
+def completion_of(job: RequestState) -> Completion:
     chunks = job.chunks
     reason, seed = chunks[-1].finish_reason, job.request.sampling.seed
     assert reason is not None and seed is not None

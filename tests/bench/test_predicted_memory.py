@@ -8,13 +8,13 @@ import transformers
 
 import outrider
 from hybrids import hybrid, hybrid_lm
-from outrider.bench.predicted_memory import Memory, Predictor, Work
+from outrider.bench.predicted_memory import Memory, Predictor, Workload
 from outrider.errors import OptionError
 from outrider.models.quantize import num_bytes
 from outrider.runtime.lm import PREFILL_TOKENS
 from pairs import zoo
 
-WORK = Work(context=512, num_rows=4, k=4)
+WORK = Workload(context=512, num_rows=4, k=4)
 
 
 def config(name: str = "fable") -> Any:
@@ -32,7 +32,7 @@ def test_weights_and_cache_are_those_of_the_loaded_model(dtype: torch.dtype) -> 
 
 def test_states_are_predicted_too() -> None:
     model = hybrid("qwen3_5_text")
-    predicted = Predictor(model.config, Work(128, 2, 4), torch.float64).memory()
+    predicted = Predictor(model.config, Workload(128, 2, 4), torch.float64).memory()
     cache = hybrid_lm(model).new_cache(2, 128)
     assert predicted.cache == sum(store.nbytes for store in cache.storage)
     assert predicted.prefill is not None and predicted.verify is not None
@@ -74,4 +74,4 @@ def test_the_total_has_the_larger_step() -> None:
 def test_a_context_that_is_too_long() -> None:
     longest = config().max_position_embeddings
     with pytest.raises(OptionError, match=f"this model accepts {longest} tokens"):
-        Predictor(config(), Work(longest + 1, 1, 4), torch.float32)
+        Predictor(config(), Workload(longest + 1, 1, 4), torch.float32)

@@ -21,7 +21,7 @@ from outrider.bench.run import (
     race,
     warm_up,
 )
-from outrider.compile.cuda_graphs import Captured
+from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.drafters.model import ModelDrafter
 from outrider.records import Chunk, Stats, Timing
 from outrider.text.example_prompts import PROMPTS, WARM_UP
@@ -186,7 +186,7 @@ def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
     ends where the greater view would begin. (The plain arm prepares for rounds without drafts, that end texts.)"""
     decoder = load("fable", "fable-draft", device="cpu", dtype="float32")
     assert isinstance(decoder.drafter, ModelDrafter)
-    executions = decoder.target.execution, decoder.drafter.lm.execution = Captured(), Captured()
+    executions = decoder.target.execution, decoder.drafter.lm.execution = CapturedExecution(), CapturedExecution()
     prompts = [decoder.encode(" ".join(PROMPTS) * 2)[:length] for length in (200, 110, 3, 89)]
     cases = [Case(index, ids, index) for index, ids in enumerate(prompts)]
     options = OPTIONS | {"max_new_tokens": 40, "temperature": 0.0}

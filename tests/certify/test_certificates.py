@@ -17,10 +17,10 @@ from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, REUSED, Control
 from outrider.certify.design import Design
 from outrider.certify.divergence import plain_batches
-from outrider.certify.job import Job
-from outrider.certify.observed import Observed
-from outrider.certify.run import Pilot, Sample, certify, check_greedily, fly, plain_texts
-from outrider.compile.cuda_graphs import Captured
+from outrider.certify.job import CertifyTask
+from outrider.certify.observed import ObservedTokens
+from outrider.certify.run import Pilot, TokenSample, certify, check_greedily, fly, plain_texts
+from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
@@ -43,15 +43,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
 
 
-def _job(pair: tuple[LM, Drafter], acceptance: str = "rejection", level: float = 1e-3, **options: object) -> Job:
+def _job(
+    pair: tuple[LM, Drafter], acceptance: str = "rejection", level: float = 1e-3, **options: object
+) -> CertifyTask:
     target, drafter = pair
     decoder = Decoder(target, None, frozenset({0}), drafter, acceptance, num_draft_tokens=4)
     batch_size = options.pop("batch_size", 64)
     sampling = Sampling(**{"max_new_tokens": 24} | options)
-    return Job(decoder, sampling, PROMPTS, level, batch_size, seed=7)
+    return CertifyTask(decoder, sampling, PROMPTS, level, batch_size, seed=7)
 
 
-def _certificate(job: Job, num_tokens: int, wanted: float | None = None) -> tuple[Pilot, Certificate]:
+def _certificate(job: CertifyTask, num_tokens: int, wanted: float | None = None) -> tuple[Pilot, Certificate]:
     pilot = fly(job)
     return pilot, certify(job, pilot, num_tokens, wanted=wanted)
 
@@ -65,7 +67,7 @@ def test_mistakes_are_made_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     tested come from prepared steps."""
     monkeypatch.setattr(module, "CONTROLS", _controls("accept-all", "reseeded", "rollback"))
     target, drafter = llama_pair()
-    executions = target.execution, drafter.lm.execution = Captured(), Captured()
+    executions = target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
     _, certificate = _certificate(_job((target, drafter), "block", batch_size=4), 300)
     assert {control.is_caught for control in certificate.controls} == {True, False}  # of the latter texts are compared
     rules = {rule.name for one in executions for (_, _, (rule, *_), *_) in one._programs}
@@ -108,21 +110,21 @@ def test_a_pair_with_states_is_certified(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [control.is_caught for control in certificate.controls] == [True]
 
 
-def _design(job: Job, pilot: Observed, num_tokens: int) -> Design:
+def _design(job: CertifyTask, pilot: ObservedTokens, num_tokens: int) -> Design:
     return Design.of(pilot, num_tokens, job.level, len(job.prompts))
 
 
 @cache
-def _llama_design() -> tuple[Job, Design]:
+def _llama_design() -> tuple[CertifyTask, Design]:
     job = _job(llama_pair())
-    return job, _design(job, Sample(job, first_text=2**32).first(256), 2500)
+    return job, _design(job, TokenSample(job, first_text=2**32).first(256), 2500)
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
 def test_what_is_wrong_alarms(control: Control) -> None:
     """At the level of a certificate, by as many tokens as it would have."""
     job, design = _llama_design()
-    observed = Sample(job, control).first(2500)
+    observed = TokenSample(job, control).first(2500)
     assert any(test.is_alarm for test in design.tests(observed, 1e-3))
 
 
@@ -131,7 +133,7 @@ def test_numbers_used_for_two_rounds_show_in_pairs_of_tokens_alone(rule: Rule) -
     """Each token's own law is right on average over the text before it, so that no other test alarms. Level: 1e-6."""
     job, design = _llama_design()
     wrong = Control("", "", dataclasses.replace(rule, make_noise=REUSED.make_noise))
-    alarms = {test.name for test in design.tests(Sample(job, wrong).first(2500), 1e-6) if test.is_alarm}
+    alarms = {test.name for test in design.tests(TokenSample(job, wrong).first(2500), 1e-6) if test.is_alarm}
     assert "rank-by-round-before" in alarms and alarms <= {"rank-by-round-before", "rank-by-distance"}
 
 
@@ -139,7 +141,7 @@ def test_the_numbers_of_a_neighbour_show_in_pairs_of_sequences_alone() -> None:
     """Level: 1e-6."""
     job, design = _llama_design()
     (control,) = _controls("neighbour")
-    tests = design.tests(Sample(job, control).first(2500), 1e-6)
+    tests = design.tests(TokenSample(job, control).first(2500), 1e-6)
     assert {test.name for test in tests if test.is_alarm} == {"rank-by-sequence"}
 
 
@@ -156,8 +158,8 @@ def test_what_is_wrong_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None
 def _alarms(acceptance: str, num_certificates: int, num_tokens: int, level: float) -> int:
     """Certificates one after the other, of one long row of tokens."""
     job = _job(table_pair(6), acceptance, level, batch_size=512, top_k=5)
-    design = _design(job, Sample(job, first_text=2**32).first(1024), num_tokens)
-    whole = Sample(job).first(num_certificates * num_tokens)
+    design = _design(job, TokenSample(job, first_text=2**32).first(1024), num_tokens)
+    whole = TokenSample(job).first(num_certificates * num_tokens)
     found = 0
     for i in range(num_certificates):
         part = _part(whole, i * num_tokens, (i + 1) * num_tokens)
@@ -205,7 +207,7 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     job = _job(table_pair(6), batch_size=256)
     pilot = fly(job)
     num_tokens = pilot.num_tokens_to_detect(0.03, job.level)
-    observed = Sample(job).first(num_tokens)
+    observed = TokenSample(job).first(num_tokens)
     assert pilot.observed is not None
     design = _design(job, pilot.observed, num_tokens)
     least = detectable(observed.score, observed.drift, design.score, design.level)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from languages import Remainders
-from outrider.certify.constrained import Unenforced
+from outrider.certify.constrained import UnenforcedConstraint
 from outrider.certify.controls import ACCEPT_ALL
 from outrider.certify.design import Design
 from outrider.certify.divergence import explain
 from outrider.certify.exact import check_exactly
-from outrider.certify.observed import Observed, Written, observe
-from outrider.drafters.base import Altered, Drafter, Rows
+from outrider.certify.observed import GeneratedText, ObservedTokens, observe
+from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.records import Draft
@@ -32,18 +32,18 @@ def _new() -> Remainders:
     return Remainders(6)
 
 
-def _observed(drafter: Drafter, rule: Rule, first: int, num_texts: int, sampling: Sampling) -> Observed:
+def _observed(drafter: Drafter, rule: Rule, first: int, num_texts: int, sampling: Sampling) -> ObservedTokens:
     numbers = range(first, first + num_texts)
     requests = [
         replace(
             request(PROMPTS[i % 3]),
             sampling=replace(sampling, seed=i, max_new_tokens=LENGTH),
-            constraint=Unenforced(_new()),
+            constraint=UnenforcedConstraint(_new()),
         )
         for i in numbers
     ]
     written = [
-        Written(
+        GeneratedText(
             index=i,
             prompt=i % 3,
             prompt_ids=PROMPTS[i % 3],
@@ -84,7 +84,7 @@ def _unmasked(rows: Rows, k: int, draft: Draft) -> Draft:
 
 
 def test_mistakes_alarm() -> None:
-    assert _findings(Altered(DRAFTER, "unmasked q", _unmasked), REJECTION)[0]
+    assert _findings(AlteredDrafter(DRAFTER, "unmasked q", _unmasked), REJECTION)[0]
     assert _findings(DRAFTER, ACCEPT_ALL)[0]
 
 
@@ -96,7 +96,7 @@ def test_a_forbidden_token_is_detected_and_does_not_end_the_text() -> None:
 
 def test_a_constraint_that_is_not_enforced_can_be_led_back() -> None:
     inner = _new()
-    constraint = Unenforced(inner)
+    constraint = UnenforcedConstraint(inner)
     assert all(map(constraint.push, (2, 2, 5, 1))) and inner.ids == [2]  # the second leaves a remainder of 1
     assert constraint.allowed() is None
     constraint.pop(2)

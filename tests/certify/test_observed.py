@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, Written, draft_rows, joined, observe
+from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, joined, observe
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -14,9 +14,9 @@ from outrider.scoring.teacher_forcing import Text
 from toys import llama_pair, random_table, table_lm, table_pair
 
 TEXTS = [
-    Written(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0)),
-    Written(1, 1, (2,), (2, 2, 3), (0, 1, 0)),
-    Written(2, 0, (3, 1), (1,), (0,)),
+    GeneratedText(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0)),
+    GeneratedText(1, 1, (2,), (2, 2, 3), (0, 1, 0)),
+    GeneratedText(2, 0, (3, 1), (1,), (0,)),
 ]
 
 
@@ -94,7 +94,7 @@ def test_rounding_may_move_a_token_over_the_edge(options: dict, third: float, is
     """The token that was said is forbidden; in float32 a logit that is off by 1e-3 may explain it, one by 0.1 not."""
     table = torch.tensor([[2.0, 1.0 if "top_k" in options else 1.9, third, -5.0]] * 4)
     target = table_lm(table)
-    text = Written(0, 0, (0,), (2, 0), (0, 0))
+    text = GeneratedText(0, 0, (0,), (2, 0), (0, 0))
     seen = observe(target, ModelDrafter(table_lm(table)), Sampling(**options), [text], seed=0, batch_size=1)
     assert seen.is_at_edge.tolist() == [is_edge, False]
     assert seen.is_forbidden.tolist() == [not is_edge, False]
@@ -104,7 +104,7 @@ def test_in_bfloat16_top_p_still_forbids() -> None:
     """The tail that rounding may add to 0.8 is a part of the tail, not all of it."""
     probs = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
     table = probs.log().expand(5, 5).to(torch.bfloat16).contiguous()
-    text = Written(0, 0, (0,), (4, 2), (0, 0))
+    text = GeneratedText(0, 0, (0,), (4, 2), (0, 0))
     target = table_lm(table)
     seen = observe(target, ModelDrafter(table_lm(table)), Sampling(top_p=0.7), [text], seed=0, batch_size=1)
     assert seen.is_forbidden.tolist() == [True, False] and seen.is_at_edge.tolist() == [False, True]

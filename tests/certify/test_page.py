@@ -13,10 +13,10 @@ import pytest
 
 from outrider.certify import run as module
 from outrider.certify.controls import ACCEPT_ALL, Control
-from outrider.certify.job import Job, write
+from outrider.certify.job import CertifyTask, write
 from outrider.certify.page import TESTS, render_certificate, render_samples
 from outrider.certify.run import certify, fly
-from outrider.certify.samples import Sample, SamplesReport, judge, judge_greedily
+from outrider.certify.samples import SampledText, SamplesReport, judge, judge_greedily
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.output import make_document, options_json
 from outrider.cli.shared.pair_options import PairOptions
@@ -84,7 +84,7 @@ def _certified(kind: str) -> dict[str, Any]:
         acceptance = "gumbel" if kind == "gumbel" else "rejection"
         drafter = NgramDrafter() if kind == "ngram" else drafter
         decoder = Decoder(target, None, frozenset({0}), drafter, acceptance, num_draft_tokens=4)
-        job = Job(decoder, Sampling(max_new_tokens=24, **options), [(1, 2), (3,)], 1e-3, batch_size=64, seed=7)
+        job = CertifyTask(decoder, Sampling(max_new_tokens=24, **options), [(1, 2), (3,)], 1e-3, batch_size=64, seed=7)
         certificate = certify(job, fly(job), 1000)
     pair = PairOptions("toy", ["small"], acceptance)
     settings = options_json(
@@ -108,9 +108,9 @@ def _sampled(kind: str) -> dict[str, Any]:
     target, drafter = llama_pair()
     decoder = Decoder(target, None, frozenset({0}), NoDrafter(), "rejection", num_draft_tokens=4)
 
-    def texts(written: Sampling, said: Sampling, num_texts: int) -> list[Sample]:
-        found = write(Job(decoder, written, [(1, 2), (3,)], 1e-3, batch_size=64, seed=7), range(num_texts))
-        return [Sample(one.index + 1, one.prompt_ids, one.token_ids, said) for one in found]
+    def texts(written: Sampling, said: Sampling, num_texts: int) -> list[SampledText]:
+        found = write(CertifyTask(decoder, written, [(1, 2), (3,)], 1e-3, batch_size=64, seed=7), range(num_texts))
+        return [SampledText(one.index + 1, one.prompt_ids, one.token_ids, said) for one in found]
 
     warm, greedy = Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.0)
     drafts = drafter if kind == "draft" else NoDrafter()

@@ -2,21 +2,21 @@
 
 import numpy as np
 
-from outrider.certify.observed import Observed, Written, observe
+from outrider.certify.observed import GeneratedText, ObservedTokens, observe
 from outrider.certify.partners import between, by_distance, in_round_before, products
 from outrider.options import Sampling
 from toys import table_pair
 
 # Rounds: (4 1 5) (0) (2), (2 2) (3), (1 1), and in the first slot after the first sequence (5) (3 3).
 TEXTS = [
-    Written(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0), slot=0, first_step=0),
-    Written(1, 1, (2,), (2, 2, 3), (0, 1, 0), slot=1, first_step=0),
-    Written(2, 0, (3, 1), (1, 1), (0, 1), slot=2, first_step=1),
-    Written(3, 1, (2,), (5, 3, 3), (0, 0, 1), slot=0, first_step=3),
+    GeneratedText(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0), slot=0, first_step=0),
+    GeneratedText(1, 1, (2,), (2, 2, 3), (0, 1, 0), slot=1, first_step=0),
+    GeneratedText(2, 0, (3, 1), (1, 1), (0, 1), slot=2, first_step=1),
+    GeneratedText(3, 1, (2,), (5, 3, 3), (0, 0, 1), slot=0, first_step=3),
 ]
 
 
-def _observed() -> Observed:
+def _observed() -> ObservedTokens:
     target, drafter = table_pair(6)
     return observe(target, drafter, Sampling(), TEXTS, seed=5, batch_size=4)
 

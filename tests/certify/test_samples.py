@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from outrider.certify.controls import REUSED, WRONG_RULES
-from outrider.certify.samples import Sample, check_samples, judge, judge_greedily, num_repeats
+from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, num_repeats
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import PromptError
@@ -31,7 +31,7 @@ def _written(
     said: Sampling | None = None,
     seed: int = 0,
     has_one_seed: bool = False,
-) -> list[Sample]:
+) -> list[SampledText]:
     """Texts of our own loop, which end by chance, said to be sampled by other options perhaps."""
     requests = []
     for i in range(num_texts):
@@ -42,12 +42,12 @@ def _written(
         for row in round_.rows:
             ids[row.row] += row.token_ids
     return [
-        Sample(i, tuple(request.prompt_ids), tuple(text), said or sampling)
+        SampledText(i, tuple(request.prompt_ids), tuple(text), said or sampling)
         for i, (request, text) in enumerate(zip(requests, ids, strict=True))
     ]
 
 
-def _is_alarm(target: LM, drafter: Drafter, samples: list[Sample], level: float = 1e-6) -> bool:
+def _is_alarm(target: LM, drafter: Drafter, samples: list[SampledText], level: float = 1e-6) -> bool:
     return judge(target, drafter, samples, level=level, seed=1, batch_size=256).is_alarm
 
 
@@ -166,6 +166,6 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
     ids=str,
 )
 def test_what_cannot_be_judged(change: dict, message: str) -> None:
-    one = dataclasses.replace(Sample(0, (1, 2), (3,), Sampling()), **change)
+    one = dataclasses.replace(SampledText(0, (1, 2), (3,), Sampling()), **change)
     with pytest.raises(PromptError, match=message):
         check_samples([one], 6, 41)

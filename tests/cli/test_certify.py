@@ -10,7 +10,7 @@ from commands import Outrider, only_document
 from outrider.certify import controls
 from outrider.certify import run as certify
 from outrider.certify.page import render_certificate
-from outrider.runtime.execution import Eager
+from outrider.runtime.execution import EagerExecution
 from toys import measured
 
 
@@ -73,7 +73,7 @@ def test_what_was_asked_for_is_asked_for_again(
     """A certificate that was refused for its limit is refused once more; with K chosen as it goes. (The costs are made
     up: where a draft is dear there are few drafts, and a mistake in how they are judged would not be found out.)"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made_up = {k: 1 + 0.1 * k for k in Eager.favoured_k}
+    made_up = {k: 1 + 0.1 * k for k in EagerExecution.favoured_k}
     monkeypatch.setattr("outrider.decoding.cost_cache.measure_round_costs", lambda *_: measured(made_up))
     file = tmp_path / "certificate.json"
     arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 24, "-k", "auto", "--acceptance", "gumbel"

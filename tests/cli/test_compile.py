@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from makers import OnCall, Refuses
-from outrider.compile import service as maker_module
+from compile_services import OnCall, Refuses
+from outrider.compile import service as service_module
 
 
 class AtOnce(OnCall):
@@ -20,7 +20,7 @@ class AtOnce(OnCall):
 
 def test_the_document(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two views of the cache, each with a verify for a row's end, a verify of the drafts, and the drafts."""
-    monkeypatch.setattr(maker_module, "Maker", AtOnce)
+    monkeypatch.setattr(service_module, "CompileService", AtOnce)
     done = outrider("compile", "-k", "2", "--context", "256", "--json", "-")
     assert done.code == 0 and "6 programs in " in done.err
     document = only_document(done.out, "compile")
@@ -30,7 +30,7 @@ def test_the_document(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_cannot_be_compiled(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(maker_module, "Process", Refuses)
+    monkeypatch.setattr(service_module, "Process", Refuses)
     for arguments in (["compile", "--draft", "none"], ["generate", "The king", "--compile", "--seed", "1"]):
         done = outrider(*arguments)
         assert (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.evals.multiplication import Score, problems, score
+from outrider.evals.multiplication import SheetScore, problems, score
 from outrider.records import Stats, Timing
 from outrider.stats.intervals import paired_difference, wilson
 from pairs import embedded
@@ -53,8 +53,8 @@ def test_the_verdict_by_made_up_scores(
     """100 problems that plain solves all, and speculative all but some."""
     outcomes = iter([(True,) * 100, (False,) * num_differing + (True,) * (100 - num_differing)])
 
-    def made_up(decoder: Any, sheet: Any, **_: Any) -> Score:
-        return Score(next(outcomes), ("0",) * 100, Stats(num_generated_tokens=100), Timing(total_s=1.0))
+    def made_up(decoder: Any, sheet: Any, **_: Any) -> SheetScore:
+        return SheetScore(next(outcomes), ("0",) * 100, Stats(num_generated_tokens=100), Timing(total_s=1.0))
 
     monkeypatch.setattr("outrider.evals.multiplication.score", made_up)
     ended = outrider("eval", "multiplication", "--num-prompts", 100, "--json", "-")
@@ -72,9 +72,9 @@ def test_the_first_command_can_decide(outrider: Outrider, monkeypatch: pytest.Mo
     """Arms that differ as those of the embedded pair did on 200 problems, 2% and 4.5% of them each way: that was not
     enough, and the verdict said so; the default sample is."""
 
-    def made_up(decoder: Any, sheet: Any, **_: Any) -> Score:
+    def made_up(decoder: Any, sheet: Any, **_: Any) -> SheetScore:
         low, high = (0.0, 0.02) if decoder.drafter.name == "none" else (0.02, 0.065)
-        return Score(
+        return SheetScore(
             tuple(low <= i / len(sheet) < high for i in range(len(sheet))),
             ("0",) * len(sheet),
             Stats(num_generated_tokens=100),

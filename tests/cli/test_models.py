@@ -8,7 +8,7 @@ import transformers
 
 from commands import Outrider, only_document
 from outrider.api import load
-from outrider.models import cpu_weights as store
+from outrider.models import cpu_weights
 from outrider.models.memory import sizes_of
 from outrider.models.quantize import num_bytes
 from outrider.models.registry import known_models, resolve
@@ -67,8 +67,8 @@ def test_weights_are_listed_as_they_are_kept(
     outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 on the CPU, where the files are in bfloat16."""
-    monkeypatch.setattr(store, "_LEAST_NUMBERS", 1)
-    monkeypatch.setattr(store, "_LEAST_IN_ALL", 1)
+    monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
     folder, models = save(tmp_path / "mine", random_llama().bfloat16()), tmp_path / "models.toml"
     names = {"mine": "", "plain": 'store = "plain"', "int8": 'quantization = "int8"', "half": 'dtype = "bfloat16"'}
     models.write_text("".join(f'[models.{name}]\npath = "{folder}"\n{more}\n' for name, more in names.items()))

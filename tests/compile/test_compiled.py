@@ -21,17 +21,17 @@ from torch.nn import functional
 
 from hybrids import hybrid, hybrid_lm
 from outrider.compile import program_cache
-from outrider.compile import service as maker_module
-from outrider.compile.compiled import Compiled
+from outrider.compile import service as service_module
+from outrider.compile.compiled import CompiledExecution
 from outrider.compile.compiled_lm import compiled_lm
-from outrider.compile.program_cache import Made
-from outrider.compile.service import Maker
-from outrider.compile.worker import Job
+from outrider.compile.program_cache import CompiledProgram
+from outrider.compile.service import CompileService
+from outrider.compile.worker import CompileJob
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import CompileError
 from outrider.kernels import library as kernel_library
-from outrider.kernels.inductor_pass import MAX_THIN_ROWS
+from outrider.kernels.inductor_pass import MAX_FEW_ROWS
 from outrider.options import Sampling
 from outrider.records import Request, Stats
 from outrider.runtime.lm import LM
@@ -73,7 +73,7 @@ class Plain(NamedTuple):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """A cold start: one program serves plain decoding, and nothing but its file is left. (The kernels for few rows are
-    there; test_thin_products.py compiles them.)"""
+    there; test_few_row_matmul.py compiles them.)"""
     target, _ = llama_pair()
     want = tokens(target, NoDrafter(), requests(), RULES["rejection"], 0)
     made = Plain(target, want, tmp_path_factory.mktemp("cold"))
@@ -111,7 +111,7 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
         def __init__(self, is_beside: bool) -> None:
             pass
 
-        def make(self, job: Job) -> Made:
+        def make(self, job: CompileJob) -> CompiledProgram:
             Remembers.num_made += 1
             program_cache.keep_package(made.name, made.package)
             return made
@@ -125,10 +125,10 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
     def say_again() -> int:
         """How many programs are made for the same text."""
         Remembers.num_made = 0
-        assert plain.say(compiled_lm(plain.target, maker=Maker())) == plain.want
+        assert plain.say(compiled_lm(plain.target, service=CompileService())) == plain.want
         return Remembers.num_made
 
-    monkeypatch.setattr(maker_module, "Process", Remembers)
+    monkeypatch.setattr(service_module, "Process", Remembers)
     assert say_again() == 0
     # By this compiler, and from where nobody else may write.
     with monkeypatch.context() as patch:
@@ -227,11 +227,11 @@ def test_a_place_behind_a_rejected_token_ends_no_text() -> None:
 
 
 def _num_programs(lm: LM) -> int:
-    assert isinstance(lm.execution, Compiled)
+    assert isinstance(lm.execution, CompiledExecution)
     return lm.execution.num_programs
 
 
-THIN = (1, 4, 5, MAX_THIN_ROWS, MAX_THIN_ROWS + 1)  # numbers of rows
+THIN = (1, 4, 5, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)  # numbers of rows
 
 
 def _products(lm: Any, *arguments: Tensor) -> tuple[Tensor, ...]:
@@ -248,7 +248,7 @@ def _products(lm: Any, *arguments: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-4)], ids=["sums", "kernel"]
 )
-def test_thin_products(dtype: torch.dtype, tolerance: float) -> None:
+def test_few_row_matmul(dtype: torch.dtype, tolerance: float) -> None:
     """In one program, since each takes so long to make."""
     generator = torch.Generator().manual_seed(1)
     arguments = [

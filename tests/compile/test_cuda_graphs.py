@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
 from outrider.compile.compiled_lm import compiled_lm
-from outrider.compile.cuda_graphs import Captured
+from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoding.engine import decode
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import CompileError
@@ -31,7 +31,7 @@ def test_a_second_run_prepares_nothing(rule: Rule) -> None:
     target, drafter = llama_pair()
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
     want = tokens(target, drafter, requests, rule, 2)
-    target.execution, drafter.lm.execution = Captured(), Captured()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
     assert tokens(target, drafter, requests, rule, 2) == want
     before = target.execution.num_programs, drafter.lm.execution.num_programs
     assert tokens(target, drafter, requests, rule, 2) == want
@@ -40,7 +40,7 @@ def test_a_second_run_prepares_nothing(rule: Rule) -> None:
 
 def test_storage_is_used_again_but_not_shared() -> None:
     lm = as_lm(tiny_llama())
-    lm.execution = Captured()
+    lm.execution = CapturedExecution()
     first, second = lm.new_cache(2, 100), lm.new_cache(2, 100)
     addresses = {cache.storage[0].data_ptr() for cache in (first, second)}
     assert len(addresses) == 2
@@ -55,7 +55,7 @@ def test_storage_is_used_again_but_not_shared() -> None:
 def test_a_step_that_cannot_be_captured_is_tried_once_and_leaves_states_alone() -> None:
     """It fails after a real advance, as where a model reads a value on the host. Other shapes of it may work."""
     lm = hybrid_lm(hybrid("qwen3_5_text"))
-    lm.execution = Captured()
+    lm.execution = CapturedExecution()
     cache, ids = lm.new_cache(1, 40), torch.arange(1, 30)[None]
     lm.prefill(ids, torch.tensor([0]), torch.tensor([16]), cache, latest=0, num_columns=16)
     cache.remember(ids[:, 16:], torch.arange(16, 29)[None])

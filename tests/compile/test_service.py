@@ -1,6 +1,6 @@
 """Texts that begin before their programs are there, and the process that makes these.
 
-Compiling is left out here: programs come from a maker that delivers when it is told to. Everything is in float64, so
+Compiling is left out here: programs come from a service that delivers when it is told to. Everything is in float64, so
 that an eager step and a program give the same tokens. (tests/compile/test_compiled.py compiles.)
 """
 
@@ -24,14 +24,14 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
+from compile_services import Fails, OnCall, Refuses
 from languages import Remainders
-from makers import Fails, OnCall, Refuses
-from outrider.compile import service as maker_module
+from outrider.compile import service as service_module
 from outrider.compile import worker
 from outrider.compile.pickling import code_of, key_of, pack, unpack
-from outrider.compile.program_cache import Made
-from outrider.compile.service import Maker, Order, Process
-from outrider.compile.worker import Job, check_constants
+from outrider.compile.program_cache import CompiledProgram
+from outrider.compile.service import CompileService, Process, ProgramOrder
+from outrider.compile.worker import CompileJob, check_constants
 from outrider.decoder import Decoder
 from outrider.decoding.cost_cache import round_costs
 from outrider.decoding.verify import verify_step
@@ -49,66 +49,66 @@ PROMPT = [1, 2, 3]
 helpers: Any = None  # a module; see test_code_that_modules_call_is_covered
 
 
-def pair(maker: Maker) -> tuple[Decoder, Decoder]:
+def pair(service: CompileService) -> tuple[Decoder, Decoder]:
     """Eager, and with programs that texts do not wait for."""
     target, drafter = llama_pair()
     assert isinstance(drafter, ModelDrafter)
     decoder = Decoder(target, None, frozenset(), drafter, num_draft_tokens=2)
-    return decoder, decoder.compiled(waits=False, maker=maker)
+    return decoder, decoder.compiled(waits=False, service=service)
 
 
 def test_a_text_begins_eagerly_and_goes_on_with_programs() -> None:
-    maker = OnCall()
-    eager, mixed = pair(maker)
+    service = OnCall()
+    eager, mixed = pair(service)
     options = {"max_new_tokens": 24, "temperature": 0}
     (want,) = eager.generate([PROMPT], **options)
     token_ids: list[int] = []
     for chunk in mixed.stream(PROMPT, **options):
         if not token_ids:
-            assert maker.num_runs == 0 and {order.what for order in maker.orders} == {
+            assert service.num_runs == 0 and {order.what for order in service.orders} == {
                 "draft_steps of draft",
                 "verify_step of target",
             }
-            maker.deliver()
+            service.deliver()
         token_ids += chunk.token_ids
     assert tuple(token_ids) == want.token_ids
-    assert maker.num_runs > 2 and not any(order.is_urgent for order in maker.orders)
+    assert service.num_runs > 2 and not any(order.is_urgent for order in service.orders)
 
 
 @pytest.mark.parametrize("is_cold", [True, False])
 def test_a_row_with_a_seed_has_one_execution(is_cold: bool) -> None:
     """All of its rounds are programs', whatever was there before."""
-    maker = OnCall()
-    eager, mixed = pair(maker)
+    service = OnCall()
+    eager, mixed = pair(service)
     if not is_cold:
         mixed.generate([PROMPT], max_new_tokens=24)
-        maker.deliver()
-    before = maker.num_runs
+        service.deliver()
+    before = service.num_runs
     (text,) = mixed.generate([PROMPT], max_new_tokens=24, seed=1)
     (want,) = eager.generate([PROMPT], max_new_tokens=24, seed=1)
     assert text.token_ids == want.token_ids
     num_drafts = sum(num > 0 for num in (chunk for chunk in text.stats.drafted_histogram[1:]))
-    assert num_drafts and maker.num_runs - before >= 2 * sum(text.stats.drafted_histogram[1:])
+    assert num_drafts and service.num_runs - before >= 2 * sum(text.stats.drafted_histogram[1:])
 
 
 def test_one_row_with_a_seed_makes_a_round_wait() -> None:
-    maker = OnCall()
-    _, mixed = pair(maker)
+    service = OnCall()
+    _, mixed = pair(service)
     engine = mixed.engine(num_slots=2, capacity=64)
     for seed in (None, 3):
         engine.submit(mixed.job(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
     engine.step()
-    assert maker.orders and all(order.is_urgent for order in maker.orders)
+    assert service.orders and all(order.is_urgent for order in service.orders)
 
 
 def test_a_program_that_cannot_be_made() -> None:
     """Rows without a seed go on eagerly; others end with the error."""
-    maker = OnCall()
-    eager, mixed = pair(maker)
+    service = OnCall()
+    eager, mixed = pair(service)
     options = {"max_new_tokens": 24, "temperature": 0}
     stream = mixed.stream(PROMPT, **options)
     token_ids = list(next(stream).token_ids)
-    for order in maker.orders:
+    for order in service.orders:
         order.program.set_exception(CompileError("no compiler"))
     token_ids += [token for chunk in stream for token in chunk.token_ids]
     assert tuple(token_ids) == eager.generate([PROMPT], **options)[0].token_ids
@@ -119,16 +119,16 @@ def test_a_program_that_cannot_be_made() -> None:
 def test_a_failure_is_remembered() -> None:
     """Who needs the program again is told at once, and so is who needs the same step for another shape; that one is
     tried meanwhile, and used when it is there."""
-    maker = Fails(lambda call: call.step is verify_step and call.arguments[0].capacity == 128)
-    eager, mixed = pair(maker)
+    service = Fails(lambda call: call.step is verify_step and call.arguments[0].capacity == 128)
+    eager, mixed = pair(service)
     options = {"max_new_tokens": 24, "seed": 1}
     longer = PROMPT * 50
     for prompt in (PROMPT, PROMPT, longer):
         with pytest.raises(CompileError, match="^no compiler$"):
             mixed.generate([prompt], **options)
-    verifies = [order for order in maker.orders if order.what == "verify_step of target"]
+    verifies = [order for order in service.orders if order.what == "verify_step of target"]
     assert [order.is_urgent for order in verifies] == [True, False]
-    maker.deliver()
+    service.deliver()
     assert mixed.generate([longer], **options)[0].token_ids == eager.generate([longer], **options)[0].token_ids
     assert mixed.generate([PROMPT], max_new_tokens=4)[0].token_ids  # eagerly
 
@@ -143,8 +143,8 @@ def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> N
     """The row that needs the programs is cancelled; the other has the same rounds as alone."""
 
     def rounds(is_alone: bool) -> list[RowRound]:
-        maker = Fails(fails)
-        _, mixed = pair(maker)
+        service = Fails(fails)
+        _, mixed = pair(service)
         engine = mixed.engine(num_slots=2, capacity=64)
         plain = mixed.job(PROMPT, {"max_new_tokens": 40, "temperature": 0}).request
         engine.submit(replace(plain, constraint=Remainders(mixed.target.vocab_size)))
@@ -165,32 +165,32 @@ def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> N
 def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is kept as a cost of compiled rounds, and nothing waits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    maker = OnCall()
-    _, mixed = pair(maker)
+    service = OnCall()
+    _, mixed = pair(service)
     costs = round_costs(mixed.target, mixed.drafter, RULES["block"], 1, 64)
-    assert list(costs) == [0, 2, 4] and not maker.orders
-    waiting = mixed.compiled(maker=maker)
+    assert list(costs) == [0, 2, 4] and not service.orders
+    waiting = mixed.compiled(service=service)
     assert round_costs(waiting.target, waiting.drafter, RULES["block"], 1, 64).keys() == costs.keys()
-    assert maker.orders and all(order.is_urgent for order in maker.orders)
+    assert service.orders and all(order.is_urgent for order in service.orders)
 
 
 @pytest.fixture
 def _refusing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(maker_module, "Process", Refuses)
-    monkeypatch.setattr(maker_module, "_HEAD_START_S", 0.0)
+    monkeypatch.setattr(service_module, "Process", Refuses)
+    monkeypatch.setattr(service_module, "_HEAD_START_S", 0.0)
 
 
 @pytest.mark.usefixtures("_refusing")
 def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    orders: list[Order] = []
-    maker = Maker(on_order=orders.append)
-    _, mixed = pair(maker)
+    orders: list[ProgramOrder] = []
+    service = CompileService(on_order=orders.append)
+    _, mixed = pair(service)
     mixed.generate([PROMPT, PROMPT], max_new_tokens=[4, 24])
     for order in orders:
         with pytest.raises(CompileError):
             order.program.result(LIMIT_S)
-    assert len(orders) == maker.num_orders > 3 and maker.num_open == 0
+    assert len(orders) == service.num_orders > 3 and service.num_open == 0
     told = sorted(record.message for record in caplog.records if record.levelname == "WARNING")
     assert told == [
         f"{name} cannot be compiled here: RuntimeError: no compiler at all; it runs eagerly"
@@ -200,21 +200,21 @@ def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("_refusing")
 def test_what_cannot_be_compiled_is_an_error_of_one_line() -> None:
-    _, mixed = pair(Maker())
+    _, mixed = pair(CompileService())
     with pytest.raises(CompileError, match=r"^draft cannot be compiled here: RuntimeError: no compiler at all$"):
-        mixed.compiled(maker=Maker()).generate([PROMPT], max_new_tokens=4)
+        mixed.compiled(service=CompileService()).generate([PROMPT], max_new_tokens=4)
 
 
 @pytest.mark.usefixtures("_refusing")
 def test_a_maker_lets_models_go() -> None:
     """Its threads, which wait for the next order, hold none of the last."""
-    maker = Maker()
-    eager, mixed = pair(maker)
+    service = CompileService()
+    eager, mixed = pair(service)
     mixed.generate([PROMPT], max_new_tokens=4)
     model = weakref.ref(mixed.target.model)
     del eager, mixed
     end_s = time.monotonic() + LIMIT_S
-    while maker.num_open or model() is not None:
+    while service.num_open or model() is not None:
         gc.collect()
         assert time.monotonic() < end_s
         time.sleep(0.01)
@@ -222,14 +222,14 @@ def test_a_maker_lets_models_go() -> None:
 
 def test_a_step_beside_the_compiler_leaves_one_thread_to_it() -> None:
     """For as long as the step takes: what is repeatable runs on all threads."""
-    maker = Maker()
+    service = CompileService()
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        with maker.room():
+        with service.room():
             assert torch.get_num_threads() == 3
-        maker._num_compiling = 1
-        with maker.room():
+        service._num_compiling = 1
+        with service.room():
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 3
     finally:
@@ -238,7 +238,7 @@ def test_a_step_beside_the_compiler_leaves_one_thread_to_it() -> None:
 
 def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
     """torch's own setting is for the process, and a thread keeps what it finds there when it first touches torch."""
-    maker, found = Maker(), list[int]()
+    service, found = CompileService(), list[int]()
     before = torch.get_num_threads()
     begins, goes_on = threading.Event(), threading.Event()
 
@@ -250,9 +250,9 @@ def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
 
     try:
         torch.set_num_threads(3)
-        maker._num_compiling = 1
+        service._num_compiling = 1
         other = threading.Thread(target=begin)
-        with maker.room():
+        with service.room():
             other.start()
             assert begins.wait(LIMIT_S) and torch.get_num_threads() == 2
         goes_on.set()
@@ -267,7 +267,7 @@ def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkey
     monkeypatch.chdir(tmp_path)
     process = Process(is_beside=True)
     process.hurry()
-    answer = process.make(Job(b"", "", 1))
+    answer = process.make(CompileJob(b"", "", 1))
     assert isinstance(answer, str) and answer.startswith("EOFError")
     process.close()
 
@@ -277,7 +277,7 @@ def test_a_process_that_was_killed() -> None:
     process = Process(is_beside=False)
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
-        process.make(Job(b"", "", 1))
+        process.make(CompileJob(b"", "", 1))
     assert process.close() == "was ended by signal 9 (the memory may be full)"
 
 
@@ -314,12 +314,12 @@ def _call(lm: Any, length: int = 8) -> Call:
     found: list[Call] = []
 
     class Looks(OnCall):
-        def order(self, call: Call, *, is_urgent: bool) -> Order:
+        def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
             found.append(call)
             return super().order(call, is_urgent=is_urgent)
 
     decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm), num_draft_tokens=2)
-    decoder.compiled(maker=Looks()).generate([list(range(1, length))], max_new_tokens=2)
+    decoder.compiled(service=Looks()).generate([list(range(1, length))], max_new_tokens=2)
     return found[0]
 
 
@@ -335,17 +335,17 @@ def test_progress_is_told_to_its_end(
     are_ordered = threading.Event()
 
     class Makes(Refuses):
-        def make(self, job: Job) -> Made:  # type: ignore[override]
+        def make(self, job: CompileJob) -> CompiledProgram:  # type: ignore[override]
             assert are_ordered.wait(LIMIT_S)
-            return Made("name", b"", b"")
+            return CompiledProgram("name", b"", b"")
 
-    monkeypatch.setattr(maker_module, "Process", Makes)
-    monkeypatch.setattr(maker_module, "Loaded", lambda made, weights: "a program")
-    monkeypatch.setattr(maker_module.programs, "find", lambda key: None)
-    monkeypatch.setattr(maker_module.programs, "keep", lambda key, made: None)
+    monkeypatch.setattr(service_module, "Process", Makes)
+    monkeypatch.setattr(service_module, "LoadedProgram", lambda made, weights: "a program")
+    monkeypatch.setattr(service_module.program_cache, "find", lambda key: None)
+    monkeypatch.setattr(service_module.program_cache, "keep", lambda key, made: None)
     caplog.set_level("INFO", "outrider.compile.service")
-    maker = Maker(is_beside=True)
-    orders = [maker.order(call, is_urgent=True) for _ in range(2)]
+    service = CompileService(is_beside=True)
+    orders = [service.order(call, is_urgent=True) for _ in range(2)]
     are_ordered.set()
     for order in orders:
         assert order.program.result(LIMIT_S) == "a program"
@@ -394,7 +394,7 @@ def test_tensors_of_every_type_are_packed() -> None:
 def test_a_program_holds_nothing_but_the_step(call: Call) -> None:
     """Two drafted tokens are two forwards. What else the other process may ask the model is not traced with them."""
     other = unpack(pack(call))
-    exported = worker._trace(worker._Traced(other), other.tensors, other.stores)
+    exported = worker._trace(worker._TracedModule(other), other.tensors, other.stores)
     names = [str(node.target) for node in exported.graph_module.graph.nodes]
     assert names.count("aten.embedding.default") == 2
 
@@ -416,7 +416,7 @@ def test_rotary_frequencies_that_are_chosen_in_each_forward(kind: str, monkeypat
     rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {}
     for parameters in ({"rope_type": "default", "rope_theta": 10000.0}, rope):
         lm = as_lm(tiny_llama(rope_parameters=parameters))
-        worker.make(Job(pack(_call(lm)), code_of(lm.model), 1))
+        worker.make(CompileJob(pack(_call(lm)), code_of(lm.model), 1))
     plain, chosen = graphs
     assert chosen == plain
 
@@ -515,6 +515,6 @@ def test_a_model_that_cannot_be_sent(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     lm = as_lm(tiny_llama())
     lm.model.model.layers[0].mlp.forward = lambda x: x
     request = Request(PROMPT, Sampling(seed=1, max_new_tokens=2))
-    decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm)).compiled(maker=Maker())
+    decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm)).compiled(service=CompileService())
     with pytest.raises(CompileError, match="cannot be compiled here: .*[Pp]ickle"):
         decoder.generate([request.prompt_ids], max_new_tokens=2)

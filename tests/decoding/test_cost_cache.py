@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.decoding import cost_cache as kept_module
+from outrider.decoding import cost_cache
 from outrider.decoding.cost_cache import kept_costs, round_costs
-from outrider.decoding.measured_costs import Measured, measure_round_costs
+from outrider.decoding.measured_costs import MeasuredCosts, measure_round_costs
 from outrider.decoding.pair_state import Experience
 from outrider.drafters.base import NoDrafter
-from outrider.kernels.narrow_weight import ThinWeight
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.records import Round, Timing
 from outrider.sampling.rules import RULES
 from toys import MadeUpTimes, as_lm, measured, request, run, table_pair, tiny_llama
@@ -33,10 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "outrider" / "costs"
 
 
-def _measuring(monkeypatch: pytest.MonkeyPatch, *found: Measured) -> None:
+def _measuring(monkeypatch: pytest.MonkeyPatch, *found: MeasuredCosts) -> None:
     """Measuring finds these, one after the other."""
     left = iter(found)
-    monkeypatch.setattr(kept_module, "measure_round_costs", lambda *_: next(left))
+    monkeypatch.setattr(cost_cache, "measure_round_costs", lambda *_: next(left))
 
 
 def _costs() -> dict[int, float]:
@@ -164,14 +164,14 @@ def test_costs_of_another_processor_or_of_long_ago_are_measured_again(
     target, drafter = table_pair(5)
     times = []
 
-    def made_up(*_: object) -> Measured:
+    def made_up(*_: object) -> MeasuredCosts:
         times.append(1.0 + len(times))
         return measured(dict.fromkeys(target.execution.favoured_k, times[-1]))
 
     def cost() -> float:
         return round_costs(target, drafter, RULES["rejection"], 2, 60)[0]
 
-    monkeypatch.setattr(kept_module, "measure_round_costs", made_up)
+    monkeypatch.setattr(cost_cache, "measure_round_costs", made_up)
     assert cost() == cost() == 1.0
     (file,) = folder.iterdir()
     day = 24 * 3600
@@ -179,19 +179,19 @@ def test_costs_of_another_processor_or_of_long_ago_are_measured_again(
         if age:
             os.utime(file, (time.time() - age,) * 2)
         assert cost() == wanted
-    monkeypatch.setattr(kept_module, "processor_name", lambda: "Another Processor 9000")
+    monkeypatch.setattr(cost_cache, "processor_name", lambda: "Another Processor 9000")
     assert cost() == cost() == 3.0
 
 
 def test_weights_that_are_kept_as_they_are_stored_have_costs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read in another time."""
     times = iter((1.0, 2.0, 3.0))
-    monkeypatch.setattr(kept_module, "measure_round_costs", lambda *_: measured({0: next(times)}))
+    monkeypatch.setattr(cost_cache, "measure_round_costs", lambda *_: measured({0: next(times)}))
     target = as_lm(tiny_llama().float())
     layer = target.model.model.layers[0].mlp.up_proj
     weight = layer.weight.detach()
-    for wanted, stored in ((1.0, weight), (2.0, ThinWeight(weight, torch.float32)), (1.0, weight)):
+    for wanted, stored in ((1.0, weight), (2.0, NarrowWeight(weight, torch.float32)), (1.0, weight)):
         layer.weight = nn.Parameter(stored, requires_grad=False)
         assert round_costs(target, NoDrafter(), RULES["block"], 1, 60)[0] == wanted
-    layer.weight = nn.Parameter(ThinWeight(weight.bfloat16(), torch.float32), requires_grad=False)
+    layer.weight = nn.Parameter(NarrowWeight(weight.bfloat16(), torch.float32), requires_grad=False)
     assert round_costs(target, NoDrafter(), RULES["block"], 1, 60)[0] == 3.0

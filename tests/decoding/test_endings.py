@@ -14,7 +14,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
 from outrider.records import Request, RowRound, Stats
-from outrider.runtime.execution import Eager
+from outrider.runtime.execution import EagerExecution
 from outrider.runtime.lm import LM
 from outrider.runtime.shape_buckets import power_of_two
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
@@ -51,7 +51,7 @@ def test_never_one_token_too_many(rule: Rule, k: int, num_tokens: int) -> None:
                 left -= len(row.token_ids)
 
 
-class _Rounding(Eager):
+class _Rounding(EagerExecution):
     """Rounds the number of rows up, as compiled steps do."""
 
     def round_rows(self, num_rows: int) -> int:

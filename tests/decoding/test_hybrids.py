@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
-from outrider.compile.cuda_graphs import Captured
+from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import Drafter, NoDrafter
@@ -22,7 +22,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
 from outrider.records import Request
-from outrider.runtime import cache_layers as layers
+from outrider.runtime import cache_layers
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_layers import WINDOW
 from outrider.runtime.lm import LM
@@ -180,7 +180,7 @@ def test_few_steps_are_recorded_for_a_constrained_row() -> None:
 
 def test_plain_steps_are_recorded_one_token_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding is never behind its text."""
-    monkeypatch.setattr(toys, "execution", Captured)
+    monkeypatch.setattr(toys, "execution", CapturedExecution)
     target = hybrid_lm(hybrid("qwen3_5_text"))
     widths: list[int] = []
     feed = LM._feed
@@ -280,7 +280,7 @@ def test_inputs_of_convolutions_need_no_anchor() -> None:
 
 def test_places_of_inputs_that_are_used_again_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with fewer of them, rejected tokens are written over what a convolution still sees."""
-    monkeypatch.setattr(layers, "WINDOW", 8)
+    monkeypatch.setattr(cache_layers, "WINDOW", 8)
     assert _distance(hybrid_lm(hybrid("lfm2"))) > 1e-2
 
 

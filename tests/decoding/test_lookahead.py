@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
-from outrider.compile.cuda_graphs import Captured
+from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
-from outrider.drafters.base import Altered, Drafter, NoDrafter, Rows
+from outrider.drafters.base import AlteredDrafter, Drafter, NoDrafter, Rows
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
@@ -92,7 +92,7 @@ class _Watched:
     """Looks on the device at the numbers that the host has bounds for."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.drafter = Altered(inner, "watched", self._look)
+        self.drafter = AlteredDrafter(inner, "watched", self._look)
         self.spreads: list[int] = []
 
     def _look(self, rows: Rows, k: int, draft: Draft) -> Draft:
@@ -144,7 +144,7 @@ def test_plain_decoding_starts_no_round_beyond_a_limit() -> None:
 def test_loops_that_take_turns_on_the_same_programs() -> None:
     """Also with ones that are given up on the way: what a step gave stands only until the next."""
     target, drafter = llama_pair()
-    target.execution, drafter.lm.execution = Captured(), Captured()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
 
     def started(seed: int) -> Iterator[Round]:
         requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
@@ -222,7 +222,7 @@ def _under(mode: TorchFunctionMode, rounds: Iterator[Any], num_rounds: int) -> N
 def test_between_rounds_nothing_is_read(nothing_is_read: _NothingIsRead, rule: Rule, k: int) -> None:
     """With all options that the steps know, logprobs too. One row has ended before, and is kept to fill the batch."""
     target, drafter = llama_pair()
-    target.execution, drafter.lm.execution = Captured(), Captured()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
     options = {"repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 1}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4, "stop_token_ids": (1,)}
     num_tokens = (1, 100, 100, 100)
@@ -235,7 +235,7 @@ def test_between_rounds_nothing_is_read(nothing_is_read: _NothingIsRead, rule: R
 
 def test_a_draft_that_pauses_is_caught_up_with_unread(nothing_is_read: _NothingIsRead) -> None:
     target, drafter = llama_pair()
-    target.execution, drafter.lm.execution = Captured(), Captured()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
     requests = [request(ids, seed=i, max_new_tokens=100) for i, ids in enumerate(PROMPTS)]
     _under(nothing_is_read, decode(target, drafter, requests, REJECTION, num_draft_tokens=_pausing()), 14)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.decoder import Decoder
-from outrider.decoding import pair_state as experience_module
-from outrider.decoding.acceptance_estimates import Estimate, Learned, RowEstimate
+from outrider.decoding import pair_state
+from outrider.decoding.acceptance_estimates import Estimate, PairEstimates, RowEstimate
 from outrider.decoding.batch import Row
 from outrider.decoding.cost_model import LiveCosts
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
@@ -76,7 +76,7 @@ def test_later_calls_begin_with_what_the_first_have_learned() -> None:
     for num_rows in COSTS:
         best = min(_seconds(lambda k=k: ConstantSchedule(k), num_rows, 5) for k in (0, 1, 2, 4))
         for start in range(3):
-            learned = Learned(LiveCosts(_measured(start)))
+            learned = PairEstimates(LiveCosts(_measured(start)))
             kept.append(best / _seconds(lambda learned=learned: AdaptiveSchedule(learned), num_rows, 5))
             anew.append(best / _seconds(lambda start=start: adaptive(_measured(start)), num_rows, 5))
     assert fmean(kept) > 0.97 and fmean(anew) < fmean(kept) - 0.01
@@ -117,7 +117,7 @@ def _row() -> Row:
 
 def test_the_last_rounds_of_a_call_are_learned_when_the_next_begins() -> None:
     """Also if its stream was given up."""
-    learned = Learned(LiveCosts({1: COSTS[1]}))
+    learned = PairEstimates(LiveCosts({1: COSTS[1]}))
     schedule = AdaptiveSchedule(learned)
     schedule.next_k([_row()], 1)
     schedule.learn([_judged(2, 1)])
@@ -129,7 +129,7 @@ def test_the_last_rounds_of_a_call_are_learned_when_the_next_begins() -> None:
 
 def test_no_round_is_lost_between_threads() -> None:
     """The oldest of 2,000 rounds still weighs 0.018, which would be missed."""
-    learned = Learned(LiveCosts({1: COSTS[1]}))
+    learned = PairEstimates(LiveCosts({1: COSTS[1]}))
 
     def run(_: int) -> None:
         schedule, row = AdaptiveSchedule(learned), _row()
@@ -186,7 +186,7 @@ def test_costs_are_read_once_in_a_process(decoder: Decoder, monkeypatch: pytest.
         asked.append((rule.name, num_rows))
         return COSTS[num_rows]
 
-    monkeypatch.setattr(experience_module, "round_costs", costs)
+    monkeypatch.setattr(pair_state, "round_costs", costs)
     prompts = [[1], [2], [3], [4]]
     for acceptance, num_rows in (("rejection", 2), ("rejection", 2), ("rejection", 1), ("rejection", 4), ("block", 1)):
         decoder.generate(prompts[:num_rows], max_new_tokens=30, acceptance=acceptance)
@@ -205,7 +205,7 @@ def test_a_text_with_a_seed_does_not_depend_on_earlier_calls(decoder: Decoder) -
 def test_calls_at_the_same_time(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """They learn into one experience, and under gumbel each text is that of plain decoding."""
     # Not measured: whether drafts pay would depend on the load.
-    monkeypatch.setattr(experience_module, "round_costs", lambda *_: {0: 1.0, 1: 1.01, 2: 1.02, 4: 1.04})
+    monkeypatch.setattr(pair_state, "round_costs", lambda *_: {0: 1.0, 1: 1.01, 2: 1.02, 4: 1.04})
     plain = [text.token_ids for text in decoder.plain().generate([[1]] * 4, seed=[0, 1, 2, 3], acceptance="gumbel")]
 
     def text(seed: int) -> tuple[int, ...]:

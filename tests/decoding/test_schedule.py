@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from outrider.decoder import Decoder
-from outrider.decoding import measured_costs as costs_module
-from outrider.decoding.acceptance_estimates import Learned
+from outrider.decoding import measured_costs
+from outrider.decoding.acceptance_estimates import PairEstimates
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import decode
 from outrider.decoding.measured_costs import CostArm, measure_round_costs, time_rounds
@@ -97,8 +97,10 @@ def test_a_choice_stands_while_the_rows_are_the_same() -> None:
 def test_a_choice_that_is_made_again_stands_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """For eight rounds, not four. (Each choice asks once for the habit of its load.)"""
     schedule, row = adaptive({1: {0: 1.0, 2: 9.0}}), _row(1, 1_000)
-    asked, habit = [], Learned.habit
-    monkeypatch.setattr(Learned, "habit", lambda learned, num_rows: asked.append(number) or habit(learned, num_rows))
+    asked, habit = [], PairEstimates.habit
+    monkeypatch.setattr(
+        PairEstimates, "habit", lambda learned, num_rows: asked.append(number) or habit(learned, num_rows)
+    )
     for number in range(30):  # noqa: B007
         assert schedule.next_k([row], 1) == 0
     assert asked == [0, 4, 12, 20, 28]
@@ -173,7 +175,7 @@ def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatc
     arm = CostArm(*table_pair(5), 2)
     for num_rounds, wanted in ((10, [Timing(8.0, 0.25, 0.5, 9.0), *timings[2:5]]), (1, timings[:1])):
         rounds = [Round((), timing) for timing in timings[:num_rounds]]
-        monkeypatch.setattr(costs_module, "decode", lambda *_, rounds=rounds, **__: iter(rounds))
+        monkeypatch.setattr(measured_costs, "decode", lambda *_, rounds=rounds, **__: iter(rounds))
         assert time_rounds([arm], RULES["rejection"], num_rows=1, length=4, num_passes=1) == [wanted]
 
 

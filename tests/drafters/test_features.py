@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.drafters.base import Committed, NoDrafter, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import CommittedTokens, NoDrafter, Prefill, Rows, Session, empty_draft
 from outrider.records import Draft, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES, Rule
@@ -73,7 +73,7 @@ class OracleSession(Session):
         for row, (start, end) in enumerate(zip(chunk.starts, chunk.ends, strict=True)):
             self.states[chunk.first_slot + row, start:end] = chunk.features[row, : end - start]
 
-    def observe(self, committed: Committed) -> None:
+    def observe(self, committed: CommittedTokens) -> None:
         assert committed.features is not None
         num_rows, num_columns, _ = committed.features.shape
         columns = torch.arange(num_columns)

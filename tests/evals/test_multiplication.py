@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.evals.multiplication import MAX_ANSWER_TOKENS, Problem, Score, compare_scores, problems, score
+from outrider.evals.multiplication import MAX_ANSWER_TOKENS, Problem, SheetScore, compare_scores, problems, score
 from outrider.records import Stats, Timing
 from pairs import embedded
 
@@ -123,8 +123,8 @@ def test_a_score_counts_what_was_solved() -> None:
     assert decoder.calls == [(6, {"num_slots": 4, **options})]
 
 
-def made_up(*is_solved: bool) -> Score:
-    return Score(is_solved, ("",) * len(is_solved), Stats(), Timing())
+def made_up(*is_solved: bool) -> SheetScore:
+    return SheetScore(is_solved, ("",) * len(is_solved), Stats(), Timing())
 
 
 def test_scores_are_compared_problem_by_problem() -> None:

@@ -15,7 +15,7 @@ from scipy import stats
 
 from harness_tasks import write_groups
 from outrider.evals import scores as module
-from outrider.evals.scores import ArmResult, Score, TaskResult, compare, documents_json, verdict
+from outrider.evals.scores import ArmResult, MetricScore, TaskResult, compare, documents_json, verdict
 from outrider.evals.tasks import load_tasks
 from outrider.stats.intervals import PairedDifference, paired_difference
 
@@ -99,7 +99,7 @@ def group_of_tasks(tmp_path_factory: pytest.TempPathFactory) -> Group:
     return group
 
 
-def group_score(group: Group, results: Sequence[TaskResult], margin: float, *, is_by_size: bool = False) -> Score:
+def group_score(group: Group, results: Sequence[TaskResult], margin: float, *, is_by_size: bool = False) -> MetricScore:
     assert group.aggregate_metric_list is not None
     group.aggregate_metric_list[0].weight_by_size = is_by_size
     return compare(results, [group], margin)[-1]
@@ -187,7 +187,9 @@ def each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "paired_difference", compare_pairs)
 
 
-def simulated(num: int, laws: Sequence[tuple[float, float]], *, num_documents: int, margin: float) -> list[list[Score]]:
+def simulated(
+    num: int, laws: Sequence[tuple[float, float]], *, num_documents: int, margin: float
+) -> list[list[MetricScore]]:
     """Scores of several tasks, in each of which only plain succeeds in a share of the documents, and only the other."""
     generator = np.random.default_rng(0)
     experiments = []
@@ -234,7 +236,8 @@ def test_a_verdict_may_say_both() -> None:
     """A difference that is there, and small."""
     paired = PairedDifference(0, 20, paired_difference([0.0], [0.0], 0.05).difference, 0.05, 1e-4, 1e-6)
     scores = [
-        Score("t", "em", name, 400, 0.5, 0.5, paired, is_different=name == "strict") for name in ("strict", "none")
+        MetricScore("t", "em", name, 400, 0.5, 0.5, paired, is_different=name == "strict")
+        for name in ("strict", "none")
     ]
     overall = verdict(scores)
     assert overall is not None and overall.is_equivalent and overall.differing == ("t: em, strict",)

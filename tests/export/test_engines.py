@@ -12,7 +12,7 @@ from outrider.export.engines import ENGINES, Handover, transformers_options, vll
 from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Outlook, by_draft_cost, by_measured_costs
 from outrider.options import Sampling
 from outrider.replay.plan import Costs, RoundCost, Setting
-from outrider.replay.replay import Expected
+from outrider.replay.replay import ExpectedRounds
 from outrider.stats.counts import RoundCounts, tau_interval
 from pairs import embedded, embedded_tokenizer, zoo
 
@@ -157,9 +157,9 @@ def test_how_engines_draft() -> None:
     assert names["sglang"] == names["tensorrt-llm"] == [GREEDY.name] and names["mlx"] == [EQUALITY.name]
 
 
-def _expected(*accepted: int) -> Expected:
+def _expected(*accepted: int) -> ExpectedRounds:
     counts = RoundCounts(accepted=(0.0,) * accepted[0] + (10.0,), drafted=(0.0,) * 8 + (10.0,), num_generated_tokens=10)
-    return Expected(8, (counts, counts), tau_interval([counts, counts]))
+    return ExpectedRounds(8, (counts, counts), tau_interval([counts, counts]))
 
 
 def test_the_best_k_by_the_cost_of_a_draft_step() -> None:
@@ -181,7 +181,7 @@ def test_the_best_k_by_measured_costs() -> None:
         return Costs(Setting(num_rows, 64), 0.1, RoundCost(0.010, 0.0, 0.009), rounds)
 
     counts = {
-        k: Expected(k, (one, one), tau_interval([one, one]))
+        k: ExpectedRounds(k, (one, one), tau_interval([one, one]))
         for k, one in {
             1: RoundCounts(accepted=(0.0, 5.0), drafted=(0.0, 5.0), num_generated_tokens=10),
             2: RoundCounts(accepted=(0.0, 5.0, 0.0), drafted=(0.0, 0.0, 5.0), num_generated_tokens=10),

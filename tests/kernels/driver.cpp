@@ -20,10 +20,10 @@ struct Strides {
 };
 
 extern "C" {
-void outrider_thin_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t bits, float* y,
                             int64_t num_threads);
-void outrider_thin_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
+void outrider_few_query_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
                              const Strides* key_strides, const void* value, const Strides* value_strides,
                              const void* mask, const Strides* mask_strides, int64_t bits, float scale, float* out,
                              int64_t num_threads);
@@ -94,11 +94,11 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
   for (const Stored& matrix : matrices) data.push_back(matrix.data.data());
   std::vector<float> y(num_rows * all, NAN), again(num_rows * all, NAN), alone(all);
   const int64_t number = nums_channels.size();
-  outrider_thin_products(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, y.data(), 2);
-  outrider_thin_products(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, again.data(), 3);
+  outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, y.data(), 2);
+  outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, again.data(), 3);
   for (int64_t t = 0; t < num_rows; t++) {
     const float* row = x.data() + t * width;
-    outrider_thin_products(row, 1, width, data.data(), nums_channels.data(), number, bits, alone.data(), 1);
+    outrider_few_row_matmul(row, 1, width, data.data(), nums_channels.data(), number, bits, alone.data(), 1);
     int64_t place = t * all;
     for (int64_t m = 0; m < number; m++) {
       for (int64_t o = 0; o < nums_channels[m]; o++, place++) {
@@ -132,12 +132,12 @@ void attention(Shape s, int64_t bits) {
   const Strides of_key{s.groups * s.places * s.width, s.places * s.width, s.width};
   const Strides of_value{s.groups * s.places * s.value_width, s.places * s.value_width, s.value_width};
   const Strides of_mask{s.queries * s.places, 0, s.places};
-  outrider_thin_attention(&s, query.data(), &of_query, key.data.data(), &of_key, value.data.data(), &of_value,
+  outrider_few_query_attention(&s, query.data(), &of_query, key.data.data(), &of_key, value.data.data(), &of_value,
                           mask.data(), &of_mask, bits, scale, out.data(), 2);
   Shape of_one = s;
   of_one.queries = 1;
   for (int64_t t = 0; t < s.queries; t++) {
-    outrider_thin_attention(&of_one, query.data() + t * of_query.place, &of_query, key.data.data(), &of_key,
+    outrider_few_query_attention(&of_one, query.data() + t * of_query.place, &of_query, key.data.data(), &of_key,
                             value.data.data(), &of_value, mask.data() + t * of_mask.place, &of_mask, bits, scale,
                             alone.data(), 1);
     for (int64_t b = 0; b < s.rows; b++) {
@@ -170,7 +170,7 @@ void attention(Shape s, int64_t bits) {
           scores[j] = added[j] > -INFINITY ? std::exp(scores[j] - largest) : 0;
           total += scores[j];
         }
-        const double error = 1.1 * EPSILON * (2 * size + 2 * s.places + 10);  // as in test_thin_attention.py
+        const double error = 1.1 * EPSILON * (2 * size + 2 * s.places + 10);  // as in test_attention.py
         for (int64_t e = 0; e < s.value_width; e++) {
           double want = 0, absolute = 0;
           for (int64_t j = 0; j < s.places; j++) {

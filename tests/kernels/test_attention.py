@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.kernels.attention import KEY_DTYPES, register, thin_attention
+from outrider.kernels.attention import KEY_DTYPES, few_query_attention, register
 from toys import as_lm, tiny_llama
 
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
@@ -72,12 +72,12 @@ def test_the_kernel_against_float64(num_threads: int, **shape: object) -> None:
     """Within the bound of sums in any order; and each query as if it were alone, to the bit."""
     query, key, value, mask = inputs(**shape)
     scale = query.shape[-1] ** -0.5
-    got = thin_attention(query, key, value, mask, scale, num_threads)
+    got = few_query_attention(query, key, value, mask, scale, num_threads)
     want, bound = attention(query, key, value, mask, scale)
     assert got.dtype == torch.float32 and got.is_contiguous()
     assert ((got.double() - want).abs() <= bound).all()
     for t in range(query.shape[2]):
-        alone = thin_attention(query[:, :, t : t + 1], key, value, mask[:, :, t : t + 1], scale, 1)
+        alone = few_query_attention(query[:, :, t : t + 1], key, value, mask[:, :, t : t + 1], scale, 1)
         assert torch.equal(alone[:, 0], got[:, t])
 
 
@@ -87,11 +87,11 @@ def test_the_view_does_not_matter(dtype: torch.dtype) -> None:
     query, key, value, mask = inputs(2, 2, 2, 5, 700, 64, 64, dtype, 0)
     mask[..., 90:] = _LEAST
     mask[..., :90][..., 0] = 0
-    want = thin_attention(query, key[:, :, :128], value[:, :, :128], mask[..., :128], 0.1, 1)
-    assert torch.equal(thin_attention(query, key, value, mask, 0.1, 2), want)
+    want = few_query_attention(query, key[:, :, :128], value[:, :, :128], mask[..., :128], 0.1, 1)
+    assert torch.equal(few_query_attention(query, key, value, mask, 0.1, 2), want)
     key, value = key.clone(), value.clone()
     key[:, :, 90:], value[:, :, 90:] = torch.nan, torch.inf
-    assert torch.equal(thin_attention(query, key, value, mask, 0.1, 2), want)
+    assert torch.equal(few_query_attention(query, key, value, mask, 0.1, 2), want)
 
 
 @pytest.mark.parametrize("num_places", [40, 600])
@@ -102,7 +102,7 @@ def test_masks_are_added(num_places: int) -> None:
     mask[:, :, :, ::3] = -torch.inf
     for one in (mask, mask[:1], mask[:, :1], mask[:1, :1]):
         want, bound = attention(query, key, value, one, 0.2)
-        got = thin_attention(query, key, value, one, 0.2, 2)
+        got = few_query_attention(query, key, value, one, 0.2, 2)
         assert ((got.double() - want).abs() <= bound).all()
 
 
@@ -111,10 +111,10 @@ def test_masks_are_added(num_places: int) -> None:
 def test_rows_that_are_not_finite_stay_alone(num_places: int, hidden: float) -> None:
     query, key, value, mask = inputs(3, 1, 2, 3, num_places, 20, 20, torch.float32, 3)
     mask[..., 0] = 0
-    want = thin_attention(query, key, value, mask, 0.2, 1)
+    want = few_query_attention(query, key, value, mask, 0.2, 1)
     query[0, :, 1] = torch.nan
     key[1, :, 0], mask[2, :, 2] = torch.inf, hidden
-    got = thin_attention(query, key, value, mask, 0.2, 1)
+    got = few_query_attention(query, key, value, mask, 0.2, 1)
     assert got[0, 1].isnan().all() and got[1].isnan().all()
     assert torch.equal(got[0, [0, 2]], want[0, [0, 2]]) and torch.equal(got[2, :2], want[2, :2])
     assert (got[2, 2] == 0).all()  # it may look nowhere
@@ -124,7 +124,7 @@ def test_scores_that_overflow_an_exponential() -> None:
     """Weights are formed from the distance to the largest score."""
     query, key, value, mask = inputs(1, 1, 1, 2, 300, 16, 16, torch.float32, 4)
     want, bound = attention(query * 1e4, key, value, mask, 1.0)
-    assert ((thin_attention(query * 1e4, key, value, mask, 1.0, 1).double() - want).abs() <= bound).all()
+    assert ((few_query_attention(query * 1e4, key, value, mask, 1.0, 1).double() - want).abs() <= bound).all()
 
 
 def _logits(model: PreTrainedModel, implementation: str) -> Tensor:

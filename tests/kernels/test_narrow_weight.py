@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.kernels import narrow_weight as thin_weight
+from outrider.kernels import narrow_weight
 from outrider.kernels.library import WEIGHT_DTYPES
-from outrider.kernels.narrow_weight import ThinWeight
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
 
 
-def _weight(number: int, width: int, stored: torch.dtype, seed: int = 0) -> ThinWeight:
+def _weight(number: int, width: int, stored: torch.dtype, seed: int = 0) -> NarrowWeight:
     generator = torch.Generator().manual_seed(seed)
     numbers = (40.0 * torch.randn(number, width, generator=generator)).clamp(-127, 127).to(stored)
     scale = torch.rand(number, 1, generator=generator) + 0.5 if stored == torch.int8 else None
-    return ThinWeight(numbers, torch.float32, scale)
+    return NarrowWeight(numbers, torch.float32, scale)
 
 
 @given(
@@ -52,7 +52,7 @@ def test_products_against_float64(
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_it_is_the_widened_matrix(stored: torch.dtype, is_inference: bool) -> None:
     weight = nn.Parameter(_weight(12, 9, stored), requires_grad=False)
-    assert isinstance(weight, ThinWeight) and weight.dtype == torch.float32 and weight.shape == (12, 9)
+    assert isinstance(weight, NarrowWeight) and weight.dtype == torch.float32 and weight.shape == (12, 9)
     with torch.inference_mode(is_inference):
         plain, ids = weight.wide(), torch.tensor([[3, 3, 11]])
         assert torch.equal(weight.stored.float() * (1 if weight.scale is None else weight.scale), plain)
@@ -67,7 +67,7 @@ def test_it_is_the_widened_matrix(stored: torch.dtype, is_inference: bool) -> No
         ):
             assert type(one) is Tensor and torch.equal(one, of)
         for same in (weight.detach(), weight.clone(), copy.deepcopy(weight)):
-            assert isinstance(same, ThinWeight) and torch.equal(same.wide(), plain)
+            assert isinstance(same, NarrowWeight) and torch.equal(same.wide(), plain)
             assert [part.dtype for part in stored_tensors(same)] == [part.dtype for part in stored_tensors(weight)]
 
 
@@ -94,7 +94,7 @@ def test_products_that_do_not_fit_are_errors() -> None:
 
 def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads rows one after the other; those of another layout it is given as a copy."""
-    into = thin_weight.into
+    into = narrow_weight.into
 
     def watched(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Callable[[], None]:
         call, rows = into(y, x, weights, num_threads), weakref.ref(x)
@@ -105,7 +105,7 @@ def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatc
 
         return run
 
-    monkeypatch.setattr(thin_weight, "into", watched)
+    monkeypatch.setattr(narrow_weight, "into", watched)
     x, weight = torch.randn(4, 3, 9)[:, -1:], _weight(12, 9, torch.bfloat16)
     torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, weight.wide()), rtol=0.0, atol=1e-3)
 
@@ -113,7 +113,7 @@ def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("stored", WEIGHT_DTYPES)
 def test_matrices_of_another_layout(stored: torch.dtype) -> None:
     numbers = _weight(9, 12, stored).stored.T
-    weight = ThinWeight(numbers, torch.float32)
+    weight = NarrowWeight(numbers, torch.float32)
     assert torch.equal(weight.wide(), numbers.float())
     x = torch.randn(2, 9)
     torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, numbers.float()), rtol=0.0, atol=1e-3)

@@ -1,4 +1,4 @@
-"""The kernels, compiled for other processors and by other compilers, against sums in double (thin_kernels.cpp)."""
+"""The kernels, compiled for other processors and by other compilers, against sums in double (driver.cpp)."""
 
 import platform
 import shutil
@@ -86,8 +86,8 @@ def _is_known(command: str) -> bool:
 def _results(command: str, level: str, shapes: str, folder: Path) -> str:
     """The number of results and a hash of their bits, as the program prints them."""
     compiler, *flags = command.split()
-    sources = [path for path in kernel_library.SOURCES if path.name.startswith("thin_") and path.suffix == ".cpp"]
-    sources.append(Path(__file__).with_name("thin_kernels.cpp"))
+    sources = [path for path in kernel_library.SOURCES if path.name in ("few_row_matmul.cpp", "attention.cpp")]
+    sources.append(Path(__file__).with_name("driver.cpp"))
     objects = [folder / f"{source.name}.o" for source in sources]
     include = f"-I{Path(torch.__file__).parent / 'include'}"
     # The functions that programs call need torch; nobody calls them here, and they are left out.

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import FalconConfig, FalconForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import outrider
-from outrider.bench.predicted_memory import Predictor, Work
-from outrider.kernels.narrow_weight import ThinWeight
-from outrider.models import cpu_weights as store
+from outrider.bench.predicted_memory import Predictor, Workload
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models import cpu_weights
 from outrider.models.loading import weights_checksum
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import forms
@@ -26,8 +26,8 @@ from toys import random_model
 
 @pytest.fixture(autouse=True)
 def _no_matrix_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_LEAST_NUMBERS", 1)
-    monkeypatch.setattr(store, "_LEAST_IN_ALL", 1)
+    monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
 
 
 def _gemma() -> PreTrainedModel:
@@ -50,7 +50,7 @@ def _gemma() -> PreTrainedModel:
 
 def _stored(model: Any) -> set[torch.dtype]:
     """The types in which its matrices are stored."""
-    return {one.stored.dtype for one in model.parameters() if isinstance(one, ThinWeight)}
+    return {one.stored.dtype for one in model.parameters() if isinstance(one, NarrowWeight)}
 
 
 MODELS = {"Llama": random_llama, "Llama, untied": lambda: random_llama(tie_word_embeddings=False), "Gemma": _gemma}
@@ -65,7 +65,7 @@ def test_a_checkpoint_in_bfloat16(name: str, tmp_path: Path) -> None:
     assert kept.target.dtype == plain.target.dtype == torch.float32
     wide = dict(plain.target.model.named_buffers()) | plain.target.model.state_dict()
     for key, tensor in (dict(kept.target.model.named_buffers()) | kept.target.model.state_dict()).items():
-        assert torch.equal(tensor.wide() if isinstance(tensor, ThinWeight) else tensor, wide[key]), key
+        assert torch.equal(tensor.wide() if isinstance(tensor, NarrowWeight) else tensor, wide[key]), key
     assert num_bytes(kept.target.model) < 0.6 * num_bytes(plain.target.model)
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -114,7 +114,7 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
     with torch.device("meta"):
         bare = skeleton(model.config, torch.float32)
     plain = weights_bytes(bare, torch.float32)
-    store.thin(bare, torch.bfloat16)
+    cpu_weights.narrowed(bare, torch.bfloat16)
     assert weights_bytes(bare, torch.float32) == num_bytes(model) < plain
     assert "--dtype bfloat16" not in forms(bare, torch.bfloat16, "none", 1)  # it would gain nothing
 
@@ -122,11 +122,11 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stated", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
 def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model on the hub the configuration is enough."""
-    monkeypatch.setattr(store, "_files", lambda spec: pytest.fail("fetches"))
+    monkeypatch.setattr(cpu_weights, "_files", lambda spec: pytest.fail("fetches"))
     with torch.device("meta"):
         bare = skeleton(random_llama().config, torch.float32)
     spec, placed = ModelSpec(name="a", hub="x/y"), Placement(quantization="none")
-    assert store.kept_type(spec, placed, torch.device("cpu"), bare, stated) == kept
+    assert cpu_weights.kept_type(spec, placed, torch.device("cpu"), bare, stated) == kept
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
@@ -153,16 +153,16 @@ def test_what_is_fetched_is_what_transformers_loads(
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch_all)
-    found = store._files(ModelSpec(name="a", hub="x/y"))
+    found = cpu_weights._files(ModelSpec(name="a", hub="x/y"))
     assert {path.name for path in found} == {path.name for path in cache.glob("*.safetensors")} == loaded
     assert patterns == (sorted(loaded) if len(loaded) > 1 else [])
     shutil.rmtree(hub)
-    assert store._files(ModelSpec(name="a", hub="x/y")) == []  # other formats
+    assert cpu_weights._files(ModelSpec(name="a", hub="x/y")) == []  # other formats
 
 
 def test_only_the_form_that_is_kept_is_predicted_so() -> None:
     """Not quantized, on one device."""
-    config, work = random_llama().config, Work(context=32, num_rows=1, k=2)
+    config, work = random_llama().config, Workload(context=32, num_rows=1, k=2)
     plain, kept = Predictor(config, work, torch.float32), Predictor(config, work, torch.float32, torch.bfloat16)
     assert kept.memory().weights < 0.6 * plain.memory().weights
     assert kept.memory("int4").weights == plain.memory("int4").weights
@@ -175,8 +175,8 @@ def test_layers_with_a_product_of_their_own_are_plain() -> None:
         vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
     )
     model = random_model(FalconForCausalLM, config, 0)
-    store.thin(model, torch.bfloat16)
-    kept = {name for name, one in model.named_parameters() if isinstance(one, ThinWeight)}
+    cpu_weights.narrowed(model, torch.bfloat16)
+    kept = {name for name, one in model.named_parameters() if isinstance(one, NarrowWeight)}
     assert kept == {"transformer.word_embeddings.weight", "lm_head.weight"}
 
 
@@ -195,5 +195,5 @@ def test_a_model_file_may_state_it(tmp_path: Path) -> None:
 
 def test_small_models_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not worth the seconds in which the kernel is compiled."""
-    monkeypatch.setattr(store, "_LEAST_IN_ALL", 2**24)
+    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 2**24)
     assert not _stored(outrider.load(save(tmp_path, random_llama().bfloat16())).target.model)

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from outrider.replay.bounds import Bounds, Known, _excess, bounds
+from outrider.replay.bounds import Bounds, KnownProbs, _excess, bounds
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import draw_gumbel
 
@@ -18,10 +18,10 @@ def rows(num_rows: int, vocab_size: int, seed: int, scale: float = 2.0) -> Tenso
     return (scale * torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64)).softmax(-1)
 
 
-def known_of(p: Tensor, ids: Tensor, n: int) -> Known:
+def known_of(p: Tensor, ids: Tensor, n: int) -> KnownProbs:
     top = p.topk(n, dim=-1)
     tail = p.scatter(1, top.indices, 0.0).sum(-1)
-    return Known(ids, p.gather(1, ids[:, None])[:, 0], top.indices, top.values, tail)
+    return KnownProbs(ids, p.gather(1, ids[:, None])[:, 0], top.indices, top.values, tail)
 
 
 def exact(p: Tensor, q: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

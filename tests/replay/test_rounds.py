@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import FileError
 from outrider.records import Stats
-from outrider.replay.rounds import Arm, analyse, read_file, round_row
+from outrider.replay.rounds import RecordedArm, analyse, read_file, round_row
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import RoundCounts, tau_interval, total
 from outrider.stats.intervals import Interval
@@ -72,7 +72,7 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
                 }
             )
     found = read_file(_lines(tmp_path / "out.jsonl", rows))
-    assert list(found.arms) == [Arm("draft", k, "block") for k in (1, 3, 6)]
+    assert list(found.arms) == [RecordedArm("draft", k, "block") for k in (1, 3, 6)]
     assert {(arm.k, one.index): one.counts for arm, prompts in found.arms.items() for one in prompts} == wanted
     assert any(counts.num_truncated for counts in wanted.values())
     # And the counts are those that the loop reports.
@@ -83,12 +83,12 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
 
 def test_rounds_there_and_back(tmp_path: Path) -> None:
     rows = [
-        round_row(Arm("d", 2, "block"), i, category, ROUNDS[: 3 + i], bool(i), 9 + i)
+        round_row(RecordedArm("d", 2, "block"), i, category, ROUNDS[: 3 + i], bool(i), 9 + i)
         for i, category in enumerate(["tale", "sum", "tale"])
     ]
     found = read_file(_lines(tmp_path / "rounds.jsonl", rows))
     ((arm, prompts),) = found.arms.items()
-    assert arm == Arm("d", 2, "block") and found.notes == ()
+    assert arm == RecordedArm("d", 2, "block") and found.notes == ()
     assert [one.counts for one in prompts] == [RoundCounts.of(ROUNDS[: 3 + i], int(bool(i)), 9 + i) for i in range(3)]
     analysis = analyse(prompts)
     assert list(analysis.by_category) == ["sum", "tale"]
@@ -113,7 +113,7 @@ def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
         read_file(path, k=1)
 
 
-GOOD = round_row(Arm("d", 2, "block"), 0, None, ROUNDS, False, 9)
+GOOD = round_row(RecordedArm("d", 2, "block"), 0, None, ROUNDS, False, 9)
 ORIGINS = {
     "index": 0,
     "origins": ["accepted", "bonus"],

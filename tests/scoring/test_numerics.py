@@ -16,7 +16,7 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.scoring import teacher_forcing
 from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import Forced, Text, force, sums_by_text
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, force, sums_by_text
 from outrider.serve.scoring import prompt_logprobs
 from toys import as_lm, random_table, request, table_lm, tiny_llama
 
@@ -44,7 +44,7 @@ def test_scoring_names_the_model_and_the_position(kind: str) -> None:
     assert "the big one" in message and "position 4 of the text;" in message
     good = table_lm(random_table(6, 2))
 
-    def logprobs(*forced: Forced) -> Tensor:
+    def logprobs(*forced: ForcedTokens) -> Tensor:
         return forced[0].logprobs()[None]
 
     scorings = (

@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
-from outrider.serve.engine_thread import Worker
+from outrider.serve.engine_thread import EngineThread
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import word_tokenizer
 from toys import random_table, table_lm
@@ -31,7 +31,7 @@ class Running:
     api_key: str | None
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> EngineThread:
         return self.server.worker
 
     def openai(self) -> OpenAI:

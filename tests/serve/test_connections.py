@@ -13,10 +13,9 @@ import httpx
 import pytest
 from servers import LIMIT_S, Running, as_sent, is_free, running, wait_until, words
 
-from outrider.serve import connections
-from outrider.serve import log_limit as log
+from outrider.serve import connections, log_limit
 from outrider.serve.connections import network_of, room_for_connections
-from outrider.serve.log_limit import FewLikeIt
+from outrider.serve.log_limit import RateLimitFilter
 
 SHORT = {"prompt": "w1", "max_tokens": 3, "seed": 1}
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
@@ -168,7 +167,7 @@ def test_a_client_cannot_fill_the_log(server: Running) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(FewLikeIt())
+    handler.addFilter(RateLimitFilter())
     logger = logging.getLogger("uvicorn")
     logger.addHandler(handler)
     try:
@@ -183,8 +182,8 @@ def test_a_client_cannot_fill_the_log(server: Running) -> None:
 
 def test_the_next_line_counts_those_that_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    few, passed = FewLikeIt(), []
+    monkeypatch.setattr(log_limit, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    few, passed = RateLimitFilter(), []
 
     def send(level: int, message: str, *arguments: object) -> None:
         record = logging.LogRecord("x", level, __file__, 1, message, arguments, None)

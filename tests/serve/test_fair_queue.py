@@ -10,7 +10,7 @@ import openai
 import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
-from outrider.serve import pending as tickets
+from outrider.serve import pending
 from outrider.serve.fair_queue import Turns, TurnsPool
 from outrider.text.tokenizer import encode
 
@@ -129,7 +129,7 @@ def test_priority_of_requests(is_across: bool) -> None:
 
 
 def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)  # so that streams begin while they wait
+    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)  # so that streams begin while they wait
     options = {"num_slots": 1, "context_len": 1_000_000, "max_per_client": 2, "api_keys": ("a", "b")}
     with running(words(1_000_000), **options) as server, server.openai() as one:
         streams = [one.completions.create(model="toy", **LONG, stream=True) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_one_client_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter stays free for others, unless told otherwise."""
-    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=6) as server, server.openai() as one:
         streams = [one.completions.create(model="toy", **LONG, stream=True) for _ in range(6)]
         with pytest.raises(openai.RateLimitError):

@@ -17,14 +17,12 @@ import openai
 import pytest
 from servers import LIMIT_S, Running, as_sent, is_free, running, wait_until, words
 
-from makers import Fails
+from compile_services import Fails
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
-from outrider.serve import app
-from outrider.serve import engine_thread as worker
-from outrider.serve import pending as tickets
+from outrider.serve import app, engine_thread, pending
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
 from toys import random_table, table_lm
@@ -35,7 +33,7 @@ LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """Texts of it have no end, unless they are asked for. Those who wait hear of it soon."""
-    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
         yield one
 
@@ -131,7 +129,7 @@ def test_a_client_that_leaves_in_its_own_request(server: Running, caplog: pytest
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The worker's clock, in seconds; a test may put it forward."""
     clock = [1.0]
-    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     return clock
 
 
@@ -158,7 +156,7 @@ def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> Non
 
 
 def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.Worker, "_work_on_thread", lambda self: None)  # it is busy with others
+    monkeypatch.setattr(engine_thread.EngineThread, "_work_on_thread", lambda self: None)  # it is busy with others
     body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "logprobs": 0}
     with running(words()) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         late = pool.submit(http.post, "/v1/completions", json=body)
@@ -170,13 +168,13 @@ def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_score_that_runs_when_the_server_ends(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on to its end, and so does the text after it."""
-    may_score, score = threading.Event(), worker.prompt_logprobs
+    may_score, score = threading.Event(), engine_thread.prompt_logprobs
 
     def score_late(*arguments: Any) -> Any:
         assert may_score.wait(LIMIT_S)
         yield from score(*arguments)
 
-    monkeypatch.setattr(worker, "prompt_logprobs", score_late)
+    monkeypatch.setattr(engine_thread, "prompt_logprobs", score_late)
     body = {"prompt": ["w1 w2", "w3 w4"], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
     with running(words(), shutdown_timeout_s=LIMIT_S) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/completions", json=body)
@@ -228,8 +226,8 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
     """Texts with a seed need them, and end with an error. The others go on, and so do those that wait."""
     target = table_lm(random_table(50, 0), context_len=1_000_000)
     decoder = Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
-    maker = Fails(lambda call: True)
-    beside = decoder.compiled(waits=False, maker=maker)
+    service = Fails(lambda call: True)
+    beside = decoder.compiled(waits=False, service=service)
     short = {"prompt": "w2", "max_tokens": 8, "temperature": 0}
     with running(beside, num_slots=2, context_len=1_000_000) as server, server.http() as http:
         unseeded = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
@@ -239,9 +237,9 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
             response = http.post("/v1/completions", json=LONG)
             assert response.status_code == 400 and response.json()["error"]["param"] == "seed"
             assert "leave the seed out" in response.json()["error"]["message"]
-            num_orders = len(maker.orders)
+            num_orders = len(service.orders)
             assert http.post("/v1/completions", json=LONG).status_code == 400
-            assert len(maker.orders) == num_orders, "a program that could not be made is ordered again"
+            assert len(service.orders) == num_orders, "a program that could not be made is ordered again"
             text = http.post("/v1/completions", json=short).json()["choices"][0]["text"]
             assert all("error" not in next(lines) for _ in range(20))
         assert server.metric('outrider:requests_total{finished_reason="error"}') == 2

@@ -12,8 +12,7 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.serve import app
-from outrider.serve import pending as tickets
+from outrider.serve import app, pending
 from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 
@@ -185,7 +184,7 @@ def test_a_race_beside_a_full_queue() -> None:
 
 def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while it waits for its turn, nor while a model is slow: comments come, which clients ignore."""
-    monkeypatch.setattr(tickets, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)
     may_end = threading.Event()
 
     def slow(self: Race) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from servers import Running, running, words
 
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal
-from outrider.serve.protocol import Ask, parse_body, parse_chat, parse_completions
+from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_completions
 from pairs import embedded, word_tokenizer
 
 _NUM_MALFORMED = 300
@@ -374,7 +374,7 @@ def _with_prompt(body: dict[str, Any]) -> dict[str, Any]:
 def test_any_object_is_understood_or_refused(body: dict[str, Any]) -> None:
     for parse in (parse_completions, parse_chat):
         try:
-            assert isinstance(parse(parse_body(json.dumps(body).encode())), Ask)
+            assert isinstance(parse(parse_body(json.dumps(body).encode())), ParsedRequest)
         except Refusal as refusal:
             assert refusal.status == 400
             json.dumps(refusal.to_json())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import FileError, MissingExtra
 from outrider.stats.intervals import Interval
 from outrider.system.files import check_writable
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.bench.report import ArmSummary
@@ -102,7 +102,7 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
     for axes in (histogram, positions):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=min(3, len(arms)), fontsize="small")
-    figure.savefig(here().own_path(path), format=path.suffix[1:], dpi=150)
+    figure.savefig(current_ranks().own_path(path), format=path.suffix[1:], dpi=150)
 
 
 def plot_plan(
@@ -272,4 +272,4 @@ def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:
 def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.set_ylim(bottom=0)  # now that the points are in: a scale with a limit no longer follows them
     axes.legend(loc="best")  # said, though it is the default: matplotlib warns of the default where a machine is slow
-    figure.savefig(here().own_path(path), format=path.suffix[1:], dpi=150)
+    figure.savefig(current_ranks().own_path(path), format=path.suffix[1:], dpi=150)

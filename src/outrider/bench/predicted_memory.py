@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from outrider.decoding.verify import verify_step
 from outrider.errors import OptionError
-from outrider.models.cpu_weights import thin
+from outrider.models.cpu_weights import narrowed
 from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.records import Draft
@@ -33,7 +33,7 @@ from outrider.sampling.rules import RULES
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """The work that memory is predicted for.
 
     Attributes:
@@ -84,7 +84,7 @@ class Predictor:
         OptionError: the context is longer than the model's.
     """
 
-    def __init__(self, config: Any, work: Work, dtype: torch.dtype, kept: torch.dtype | None = None) -> None:
+    def __init__(self, config: Any, work: Workload, dtype: torch.dtype, kept: torch.dtype | None = None) -> None:
         longest = context_len(config)
         if work.context > longest:
             raise OptionError("context", work.context, f"this model accepts {longest} tokens")
@@ -93,7 +93,7 @@ class Predictor:
             self._plain = self._kept = skeleton(config, dtype)
             if kept is not None:
                 self._kept = skeleton(config, dtype)
-                thin(self._kept, kept)
+                narrowed(self._kept, kept)
             width = config.get_text_config(decoder=True).vocab_size
             lm = LM(self._kept, name=config.model_type, vocab_size=width, context_len=longest)
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
@@ -128,7 +128,7 @@ def _prefill(lm: LM, cache: SlotCache, num_rows: int, context: int) -> Callable[
     return lambda: lm.forward(ids, positions, rows, view_len, num_logits=1)
 
 
-def _verify(lm: LM, cache: SlotCache, work: Work) -> Callable[[], Any]:
+def _verify(lm: LM, cache: SlotCache, work: Workload) -> Callable[[], Any]:
     rows, k = work.num_rows, work.k
     rule = RULES["block"]
     ids = torch.zeros(rows, dtype=torch.long)

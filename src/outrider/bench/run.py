@@ -18,7 +18,7 @@ from outrider.decoder import Decoder
 from outrider.options import NumDraftTokens
 from outrider.records import Chunk, Stats, Timing
 from outrider.runtime.device_timer import Clock
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import Prompt
 
 _NUM_WARM_UP_TOKENS = 8
@@ -143,7 +143,7 @@ def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generato
 
 def _furthest_behind(seconds: Mapping[int, float]) -> int:
     """The arm whose clock shows least."""
-    return next(iter(seconds)) if len(seconds) == 1 else here().shared(min(seconds, key=seconds.__getitem__))
+    return next(iter(seconds)) if len(seconds) == 1 else current_ranks().shared(min(seconds, key=seconds.__getitem__))
 
 
 @dataclass(slots=True)

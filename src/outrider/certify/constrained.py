@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.records import Constraint
-from outrider.scoring.teacher_forcing import Forced, Text
+from outrider.scoring.teacher_forcing import ForcedTokens, Text
 
 NewConstraint = Callable[[], Constraint | None]
 """A constraint at the beginning of its text, a new one each time; None for texts without one."""
 
 
-class Unenforced:
+class UnenforcedConstraint:
     """A constraint that ends no text: after a token that it forbids any may come. So a mistake may commit such a token,
     for the tests to detect."""
 
@@ -43,21 +43,21 @@ class Unenforced:
             self._inner.pop(num_tokens - num_beyond)
 
 
-class Masking:
+class TextMasks:
     """Masks the logits of texts that are judged, chunk by chunk."""
 
     def __init__(self, texts: Sequence[Text], new_constraint: NewConstraint) -> None:
-        self._walks: list[Unenforced] = []
+        self._walks: list[UnenforcedConstraint] = []
         for text in texts:
             constraint = new_constraint()
             if constraint is None:  # of one, so of all
                 return
-            walk = Unenforced(constraint)
+            walk = UnenforcedConstraint(constraint)
             for token_id in text.ids[text.num_prompt or text.num_given : text.num_given]:
                 walk.push(token_id)
             self._walks.append(walk)
 
-    def masked(self, *chunks: Forced) -> Sequence[Forced]:
+    def masked(self, *chunks: ForcedTokens) -> Sequence[ForcedTokens]:
         """The next M tokens of all texts, as one model or several judge them, with logits of minus infinity where the
         constraints forbid a token. (Options that change logits leave these as they are.)"""
         if not self._walks:

@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.certify import partners
 from outrider.certify.certificate import Dependence, StatisticalReport
-from outrider.certify.observed import Observed
+from outrider.certify.observed import ObservedTokens
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.stats.evidence import (
     Accounts,
@@ -39,16 +39,16 @@ _NUM_BINS, _NUM_STEPS = 20, 100  # of the histogram and of the curve in the repo
 class _Split:
     """A statistic with an account for each kind of token."""
 
-    increments: Callable[[Observed], Increments]
-    kinds: Callable[[Observed], Integers]
+    increments: Callable[[ObservedTokens], Increments]
+    kinds: Callable[[ObservedTokens], Integers]
 
 
-def _position_kinds(observed: Observed) -> Integers:
+def _position_kinds(observed: ObservedTokens) -> Integers:
     kinds: Integers = np.minimum(np.log2(observed.positions + 1).astype(np.int64), _NUM_POSITIONS)
     return kinds
 
 
-def _accepted_before(observed: Observed) -> Integers:
+def _accepted_before(observed: ObservedTokens) -> Integers:
     """How many drafted tokens the round before accepted; -1 in a first round."""
     last = np.arange(len(observed)) - observed.places - 1  # of the round before
     kinds: Integers = np.where((observed.rounds > 0) & (last >= 0), observed.places[last], -1)
@@ -100,7 +100,7 @@ class Design:
     @classmethod
     def of(
         cls,
-        pilot: Observed,
+        pilot: ObservedTokens,
         num_tokens: int,
         level: float,
         num_prompts: int,
@@ -140,14 +140,14 @@ class Design:
             has_rounds=has_rounds,
         )
 
-    def _pairs(self, observed: Observed) -> dict[str, dict[str, partners.Pairs]]:
+    def _pairs(self, observed: ObservedTokens) -> dict[str, dict[str, partners.Pairs]]:
         """The pairs of each test of dependence, by kind."""
         found = {"rank-by-distance": dict(partners.by_distance(observed, self.num_distances))}
         if self.has_rounds:
             found["rank-by-round-before"] = {"round before": partners.in_round_before(observed)}
         return found | {"rank-by-sequence": dict(partners.between(observed, has_rounds=self.has_rounds))}
 
-    def tests(self, observed: Observed, level: float) -> list[Finding]:
+    def tests(self, observed: ObservedTokens, level: float) -> list[Finding]:
         """All tests of the tokens, with thresholds under which any of them is an alarm with probability ``level``."""
         wholes = {
             "score": (self.score, observed.score),
@@ -166,14 +166,14 @@ class Design:
             found.append(Finding(name, wealth, p_value(wealth)))
         return holm(found, level)
 
-    def _dependence(self, observed: Observed) -> Iterator[Dependence]:
+    def _dependence(self, observed: ObservedTokens) -> Iterator[Dependence]:
         for test, kinds in self._pairs(observed).items():
             for name, pairs in kinds.items():
                 z = partners.products(observed, pairs).z
                 least = partners.detectable_share(observed, pairs, self.product, self.level / len(kinds))
                 yield Dependence(test, name, pairs.shape[1], z, least)
 
-    def report(self, observed: Observed, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
+    def report(self, observed: ObservedTokens, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
         """The statistical layer.
 
         Args:

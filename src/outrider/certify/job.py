@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from outrider.certify.constrained import Unenforced
+from outrider.certify.constrained import UnenforcedConstraint
 from outrider.certify.controls import Control
-from outrider.certify.observed import Written
+from outrider.certify.observed import GeneratedText
 from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.errors import OptionError, PromptError
@@ -19,7 +19,7 @@ from outrider.text.row_text import RowText
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CertifyTask:
     """The task: what to certify, and how.
 
     Attributes:
@@ -80,7 +80,7 @@ class Job:
         return Request(ids, sampling, stop, constraint=self.new_constraint())
 
 
-def write(job: Job, texts: Sequence[int], control: Control | None = None) -> list[Written]:
+def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
     """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next. Steps of the loop
     are counted from 0.
 
@@ -120,7 +120,7 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
                 for row in round_.rows:
                     rounds[begin + row.row].append(row.token_ids)
     return [
-        Written(
+        GeneratedText(
             index=text,
             prompt=job.prompt_of(text),
             prompt_ids=tuple(request.prompt_ids),
@@ -136,7 +136,7 @@ def write(job: Job, texts: Sequence[int], control: Control | None = None) -> lis
 def _unenforced(request: Request) -> Request:
     """For mistakes, which may commit a token that the constraint forbids."""
     constraint = request.constraint
-    return request if constraint is None else replace(request, constraint=Unenforced(constraint))
+    return request if constraint is None else replace(request, constraint=UnenforcedConstraint(constraint))
 
 
 def eager(decoder: Decoder) -> Decoder:

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.certify.constrained import Masking, NewConstraint
+from outrider.certify.constrained import NewConstraint, TextMasks
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, one_hot
 from outrider.sampling.rules import REJECTION
 from outrider.scoring.lookups import proposals
-from outrider.scoring.teacher_forcing import Forced, Text, force
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
 from outrider.scoring.tolerances import is_at_edge
 from outrider.stats.evidence import Drift, Floats, Increments, Integers
 
@@ -45,7 +45,7 @@ _MAX_ELEMENTS = 2**22  # of p in one piece of work; bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class GeneratedText:
     """A text that the loop has generated.
 
     Attributes:
@@ -79,7 +79,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ObservedTokens:
     """n tokens, text by text.
 
     Attributes:
@@ -112,9 +112,9 @@ class Observed:
     def __len__(self) -> int:
         return len(self.pits)
 
-    def first(self, num_tokens: int) -> Observed:
+    def first(self, num_tokens: int) -> ObservedTokens:
         """The first ``num_tokens`` tokens."""
-        part: Observed = _each([self], lambda arrays: arrays[0][..., :num_tokens])
+        part: ObservedTokens = _each([self], lambda arrays: arrays[0][..., :num_tokens])
         return part
 
 
@@ -125,12 +125,12 @@ def observe(
     target: LM,
     drafter: Drafter,
     sampling: Sampling,
-    written: Sequence[Written],
+    written: Sequence[GeneratedText],
     *,
     seed: int,
     batch_size: int,
     new_constraint: NewConstraint = lambda: None,
-) -> Observed:
+) -> ObservedTokens:
     """Judge texts by the target's own law under ``sampling``.
 
     Args:
@@ -159,7 +159,7 @@ def observe(
     def repeated(values: Sequence[int]) -> Integers:
         return np.repeat(np.array(values, dtype=np.int64), num_tokens)
 
-    return Observed(
+    return ObservedTokens(
         pits=whole["pits"],
         score=increments("score"),
         surprise=increments("surprise"),
@@ -178,9 +178,9 @@ def observe(
     )
 
 
-def joined(parts: Sequence[Observed]) -> Observed:
+def joined(parts: Sequence[ObservedTokens]) -> ObservedTokens:
     """All tokens, in order."""
-    whole: Observed = _each(parts, lambda arrays: np.concatenate(arrays, axis=-1))
+    whole: ObservedTokens = _each(parts, lambda arrays: np.concatenate(arrays, axis=-1))
     return whole
 
 
@@ -198,7 +198,7 @@ def draft_rows(
     sampling: Sampling,
     texts: Sequence[Text],
     new_constraint: NewConstraint = lambda: None,
-) -> Iterator[tuple[Forced, Tensor, Tensor]]:
+) -> Iterator[tuple[ForcedTokens, Tensor, Tensor]]:
     """p and q before the judged tokens of texts, a chunk at a time.
 
     Without a draft q is p squared, normalised: the target at half the temperature, for texts that are too sharp.
@@ -210,7 +210,7 @@ def draft_rows(
         The target's judged tokens; p and q in float64, q = p where a look-up proposes nothing. [M, V], [M, V]
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
-    masking = Masking(texts, new_constraint)
+    masking = TextMasks(texts, new_constraint)
     if drafter.lm is not None:
         draft_settings = Settings.of([q_sampling(drafter, sampling)], target.vocab_size, target.device)
         pairs = zip(
@@ -250,7 +250,7 @@ def _judge(
     target: LM,
     drafter: Drafter,
     sampling: Sampling,
-    written: Sequence[Written],
+    written: Sequence[GeneratedText],
     seed: int,
     new_constraint: NewConstraint,
 ) -> Iterator[_Columns]:

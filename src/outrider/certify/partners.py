@@ -20,27 +20,27 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.certify.observed import Observed
+from outrider.certify.observed import ObservedTokens
 from outrider.stats.evidence import Bet, Floats, Increments, Integers, detectable_reuse
 
 Pairs = NDArray[np.int64]
 """Indices of tokens, the earlier and the later. [2, P]"""
 
 
-def by_distance(observed: Observed, num_distances: int) -> Iterator[tuple[str, Pairs]]:
+def by_distance(observed: ObservedTokens, num_distances: int) -> Iterator[tuple[str, Pairs]]:
     """The token 1, 2 ... ``num_distances`` places before, each with its name."""
     for distance in range(1, num_distances + 1):
         later = distance + np.flatnonzero(observed.positions[distance:] >= distance)
         yield f"distance {distance}", np.stack((later - distance, later))
 
 
-def in_round_before(observed: Observed) -> Pairs:
+def in_round_before(observed: ObservedTokens) -> Pairs:
     """The token in the same place of the round before."""
     own = _keys(observed.texts, observed.rounds, observed.places)
     return _pairs(own, _keys(observed.texts, observed.rounds - 1, observed.places))
 
 
-def between(observed: Observed, *, has_rounds: bool) -> Iterator[tuple[str, Pairs]]:
+def between(observed: ObservedTokens, *, has_rounds: bool) -> Iterator[tuple[str, Pairs]]:
     """Each kind of pair of two sequences, with its name."""
     if has_rounds:
         own = _keys(observed.steps, observed.slots, observed.places)
@@ -52,14 +52,14 @@ def between(observed: Observed, *, has_rounds: bool) -> Iterator[tuple[str, Pair
     yield "sequence before, same length", _same(_keys(observed.lengths))
 
 
-def products(observed: Observed, pairs: Pairs) -> Increments:
+def products(observed: ObservedTokens, pairs: Pairs) -> Increments:
     """The rank of each token times the sum of its partners' ranks."""
     earlier, later = pairs
     stakes: Floats = np.bincount(later, weights=observed.rank.values[earlier], minlength=len(observed)).astype(float)
     return observed.rank.scaled(stakes)
 
 
-def detectable_share(observed: Observed, pairs: Pairs, bet: Bet, level: float) -> float | None:
+def detectable_share(observed: ObservedTokens, pairs: Pairs, bet: Bet, level: float) -> float | None:
     """The least share of tokens drawn with their partner's number that would have been detected (``detectable_reuse``).
 
     A rank is the mean of its uniform number, given the token. If two tokens share a number, the mean product of their

@@ -24,13 +24,13 @@ from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import against_plain, first_difference, plain_batches
 from outrider.certify.exact import check_exactly
-from outrider.certify.job import Job, eager, write
-from outrider.certify.observed import Observed, Written, joined, observe
+from outrider.certify.job import CertifyTask, eager, write
+from outrider.certify.observed import GeneratedText, ObservedTokens, joined, observe
 from outrider.errors import OptionError
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
 from outrider.stats.evidence import rate_bound, tokens_needed, tokens_to_alarm
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
@@ -42,15 +42,15 @@ _SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates th
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
 
-class Sample:
+class TokenSample:
     """Tokens of one way to generate, in the order of the texts, as many as requested."""
 
-    def __init__(self, job: Job, control: Control | None = None, first_text: int = 0) -> None:
+    def __init__(self, job: CertifyTask, control: Control | None = None, first_text: int = 0) -> None:
         self._job, self._control, self._next_text = job, control, first_text
-        self._parts: list[Observed] = []
-        self.written: list[Written] = []
+        self._parts: list[ObservedTokens] = []
+        self.written: list[GeneratedText] = []
 
-    def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> Observed:
+    def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> ObservedTokens:
         """The first tokens, generated as needed."""
         job = self._job
         num_there = sum(map(len, self._parts))
@@ -93,8 +93,8 @@ class Pilot:
         seconds: per token, to generate and to judge it.
     """
 
-    written: Sequence[Written]
-    observed: Observed | None
+    written: Sequence[GeneratedText]
+    observed: ObservedTokens | None
     seconds: float
 
     def num_tokens_for(self, budget_s: float) -> int:
@@ -120,7 +120,7 @@ class Pilot:
         return max(LEAST_NUM_TOKENS, math.ceil(_SPARE * needed))
 
 
-def fly(job: Job) -> Pilot:
+def fly(job: CertifyTask) -> Pilot:
     """The pilot run."""
     # For warming up; where steps are prepared for each size, a whole batch, whose rows end one after the other. (Other
     # prompts may be of other sizes still, and then the sample gets smaller.)
@@ -130,15 +130,15 @@ def fly(job: Job) -> Pilot:
     if job.is_greedy:
         written = write(job, range(first, first + job.batch_size))
         num_tokens = sum(len(one.token_ids) for one in written)
-        return Pilot(written, None, here().shared(time.perf_counter() - began) / num_tokens)
-    sample = Sample(job, first_text=first)
+        return Pilot(written, None, current_ranks().shared(time.perf_counter() - began) / num_tokens)
+    sample = TokenSample(job, first_text=first)
     observed = sample.first(NUM_PILOT_TOKENS)
     num_tokens = sum(len(one.token_ids) for one in sample.written)  # more: whole batches are written
-    return Pilot(sample.written, observed, here().shared(time.perf_counter() - began) / num_tokens)
+    return Pilot(sample.written, observed, current_ranks().shared(time.perf_counter() - began) / num_tokens)
 
 
 def certify(
-    job: Job,
+    job: CertifyTask,
     pilot: Pilot,
     num_tokens: int,
     *,
@@ -173,7 +173,7 @@ def certify(
     def telling(what: str) -> Callable[[int], None]:
         return lambda done: on_tokens(what, done, num_tokens)
 
-    sample = Sample(job)
+    sample = TokenSample(job)
     observed = sample.first(num_tokens, telling("sample"))
     statistical = design.report(observed, job.level, len(sample.written), wanted)
     found = []
@@ -188,7 +188,7 @@ def certify(
     return Certificate(exact, statistical, found, greedy)
 
 
-def _contexts(job: Job, written: Sequence[Written]) -> Iterator[Text]:
+def _contexts(job: CertifyTask, written: Sequence[GeneratedText]) -> Iterator[Text]:
     """Prefixes of texts, of various lengths, each with its prompt given."""
     for i in range(_NUM_CONTEXTS):
         one = written[i % len(written)]
@@ -197,21 +197,21 @@ def _contexts(job: Job, written: Sequence[Written]) -> Iterator[Text]:
         yield Text(text[: max(num_prompt, len(text) * (i + 1) // _NUM_CONTEXTS)], num_prompt)
 
 
-def _deterministic(job: Job) -> Iterator[Job]:
+def _deterministic(job: CertifyTask) -> Iterator[CertifyTask]:
     """The same job with options under which the text must be that of plain decoding."""
     yield replace(job, sampling=replace(job.sampling, temperature=0.0))
     if job.decoder.acceptance == GUMBEL.name and not job.is_greedy:
         yield job
 
 
-def plain_texts(job: Job) -> Iterator[list[list[int]]]:
+def plain_texts(job: CertifyTask) -> Iterator[list[list[int]]]:
     """Of all prompts, by plain decoding, a batch at a time."""
     requests = [job.request(index) for index in range(len(job.prompts))]
     return plain_batches(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 
 
 def check_greedily(
-    job: Job,
+    job: CertifyTask,
     plain: Iterable[Sequence[Sequence[int]]],
     control: Control | None = None,
     on_texts: Callable[[int], None] = lambda done: None,
@@ -234,7 +234,7 @@ def check_greedily(
     return GreedyReport(len(job.prompts), num_tokens, differences, job.sampling.temperature > 0)
 
 
-def _excuse(job: Job, control: Control) -> str | None:
+def _excuse(job: CertifyTask, control: Control) -> str | None:
     return control.excuse(
         k=job.num_draft_tokens,
         num_rows=job.batch_size,
@@ -245,13 +245,13 @@ def _excuse(job: Job, control: Control) -> str | None:
 
 
 def _control(
-    job: Job, design: Design, control: Control, on_tokens: Callable[[int], None]
-) -> tuple[ControlReport, Sequence[Written]]:
+    job: CertifyTask, design: Design, control: Control, on_tokens: Callable[[int], None]
+) -> tuple[ControlReport, Sequence[GeneratedText]]:
     """Run a mistake until it is detected, or the tokens are used up. Also returns its texts."""
     excuse = _excuse(job, control)
     if excuse is not None:
         return ControlReport(control, excuse), ()
-    sample = Sample(job, control)
+    sample = TokenSample(job, control)
     report = ControlReport(control)
     level = min(job.level, _MOST_CONTROL_LEVEL) / len(_LOOKS)
     for share in _LOOKS:
@@ -272,12 +272,12 @@ def _control(
 class _Reference:
     """Texts of the correct rule behind the mistakes, with their K and the same seeds."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CertifyTask) -> None:
         k = job.num_draft_tokens
         self._job = replace(job, decoder=replace(eager(job.decoder), acceptance=REJECTION.name, num_draft_tokens=k))
-        self._written: list[Written] = []
+        self._written: list[GeneratedText] = []
 
-    def first(self, num_texts: int) -> Sequence[Written]:
+    def first(self, num_texts: int) -> Sequence[GeneratedText]:
         """The first texts, generated as needed."""
         while len(self._written) < num_texts:
             begin = len(self._written)
@@ -285,7 +285,7 @@ class _Reference:
         return self._written[:num_texts]
 
 
-def _most_off(right: Sequence[Written], written: Sequence[Written]) -> float:
+def _most_off(right: Sequence[GeneratedText], written: Sequence[GeneratedText]) -> float:
     """A bound on the total variation of a mistake, from where its texts part from those of the correct rule with the
     same noise: under any coupling, two laws give the same token no more often than they agree (the coupling
     inequality). An upper bound, with probability POWER, on average until texts part."""
@@ -297,7 +297,7 @@ def _most_off(right: Sequence[Written], written: Sequence[Written]) -> float:
     return rate_bound(num_apart, num_tokens)
 
 
-def _greedy_control(job: Job, plain: Sequence[Sequence[Sequence[int]]], control: Control) -> ControlReport:
+def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[Sequence[int]]], control: Control) -> ControlReport:
     excuse = _excuse(job, control)
     if excuse is not None:
         return ControlReport(control, excuse)

@@ -19,7 +19,7 @@ from typing import Any
 from outrider.certify.certificate import GreedyReport, StatisticalReport, Verdict
 from outrider.certify.design import Design
 from outrider.certify.divergence import against_plain, plain_batches
-from outrider.certify.observed import Observed, Written, joined, observe
+from outrider.certify.observed import GeneratedText, ObservedTokens, joined, observe
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
@@ -33,7 +33,7 @@ _LARGEST_BLOCK = 8  # tokens in a forward of an unknown system; to distinguish r
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledText:
     """A text that another system has generated.
 
     Attributes:
@@ -90,7 +90,7 @@ class SamplesReport:
         }
 
 
-def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) -> None:
+def check_samples(samples: Sequence[SampledText], vocab_size: int, context_len: int) -> None:
     """Detect before the work that a text cannot be judged.
 
     Raises:
@@ -109,7 +109,7 @@ def check_samples(samples: Sequence[Sample], vocab_size: int, context_len: int) 
 def judge(
     target: LM,
     drafter: Drafter,
-    samples: Sequence[Sample],
+    samples: Sequence[SampledText],
     *,
     level: float,
     seed: int,
@@ -132,15 +132,15 @@ def judge(
     assert num_tested > 0
     prompts = {ids: index for index, ids in enumerate(dict.fromkeys(one.prompt_ids for one in samples))}
     laws: list[Sampling] = []
-    groups: list[list[Written]] = []
+    groups: list[list[GeneratedText]] = []
     for index, one in enumerate(samples):
         if one.sampling not in laws:
             laws.append(one.sampling)
             groups.append([])
-        text = Written(index, prompts[one.prompt_ids], one.prompt_ids, one.token_ids, (0,) * len(one.token_ids))
+        text = GeneratedText(index, prompts[one.prompt_ids], one.prompt_ids, one.token_ids, (0,) * len(one.token_ids))
         groups[laws.index(one.sampling)].append(text)
 
-    def observed(indices: range) -> Observed:
+    def observed(indices: range) -> ObservedTokens:
         parts = []
         for law, group in zip(laws, groups, strict=True):
             texts = [text for text in group if text.index in indices]
@@ -162,14 +162,14 @@ def judge(
     )
 
 
-def num_repeats(samples: Sequence[Sample]) -> int:
+def num_repeats(samples: Sequence[SampledText]) -> int:
     """The number of sampled texts that are equal to an earlier one of the same prompt."""
     texts = [(one.prompt_ids, one.token_ids) for one in samples]
     return len(texts) - len(set(texts))
 
 
 def judge_greedily(
-    target: LM, samples: Sequence[Sample], batch_size: int, on_texts: Callable[[int], None] = lambda done: None
+    target: LM, samples: Sequence[SampledText], batch_size: int, on_texts: Callable[[int], None] = lambda done: None
 ) -> GreedyReport:
     """Compare greedy texts with plain decoding. Differences carry the number of the line in place of the prompt's."""
     requests = []

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.compile.service import Maker, shared_maker
+from outrider.compile.service import CompileService, shared_service
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_layers import LayerShape
-from outrider.runtime.execution import Call, Prepared, Program
+from outrider.runtime.execution import Call, PreparedExecution, Program
 
 
-class Compiled(Prepared):
+class CompiledExecution(PreparedExecution):
     """Runs steps as programs compiled ahead of time. Making one takes half a minute, or some milliseconds if it is
     found on disk."""
 
@@ -28,9 +28,9 @@ class Compiled(Prepared):
     favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
     lookahead = 0
 
-    def __init__(self, *, waits: bool = True, maker: Maker | None = None) -> None:
+    def __init__(self, *, waits: bool = True, service: CompileService | None = None) -> None:
         super().__init__(waits=waits)
-        self._maker = maker or shared_maker(waits)
+        self._service = service or shared_service(waits)
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         return SlotCache.allocate(shapes, num_rows, capacity)
@@ -42,10 +42,10 @@ class Compiled(Prepared):
         return None  # they are inputs of the program
 
     def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
-        return self._maker.order(call, is_urgent=is_urgent).program
+        return self._service.order(call, is_urgent=is_urgent).program
 
     def _beside(self) -> AbstractContextManager[Any]:
-        return self._maker.room()
+        return self._service.room()
 
     def _hurry(self, program: Future[Program]) -> None:
-        self._maker.hurry(program)
+        self._service.hurry(program)

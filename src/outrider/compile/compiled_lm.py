@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from outrider.compile.compiled import Compiled
-from outrider.compile.cuda_graphs import Captured
-from outrider.compile.service import Maker
+from outrider.compile.compiled import CompiledExecution
+from outrider.compile.cuda_graphs import CapturedExecution
+from outrider.compile.service import CompileService
 from outrider.errors import CompileError
 from outrider.runtime.lm import LM
 
 
-def compiled_lm(lm: LM, *, waits: bool = True, maker: Maker | None = None) -> LM:
+def compiled_lm(lm: LM, *, waits: bool = True, service: CompileService | None = None) -> LM:
     """A model with the same weights, its steps compiled (on a CUDA device: captured) when they are first run.
 
     Args:
         waits: see ``Execution``.
-        maker: of programs; None for that of this process.
+        service: that compiles the programs; None for that of this process.
 
     Raises:
         CompileError: several processes share the model, or it has recurrent states. (Captured, both work.)
@@ -30,4 +30,6 @@ def compiled_lm(lm: LM, *, waits: bool = True, maker: Maker | None = None) -> LM
             "(leave out --compile: it then runs eagerly)"
         )
     lm.mixers  # noqa: B018 - a forward to find them would be recorded with a step
-    return lm.with_execution(Captured() if lm.device.type == "cuda" else Compiled(waits=waits, maker=maker))
+    return lm.with_execution(
+        CapturedExecution() if lm.device.type == "cuda" else CompiledExecution(waits=waits, service=service)
+    )

@@ -29,13 +29,13 @@ from outrider.compile.rotary import constant_frequencies
 from outrider.errors import CompileError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_layers import LayerShape
-from outrider.runtime.execution import Call, Prepared, Program, put_together
+from outrider.runtime.execution import Call, PreparedExecution, Program, put_together
 
 _TURN = threading.RLock()  # one for all models: drafts and verdicts of a round take the same turn
 _NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
 
 
-class Captured(Prepared):
+class CapturedExecution(PreparedExecution):
     """Runs steps as CUDA graphs. Recording one takes as long as a few eager runs; nothing is kept on disk, and each has
     memory of its own for what the step makes on the way."""
 
@@ -90,7 +90,7 @@ class Captured(Prepared):
         try:
             with constant_frequencies(lm.model):
                 if lm.device.type != "cuda":
-                    return _Called(inputs, run)
+                    return _UnrecordedGraph(inputs, run)
                 with torch.cuda.device(lm.device):
                     self._side = self._side or torch.cuda.Stream()
                     return _Graph(inputs, stores, lm.model, run, self._side)
@@ -130,7 +130,7 @@ class _Graph:
         return self._results
 
 
-class _Called:
+class _UnrecordedGraph:
     """The same without a recording."""
 
     def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:

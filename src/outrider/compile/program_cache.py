@@ -28,7 +28,7 @@ _NAME_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CompiledProgram:
     """What comes of a call.
 
     Attributes:
@@ -42,17 +42,17 @@ class Made:
     constants: bytes
 
 
-def find(key: str) -> Made | None:
+def find(key: str) -> CompiledProgram | None:
     """What was made of a call before, if it is there, in order and nobody else's."""
     kept = _folder().read(f"{key}.call")
     if kept is None:
         return None
     name, constants = kept[:_NAME_BYTES].decode(), kept[_NAME_BYTES:]
     package = package_of(name)
-    return None if package is None else Made(name, package, constants)
+    return None if package is None else CompiledProgram(name, package, constants)
 
 
-def keep(key: str, made: Made) -> None:
+def keep(key: str, made: CompiledProgram) -> None:
     """Note what was made of a call."""
     _folder().keep(f"{key}.call", made.name.encode() + made.constants)
 
@@ -85,10 +85,10 @@ def _unpacked_in(folder: str) -> Iterator[None]:
                 os.environ["TMPDIR"] = usual
 
 
-class Loaded:
+class LoadedProgram:
     """A compiled graph with the weights of a model, which it points to."""
 
-    def __init__(self, made: Made, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, made: CompiledProgram, weights: Mapping[str, Tensor]) -> None:
         with tempfile.TemporaryDirectory() as folder, _unpacked_in(folder):
             path = Path(folder) / "program.pt2"
             path.write_bytes(made.package)

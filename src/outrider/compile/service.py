@@ -26,8 +26,8 @@ import torch
 from outrider.compile import program_cache
 from outrider.compile.own_threads import num_threads_here
 from outrider.compile.pickling import code_of, key_of, pack, weights_of
-from outrider.compile.program_cache import Loaded, Made
-from outrider.compile.worker import Job, reason_of
+from outrider.compile.program_cache import CompiledProgram, LoadedProgram
+from outrider.compile.worker import CompileJob, reason_of
 from outrider.errors import CompileError
 from outrider.runtime.execution import Call, Program
 
@@ -38,7 +38,7 @@ _NICENESS = 10  # of a process that compiles beside a text, on a single core
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class ProgramOrder:
     """A program that is wanted.
 
     Attributes:
@@ -59,16 +59,16 @@ class Order:
     program: Future[Program] = field(default_factory=Future)
     was_found: bool = False
     ordered_s: float = field(default_factory=time.monotonic)
-    job: Job | None = None
+    job: CompileJob | None = None
     process: Process | None = None
     key: str = ""
 
     @classmethod
-    def of(cls, call: Call, is_urgent: bool, num_threads: int = 1) -> Order:
+    def of(cls, call: Call, is_urgent: bool, num_threads: int = 1) -> ProgramOrder:
         return cls(call, is_urgent, f"{call.step.__name__.strip('_')} of {call.lm.name}", call.lm, num_threads)
 
 
-class Maker:
+class CompileService:
     """Takes orders. What it has made belongs to those who ordered it.
 
     Attributes:
@@ -76,7 +76,11 @@ class Maker:
     """
 
     def __init__(
-        self, *, num_processes: int = 1, is_beside: bool = False, on_order: Callable[[Order], None] = lambda order: None
+        self,
+        *,
+        num_processes: int = 1,
+        is_beside: bool = False,
+        on_order: Callable[[ProgramOrder], None] = lambda order: None,
     ) -> None:
         """
         Args:
@@ -88,9 +92,9 @@ class Maker:
         self._num_compiling = 0
         self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
         self._changed = threading.Condition()
-        self._open: list[Order] = []
-        self._new: list[Order] = []
-        self._to_compile: list[Order] = []
+        self._open: list[ProgramOrder] = []
+        self._new: list[ProgramOrder] = []
+        self._to_compile: list[ProgramOrder] = []
         self._reported: set[str] = set()
 
     @property
@@ -98,12 +102,12 @@ class Maker:
         """Orders of programs that are not there yet."""
         return len(self._open)
 
-    def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order.of(call, is_urgent, torch.get_num_threads())
+    def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
+        order = ProgramOrder.of(call, is_urgent, torch.get_num_threads())
         self._on_order(order)
         with self._changed:
             while self._threads:
-                threading.Thread(target=self._threads.pop(), name="outrider-maker", daemon=True).start()
+                threading.Thread(target=self._threads.pop(), name="outrider-compile", daemon=True).start()
             self.num_orders += 1
             self._open.append(order)
             self._new.append(order)
@@ -131,7 +135,7 @@ class Maker:
                     if order.process is not None:
                         order.process.hurry()
 
-    def _take(self, orders: list[Order], timeout_s: float | None = None) -> Order | None:
+    def _take(self, orders: list[ProgramOrder], timeout_s: float | None = None) -> ProgramOrder | None:
         """The first one, or the first that is urgent."""
         with self._changed:
             if not self._changed.wait_for(lambda: orders, timeout_s):
@@ -150,7 +154,7 @@ class Maker:
                 self._find(order)
             del order
 
-    def _find(self, order: Order) -> None:
+    def _find(self, order: ProgramOrder) -> None:
         """A program that is on disk. The others are handed on."""
         if not order.is_urgent:
             time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
@@ -167,7 +171,7 @@ class Maker:
             except Exception as error:  # whatever the loader makes of a file that another release has written
                 order.was_found = False
                 _LOG.warning("a program on disk cannot be loaded (%s): compiling it again", type(error).__name__)
-        order.job = Job(packed, code_of(model), order.num_threads)
+        order.job = CompileJob(packed, code_of(model), order.num_threads)
         with self._changed:
             self._to_compile.append(order)
             self._changed.notify_all()
@@ -185,7 +189,7 @@ class Maker:
                 process = self._make(order, process)
             del order
 
-    def _make(self, order: Order, process: Process | None) -> Process | None:
+    def _make(self, order: ProgramOrder, process: Process | None) -> Process | None:
         """Returns the process, if it is still there."""
         assert order.job is not None
         num_made = self.num_orders - self.num_open
@@ -217,23 +221,23 @@ class Maker:
         return process
 
     @contextmanager
-    def _failing(self, order: Order) -> Iterator[None]:
+    def _failing(self, order: ProgramOrder) -> Iterator[None]:
         """What goes wrong here is why there is no program."""
         try:
             yield
         except Exception as error:  # what arbitrary models raise has no common type
             self._fail(order, reason_of(error))
 
-    def _finish(self, order: Order, made: Made) -> None:
+    def _finish(self, order: ProgramOrder, made: CompiledProgram) -> None:
         # Programs call its functions by name.
         from outrider.kernels.library import check_threads
 
         check_threads(order.num_threads)
-        program = Loaded(made, weights_of(order.lm.model))
+        program = LoadedProgram(made, weights_of(order.lm.model))
         self._close(order)
         order.program.set_result(program)
 
-    def _fail(self, order: Order, reason: str) -> None:
+    def _fail(self, order: ProgramOrder, reason: str) -> None:
         message = f"{order.lm.name} cannot be compiled here: {reason}"
         if not (order.is_urgent or message in self._reported):
             self._reported.add(message)
@@ -241,7 +245,7 @@ class Maker:
         self._close(order)
         order.program.set_exception(CompileError(message))
 
-    def _close(self, order: Order) -> None:
+    def _close(self, order: ProgramOrder) -> None:
         order.call = order.job = order.lm = None
         with self._changed:
             self._open.remove(order)
@@ -279,10 +283,10 @@ class Process:
             if sys.platform == "linux" and os.sched_getscheduler(self._process.pid) == os.SCHED_IDLE:
                 os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
 
-    def make(self, job: Job) -> Made | str:
+    def make(self, job: CompileJob) -> CompiledProgram | str:
         """A program, or why there is none. Raises EOFError, OSError: it has ended."""
         self._connection.send(job)
-        answer: Made | str = self._connection.recv()
+        answer: CompiledProgram | str = self._connection.recv()
         return answer
 
     def close(self) -> str:
@@ -298,6 +302,6 @@ class Process:
 
 
 @lru_cache
-def shared_maker(waits: bool) -> Maker:
-    """The maker of this process: for steps that wait for their programs, and for those that go on meanwhile."""
-    return Maker(is_beside=not waits)
+def shared_service(waits: bool) -> CompileService:
+    """The service of this process: one for steps that wait for their programs, one for those that go on meanwhile."""
+    return CompileService(is_beside=not waits)

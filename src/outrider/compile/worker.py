@@ -1,4 +1,4 @@
-"""The process that makes programs: calls come in (``Job``), compiled graphs go out (``Made``).
+"""The process that makes programs: calls come in (``CompileJob``), compiled graphs go out (``CompiledProgram``).
 
 torch.export traces the model's own code, and Inductor compiles the graph ahead of time. What it makes is kept on disk
 under a hash of the graph, so that it can never be stale; two processes that want the same make it once.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from outrider.compile.pickling import MAX_INLINED, code_of, unpack, weights_of
-from outrider.compile.program_cache import Made, keep_package, package_of
+from outrider.compile.program_cache import CompiledProgram, keep_package, package_of
 from outrider.compile.rotary import constant_frequencies
 from outrider.errors import CompileError
 from outrider.kernels.toolchain import compiler, processor
@@ -41,7 +41,7 @@ _BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thre
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """A program to be made.
 
     Attributes:
@@ -56,13 +56,13 @@ class Job:
 
 
 def serve(number: int) -> None:
-    """Make one program after the other. A ``Made`` is sent back for each, or the reason why there is none.
+    """Make one program after the other. A ``CompiledProgram`` is sent back for each, or the reason why there is none.
 
     Args:
         number: of the open file of a connection.
     """
     connection = Connection(number)
-    jobs: SimpleQueue[Job] = SimpleQueue()
+    jobs: SimpleQueue[CompileJob] = SimpleQueue()
 
     def receive() -> None:
         try:
@@ -78,7 +78,7 @@ def serve(number: int) -> None:
     while True:
         job = jobs.get()
         try:
-            answer: Made | str = make(job)
+            answer: CompiledProgram | str = make(job)
         except Exception as error:  # what arbitrary models and compilers may raise has no common type
             answer = reason_of(error)
         connection.send(answer)
@@ -90,7 +90,7 @@ def reason_of(error: Exception) -> str:
     return kind + " ".join(str(error).split())[:300]
 
 
-def make(job: Job) -> Made:
+def make(job: CompileJob) -> CompiledProgram:
     """Trace and compile; or take it from disk, in order and nobody else's."""
     from outrider.kernels.library import check_threads
 
@@ -104,12 +104,12 @@ def make(job: Job) -> Made:
         "aot_inductor.package_constants_in_so": False,
         "cpp.threads": num_threads,
         "cpp.enable_floating_point_contract_flag": "fast",
-        **_thin_options(num_threads),
+        **_kernel_options(num_threads),
     }
     weights = weights_of(call.lm.model)
     _set_attention(call.lm, num_threads)
     with constant_frequencies(call.lm.model):
-        exported = _trace(_Traced(call), call.tensors, call.stores)
+        exported = _trace(_TracedModule(call), call.tensors, call.stores)
     check_constants(exported.constants, weights)
     name = _digest(exported, {**weights, **exported.constants}, options)
     constants = io.BytesIO()
@@ -122,10 +122,10 @@ def make(job: Job) -> Made:
                 _compile(exported, options, path)
                 package = path.read_bytes()
             keep_package(name, package)
-    return Made(name, package, constants.getvalue())
+    return CompiledProgram(name, package, constants.getvalue())
 
 
-class _Traced(nn.Module):
+class _TracedModule(nn.Module):
     """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
 
     def __init__(self, call: Call) -> None:
@@ -150,14 +150,14 @@ def check_constants(constants: Mapping[str, Any], weights: Mapping[str, Tensor])
             raise TypeError(f"the tensor {name} shares memory with a weight, and is neither parameter nor buffer")
 
 
-def _thin_options(num_threads: int) -> dict[str, Any]:
+def _kernel_options(num_threads: int) -> dict[str, Any]:
     from outrider.kernels.attention import ATTENTION, ATTENTION_SHIM
-    from outrider.kernels.inductor_pass import KERNEL, MAX_SUMS, ThinProducts
+    from outrider.kernels.inductor_pass import KERNEL, MAX_SUMS, FewRowMatmulPass
     from outrider.kernels.library import SHIM, library
 
     has_kernel = library() is not None
     return {
-        "post_grad_custom_pre_pass": ThinProducts(num_threads if has_kernel else None),
+        "post_grad_custom_pre_pass": FewRowMatmulPass(num_threads if has_kernel else None),
         "cpp.max_horizontal_fusion_size": MAX_SUMS,
         "cpp.min_chunk_size": max(1, _FEW_NUMBERS // num_threads),
         "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], ATTENTION: [ATTENTION_SHIM]},

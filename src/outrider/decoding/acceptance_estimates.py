@@ -1,7 +1,7 @@
 """What rounds have shown of a pair: how often its drafts stand, what its rounds take, which K served which load.
 
-A ``Learned`` serves many generations, one after the other or at the same time, so that the second one begins with what
-the first has found out. It holds nothing of any text, and chooses nothing (schedule.py does).
+A ``PairEstimates`` serves many generations, one after the other or at the same time, so that the second one begins with
+what the first has found out. It holds nothing of any text, and chooses nothing (schedule.py does).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from outrider.decoding.cost_model import LiveCosts
 from outrider.records import RowRound
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 PRIOR = 0.6
 """a_1 before anything is known."""
@@ -106,7 +106,7 @@ def num_judged(round_: Counts | RowRound) -> int:
 
 
 @dataclass(slots=True)
-class Habit:
+class KHistory:
     """Which K serves one load, and how often others were tried.
 
     Attributes:
@@ -148,7 +148,7 @@ class Habit:
 
 
 @dataclass(slots=True)
-class Learned:
+class PairEstimates:
     """What was learned of a target with a drafter, under one rule.
 
     The schedules of several threads may share it. Rounds are only noted, which needs no lock and takes a microsecond or
@@ -163,7 +163,7 @@ class Learned:
     costs: LiveCosts
     acceptance: Estimate = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _habits: dict[int, Habit] = field(default_factory=dict, init=False)
+    _habits: dict[int, KHistory] = field(default_factory=dict, init=False)
     # Not learned yet. Another thread may append to a deque while this one empties it.
     _rounds: deque[Sequence[Counts]] = field(default_factory=deque, init=False)
     _times: deque[tuple[int, int, float]] = field(default_factory=deque, init=False)
@@ -184,9 +184,9 @@ class Learned:
         """Learn what was noted, round by round. The processes of one job take the times of the first."""
         self.acceptance.learn([self._rounds.popleft() for _ in range(len(self._rounds))])
         times = [self._times.popleft() for _ in range(len(self._times))]
-        for time in here().shared(times):
+        for time in current_ranks().shared(times):
             self.costs.learn(*time)
 
-    def habit(self, num_rows: int) -> Habit:
+    def habit(self, num_rows: int) -> KHistory:
         """At this load: that of the largest measured number of rows that is not above it."""
-        return self._habits.setdefault(self.costs.size_below(num_rows), Habit())
+        return self._habits.setdefault(self.costs.size_below(num_rows), KHistory())

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.decoding.verify import Judged
+from outrider.decoding.verify import VerifyResult
 from outrider.drafters.base import RowBounds, Rows
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
@@ -288,7 +288,7 @@ class Batch:
         )
         return head
 
-    def commit(self, rows: Rows, judged: Judged) -> None:
+    def commit(self, rows: Rows, judged: VerifyResult) -> None:
         """Append to each row its accepted tokens and the one after them."""
         rows.ids.scatter_(1, judged.places, judged.committed)
         rows.history.append(judged.committed, rows.lengths, judged.lengths)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.decoding.measured_costs import Measured, load_sizes, measure_round_costs, timed_ks
+from outrider.decoding.measured_costs import MeasuredCosts, load_sizes, measure_round_costs, timed_ks
 from outrider.drafters.base import Drafter
 from outrider.errors import FileError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
@@ -23,7 +23,7 @@ from outrider.runtime.tensor_parts import stored_tensors
 from outrider.sampling.rules import Rule
 from outrider.system.files import cache_folder, keep_in_cache
 from outrider.system.provenance import processor_name
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _KEPT = timedelta(days=30)  # drivers, power settings and neighbours change without a new name
@@ -49,7 +49,7 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
     """
     path = _path(target, drafter, rule, num_rows)
     choices = timed_ks(target, drafter)
-    kept = here().of_first(lambda: _seconds(path, choices))
+    kept = current_ranks().of_first(lambda: _seconds(path, choices))
     if kept is not None:
         return kept
     if not target.execution.waits:  # eager rounds do for the time being
@@ -74,7 +74,7 @@ class KeptCosts:
 
     path: Path
     of: Mapping[str, Any]
-    measured: Measured
+    measured: MeasuredCosts
     measured_at: datetime
 
     @property
@@ -114,7 +114,7 @@ def _read(path: Path) -> KeptCosts:
         raise ValueError("not a description")
     by_k = {name: {int(k): float(value) for k, value in values.items()} for name, values in content.items()}
     num_rounds = {k: int(num) for k, num in by_k.pop("num_rounds").items()}
-    measured = Measured(num_rounds=num_rounds, load=None if load is None else float(load), **by_k)
+    measured = MeasuredCosts(num_rounds=num_rounds, load=None if load is None else float(load), **by_k)
     ks = measured.seconds.keys()
     if any(values.keys() != ks for values in (measured.verify_s, measured.spread, num_rounds)) or 0 not in ks:
         raise ValueError("of different K")
@@ -175,6 +175,6 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
 
     lms = [target, *drafter.models]
     machine = *_machine(target).values(), torch.backends.cpu.get_cpu_capability()
-    loop = drafter.name, rule.name, num_rows, target.execution.favoured_k, here().size
+    loop = drafter.name, rule.name, num_rows, target.execution.favoured_k, current_ranks().size
     what = [facts(lm) for lm in lms], loop, machine, _METHOD
     return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

@@ -29,11 +29,11 @@ import torch
 
 from outrider.decoding.batch import Batch, Row, final_length, final_room
 from outrider.decoding.prefill import PREFILL_CHUNK, next_forward
-from outrider.decoding.readback import Started, read, report_of
+from outrider.decoding.readback import StartedRound, read, report_of
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.decoding.slots import Slots
-from outrider.decoding.verify import Judged, verify_step
-from outrider.drafters.base import Committed, Drafter, Prefill, padded
+from outrider.decoding.verify import VerifyResult, verify_step
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, padded
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.device_timer import Clock
@@ -142,7 +142,7 @@ class Engine:
         self._agreement = Agreement()
         self._clock = Clock(target.device)
         self._prefills: list[tuple[Any, Any]] = []
-        self._under_way: deque[Started] = deque()
+        self._under_way: deque[StartedRound] = deque()
         self._filling: deque[Row] = deque()
         # Shared with other threads.
         self._lock = threading.Lock()
@@ -248,7 +248,7 @@ class Engine:
             if row.index in cancelled:
                 self._leave(row)
 
-    def _leave_ended(self, started: Started) -> None:
+    def _leave_ended(self, started: StartedRound) -> None:
         for row in started.rows:
             if row is not None and row.is_done and row.slot >= 0:
                 self._leave(row)
@@ -359,7 +359,7 @@ class Engine:
 
     # Rounds
 
-    def _start_round(self) -> Started:
+    def _start_round(self) -> StartedRound:
         target, batch, execution = self._target, self._batch, self._target.execution
         num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
         running = batch.running
@@ -389,15 +389,15 @@ class Engine:
             allowed = None if rows.masks is None else rows.masks.along(draft)
             options = rows.settings, rows.history, allowed
             arguments = (cache, rows.last_ids, rows.lengths, limits, draft, *options, noise)
-            judged = Judged(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
+            judged = VerifyResult(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
             verified = self._clock.mark()
             taking_part = tuple(batch.rows[:num_rows])
             batch.commit(rows, judged)
             self._session.observe(
-                Committed(judged.committed, judged.places, judged.places[:, 0], judged.lengths, judged.features)
+                CommittedTokens(judged.committed, judged.places, judged.places[:, 0], judged.lengths, judged.features)
             )
             # Prepared steps write over their results, so that those not read before the next round must be copied.
             report = report_of(taking_part, draft, judged, copy=self._lookahead > 0)
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self._clock.mark()
-        return Started(taking_part, report, marks, prefills)
+        return StartedRound(taking_part, report, marks, prefills)

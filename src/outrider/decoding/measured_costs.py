@@ -16,12 +16,12 @@ import torch
 
 from outrider.decoding.cost_bounds import implausible_k
 from outrider.decoding.engine import decode
-from outrider.drafters.base import Altered, Drafter, Rows
+from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
@@ -45,7 +45,7 @@ def timed_ks(target: LM, drafter: Drafter) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCosts:
     """Costs of rounds, and how far they can be believed. All are by K.
 
     Attributes:
@@ -75,7 +75,7 @@ class Measured:
         return None
 
 
-def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> Measured:
+def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> MeasuredCosts:
     """The costs of rounds of ``num_rows`` rows, measured now: for about a second, and again for some more where the
     result is not to be believed.
 
@@ -118,7 +118,7 @@ def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int,
         is_enough=is_enough,
         on_arm=tell,
     )
-    return _measured(arms, taken, average, here().shared(load))
+    return _measured(arms, taken, average, current_ranks().shared(load))
 
 
 def _measured(
@@ -126,11 +126,11 @@ def _measured(
     taken: Sequence[Sequence[Timing]],
     average: Callable[[Sequence[float]], float],
     load: float | None,
-) -> Measured:
+) -> MeasuredCosts:
     by_k = {arm.k: [timing.decode_s for timing in timings] for arm, timings in zip(arms, taken, strict=True)}
     seconds = {k: average(times) for k, times in by_k.items()}
     verifies = {arm.k: [timing.verify_s for timing in timings] for arm, timings in zip(arms, taken, strict=True)}
-    return Measured(
+    return MeasuredCosts(
         seconds=seconds,
         verify_s={k: average(times) for k, times in verifies.items()},
         spread={k: _interquartile_range(times) / seconds[k] for k, times in by_k.items()},
@@ -215,7 +215,7 @@ def time_rounds(
         drafter = arm.drafter
         if not drafter.models:
             # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
-            drafter = Altered(drafter, drafter.name, _filled_up)
+            drafter = AlteredDrafter(drafter, drafter.name, _filled_up)
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
         first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
         if not others:  # the context is full
@@ -235,9 +235,9 @@ def time_rounds(
             on_arm(arm)
         on_pass()
         in_turn.reverse()
-        if num_done >= num_passes and here().shared(is_enough(taken, num_done, time.perf_counter() - begin)):
+        if num_done >= num_passes and current_ranks().shared(is_enough(taken, num_done, time.perf_counter() - begin)):
             break
-    return here().shared(taken)
+    return current_ranks().shared(taken)
 
 
 def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:

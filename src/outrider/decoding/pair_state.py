@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from outrider.decoding.acceptance_estimates import Learned
+from outrider.decoding.acceptance_estimates import PairEstimates
 from outrider.decoding.cost_cache import round_costs
 from outrider.decoding.cost_model import LiveCosts
 from outrider.decoding.measured_costs import load_sizes
@@ -24,13 +24,13 @@ class Experience:
     def __init__(self, target: LM, drafter: Drafter) -> None:
         self._target, self._drafter = target, drafter
         self._lock = threading.Lock()
-        self._by_rule: dict[str, Learned] = {}
+        self._by_rule: dict[str, PairEstimates] = {}
 
     def is_of(self, target: LM, drafter: Drafter) -> bool:
         """Whether these are the very models, with their executions."""
         return target is self._target and drafter is self._drafter
 
-    def under(self, rule: Rule, num_slots: int, num_tokens: int) -> Learned:
+    def under(self, rule: Rule, num_slots: int, num_tokens: int) -> PairEstimates:
         """What was learned under this rule. Costs at loads of up to ``num_slots`` rows that are not known yet are
         measured first, or taken from disk (``round_costs``).
 
@@ -46,7 +46,7 @@ class Experience:
                 if size not in known
             }
             if learned is None:
-                learned = self._by_rule[rule.name] = Learned(LiveCosts(new))
+                learned = self._by_rule[rule.name] = PairEstimates(LiveCosts(new))
             else:
                 with learned.lock:
                     learned.costs.add(new)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.decoding.batch import Row
-from outrider.decoding.verify import Judged
+from outrider.decoding.verify import VerifyResult
 from outrider.errors import NumericsError
 from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
 from outrider.sampling.probs import wide
@@ -24,7 +24,7 @@ class Report(NamedTuple):
     """Of a round, for the host.
 
     Attributes:
-        numbers: ``Judged.report``. [B, K+5]
+        numbers: ``VerifyResult.report``. [B, K+5]
         drafted_probs: see ``Verdict``. [B, K, 2]
         drafted_ids: if a row wants them. [B, K]
         logprobs: if a row wants them.
@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedRound:
     """A round that the device may still be working on. Its tensors are the host's, and filled by the last mark.
 
     Attributes:
@@ -57,7 +57,7 @@ class Started:
         return self.report.numbers.shape[1] - 5
 
 
-def report_of(rows: Sequence[Row | None], draft: Draft, judged: Judged, *, copy: bool) -> Report:
+def report_of(rows: Sequence[Row | None], draft: Draft, judged: VerifyResult, *, copy: bool) -> Report:
     """Send it to the host.
 
     Args:
@@ -106,7 +106,7 @@ def _logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) 
     return Logprobs(*map(_to_host, (chosen, top.values, top.indices)))
 
 
-def read(started: Started, target_name: str) -> list[RowRound]:
+def read(started: StartedRound, target_name: str) -> list[RowRound]:
     """Take note of a round on the host, and let each row's stop act on it token by token. Rows that have ended before
     are passed over."""
     report = started.report

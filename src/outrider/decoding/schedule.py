@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
-from outrider.decoding.acceptance_estimates import PRIOR, Habit, Learned, RowEstimate
+from outrider.decoding.acceptance_estimates import PRIOR, KHistory, PairEstimates, RowEstimate
 from outrider.decoding.batch import Row
 from outrider.records import RowRound
 from outrider.stats.speedup import expected_tokens
@@ -87,7 +87,7 @@ class ConstantSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KChoice:
     """K at one load, and why.
 
     Attributes:
@@ -119,7 +119,7 @@ class AdaptiveSchedule:
     K is constant in rows whose seed was given, where it matters: ``Decoder.stream_many``.)
     """
 
-    learned: Learned
+    learned: PairEstimates
     _estimates: dict[int, RowEstimate] = field(default_factory=dict, init=False)
     _usual: list[float] = field(init=False)  # acceptance of all rows when K was last chosen
     _k: int = field(default=0, init=False)
@@ -188,7 +188,7 @@ class AdaptiveSchedule:
         return tried
 
     def _tried_k(
-        self, habit: Habit, num_rows: int, least: int, expected: Mapping[int, float], rates: _Rates
+        self, habit: KHistory, num_rows: int, least: int, expected: Mapping[int, float], rates: _Rates
     ) -> int | None:
         """A K to be tried in place of the best one, if there is one now: that would be the best if acceptance were as
         much higher as what was seen leaves possible, and
@@ -223,14 +223,14 @@ class AdaptiveSchedule:
         tried = max([best, *others], key=hoped.__getitem__)
         return tried if tried != best and hoped[tried] > worth else None
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[KChoice]:
         """K before anything is known of the texts, for each load that was measured."""
         found = []
         with self.learned.lock:
             measured = self.learned.costs.measured
         for num_rows, seconds in measured.items():
             paying = (percent / 100 for percent in range(101) if _best(seconds, percent / 100) > 0)
-            found.append(Choice(num_rows, seconds, PRIOR, _best(seconds, PRIOR), next(paying, None)))
+            found.append(KChoice(num_rows, seconds, PRIOR, _best(seconds, PRIOR), next(paying, None)))
         return found
 
     def learn(self, rounds: Sequence[RowRound]) -> None:

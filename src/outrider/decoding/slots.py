@@ -19,7 +19,7 @@ from outrider.decoding.batch import Row
 LEAST_SHARED = 16  # tokens; to copy fewer is not worth the while
 
 
-class Placement(NamedTuple):
+class SlotAssignment(NamedTuple):
     """Where a row goes, and the copies to make before, in this order.
 
     Attributes:
@@ -85,7 +85,7 @@ class Slots:
     def lowest_free(self) -> int:
         return self._free[0]
 
-    def place(self, row: Row) -> Placement:
+    def place(self, row: Row) -> SlotAssignment:
         """Put a row into the lowest free slot. The memory that is given up for it is the least recently used of all
         free slots."""
         slot = heappop(self._free)
@@ -101,7 +101,7 @@ class Slots:
                 moved_to = given_up
                 self._slots[given_up].token_ids, self._slots[given_up].last_used = mine.token_ids, mine.last_used
         mine.row, mine.token_ids = row, ()
-        return Placement(slot, moved_to, source, num_shared)
+        return SlotAssignment(slot, moved_to, source, num_shared)
 
     def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
         """The slot that shares most tokens with a prompt, and their number; ``slot`` and 0 if there are too few."""

@@ -19,7 +19,7 @@ from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
 
-class Judged(NamedTuple):
+class VerifyResult(NamedTuple):
     """The results of a verify step.
 
     Attributes:
@@ -72,7 +72,7 @@ def verify_step(
         allowed: see ``Masks.along``; None without constraints. [B, K+1, V]
 
     Returns:
-        The parts of a ``Judged``, the features only where some are asked for.
+        The parts of a ``VerifyResult``, the features only where some are asked for.
     """
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     goes_on = lengths < limits

@@ -101,7 +101,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedTokens:
     """The outcome of a round, in tensors of fixed shape. They are valid until the session drafts again.
 
     Attributes:
@@ -150,7 +150,7 @@ class Session(ABC):
     def prefill(self, chunk: Prefill) -> None:  # noqa: B027
         """A chunk of prompts was fed to the target."""
 
-    def observe(self, committed: Committed) -> None:  # noqa: B027
+    def observe(self, committed: CommittedTokens) -> None:  # noqa: B027
         """A round was committed. Called after every round, also those without drafts."""
 
 
@@ -239,7 +239,7 @@ class _Silent(Session):
 
 
 @dataclass(frozen=True, slots=True)
-class Altered:
+class AlteredDrafter:
     """A drafter whose drafts are altered before anyone sees them.
 
     Args:
@@ -281,7 +281,7 @@ class Altered:
     def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
         return _AlteredSession(self.inner.open(num_slots, capacity, device), self.alter)
 
-    def with_models(self, change: Callable[[LM], LM]) -> Altered:
+    def with_models(self, change: Callable[[LM], LM]) -> AlteredDrafter:
         return replace(self, inner=self.inner.with_models(change))
 
 

@@ -38,7 +38,7 @@ from outrider.decoder import Decoder
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 from outrider.records import Stats
-from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 
 _LOG = logging.getLogger(__name__)
 # The same names in tasks and in Sampling.
@@ -257,7 +257,7 @@ class OutriderLM(TemplateLM):
     def _judge(self, texts: Sequence[Text]) -> list[tuple[float, bool]]:
         """Log-probability of the scored tokens of each text, and whether each of them is the most probable."""
 
-        def measure(p: Forced) -> Tensor:
+        def measure(p: ForcedTokens) -> Tensor:
             logprobs = p.logprobs()
             return torch.stack([logprobs, (p.best_ids() != p.ids).to(logprobs.dtype)])
 

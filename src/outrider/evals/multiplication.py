@@ -41,7 +41,7 @@ def problems(num_prompts: int, seed: int) -> list[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class SheetScore:
     """The result of one arm. ``is_solved`` has one entry for each problem."""
 
     is_solved: tuple[bool, ...]
@@ -70,7 +70,7 @@ def score(
     seed: int,
     on_solved: Callable[[int], None] | None = None,
     **options: Any,
-) -> Score:
+) -> SheetScore:
     """Let a decoder solve the sheet.
 
     Args:
@@ -88,9 +88,9 @@ def score(
         if on_solved is not None and chunk.finish_reason is not None:
             on_solved(1)
     is_solved = tuple(problem.is_solved_by(text) for problem, text in zip(sheet, answers, strict=True))
-    return Score(is_solved, tuple(answers), stats, timing)
+    return SheetScore(is_solved, tuple(answers), stats, timing)
 
 
-def compare_scores(plain: Score, speculative: Score, margin: float) -> PairedDifference:
+def compare_scores(plain: SheetScore, speculative: SheetScore, margin: float) -> PairedDifference:
     """Speculative minus plain, on the same problems."""
     return paired_difference(plain.is_solved, speculative.is_solved, margin)

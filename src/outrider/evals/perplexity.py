@@ -22,7 +22,7 @@ from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings
 from outrider.scoring.alpha import overlap
-from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 from outrider.stats.intervals import Interval, bounded_mean, ratio_of_sums
 
 
@@ -136,10 +136,10 @@ def judge(
     """
     setting = Settings.of([Sampling()], target.vocab_size, target.device)
 
-    def alone(p: Forced) -> Tensor:
+    def alone(p: ForcedTokens) -> Tensor:
         return -p.logprobs()[None]
 
-    def pair(p: Forced, q: Forced) -> Tensor:
+    def pair(p: ForcedTokens, q: ForcedTokens) -> Tensor:
         device = p.ids.device
         is_same = p.best_ids() == q.best_ids().to(device)
         return torch.stack(

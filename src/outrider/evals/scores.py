@@ -58,7 +58,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class MetricScore:
     """One metric of one task or group.
 
     Attributes:
@@ -102,7 +102,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScoreVerdict:
     """The joint claims about all scores that are compared; each of the two errs with probability ``LEVEL`` at most.
 
     Attributes:
@@ -128,19 +128,19 @@ class Verdict:
         }
 
 
-def verdict(scores: Sequence[Score]) -> Verdict | None:
+def verdict(scores: Sequence[MetricScore]) -> ScoreVerdict | None:
     """For the scores returned by ``compare``; None if none could be compared."""
     compared = [(score, score.paired) for score in scores if score.paired is not None]
     if not compared:
         return None
-    return Verdict(
+    return ScoreVerdict(
         num_compared=len(compared),
         num_equivalent=sum(paired.is_equivalent for _, paired in compared),
         differing=tuple(score.label for score, _ in compared if score.is_different),
     )
 
 
-def compare(results: Sequence[TaskResult], groups: Sequence[Group], margin: float) -> list[Score]:
+def compare(results: Sequence[TaskResult], groups: Sequence[Group], margin: float) -> list[MetricScore]:
     """The scores of both arms, paired by document: those of the tasks, then those of the groups.
 
     Args:
@@ -160,13 +160,13 @@ def compare(results: Sequence[TaskResult], groups: Sequence[Group], margin: floa
     return scores
 
 
-def _task_scores(result: TaskResult, margin: float) -> list[Score]:
+def _task_scores(result: TaskResult, margin: float) -> list[MetricScore]:
     scores = []
     for metric, filter_ in _metrics(result.plain.samples):
         key = f"{metric},{filter_}"
         pairs = _pairs(result, metric, filter_)
         scores.append(
-            Score(
+            MetricScore(
                 task=result.name,
                 metric=metric,
                 filter=filter_,
@@ -180,7 +180,7 @@ def _task_scores(result: TaskResult, margin: float) -> list[Score]:
     return scores
 
 
-def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) -> list[Score]:
+def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) -> list[MetricScore]:
     """The aggregates of a group, as in the harness: weighted means over its tasks, including those of its subgroups.
 
     Args:
@@ -197,7 +197,7 @@ def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) ->
         members = [result for result in results if key in result.plain.metrics]
         weights = [result.plain.metrics["sample_len"] if is_by_size[metric] else 1 for result in members]
         scores.append(
-            Score(
+            MetricScore(
                 task=group.name,
                 metric=metric,
                 filter=filter_,

@@ -12,7 +12,7 @@ from outrider.text.tokenizer import check_same_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedModel:
     """A model as its files describe it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Described:
         return size
 
 
-def describe(spec: ModelSpec) -> Described:
+def describe(spec: ModelSpec) -> DescribedModel:
     """
     Raises:
         ModelError: the model cannot be had, or is not a causal language model.
@@ -43,10 +43,10 @@ def describe(spec: ModelSpec) -> Described:
     if not architectures:
         raise UnsupportedModel(f"{spec.name} does not name its architecture in config.json; add it there")
     text_config = config.get_text_config(decoder=True)
-    return Described(spec, text_config, load_tokenizer(spec), architectures[0], context_len(config))
+    return DescribedModel(spec, text_config, load_tokenizer(spec), architectures[0], context_len(config))
 
 
-def check_pair(target: Described, draft: Described, context: int | None, vocab_gap: int | None) -> int:
+def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int | None) -> int:
     """Whether an engine can serve the pair.
 
     Args:

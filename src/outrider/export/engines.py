@@ -47,7 +47,7 @@ class Handover:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ServingEngine:
     """An inference engine.
 
     Attributes:
@@ -259,7 +259,7 @@ def _mlx(handover: Handover) -> dict[str, str]:
 
 
 ENGINES = {
-    "vllm": Engine(
+    "vllm": ServingEngine(
         name="vLLM",
         version="0.33.0",
         laws={"probabilistic": RATIO_BY_TEMPERATURE, "greedy": GREEDY},
@@ -274,7 +274,7 @@ ENGINES = {
             "Requests with `min_p` or `logit_bias` are refused by vLLM while a draft is in use.",
         ),
     ),
-    "sglang": Engine(
+    "sglang": ServingEngine(
         name="SGLang",
         version="0.5.23",
         laws={"": GREEDY},
@@ -290,7 +290,7 @@ ENGINES = {
             "With a draft, `min_p` is not applied, and penalties do not see the tokens of the same round: leave both.",
         ),
     ),
-    "llama.cpp": Engine(
+    "llama.cpp": ServingEngine(
         name="llama.cpp",
         version="build 11549",
         laws={"probabilistic": RATIO_OF_TEN, "greedy": GREEDY},
@@ -308,7 +308,7 @@ ENGINES = {
         ),
         needs_gguf=True,
     ),
-    "tensorrt-llm": Engine(
+    "tensorrt-llm": ServingEngine(
         name="TensorRT-LLM",
         version="1.2.1",
         laws={"": GREEDY},
@@ -325,7 +325,7 @@ ENGINES = {
             "versions.",
         ),
     ),
-    "openvino": Engine(
+    "openvino": ServingEngine(
         name="OpenVINO GenAI",
         version="2026.4.1",
         laws={"": GREEDY},
@@ -337,7 +337,7 @@ ENGINES = {
         notes=("`convert.sh` needs optimum-intel. The weights are converted to float16.",),
         is_exact_sampled=False,
     ),
-    "transformers": Engine(
+    "transformers": ServingEngine(
         name="Transformers",
         version="5.23.0",
         laws={"": RATIO},
@@ -352,7 +352,7 @@ ENGINES = {
             "One prompt at a time: Transformers has no batches with an assistant.",
         ),
     ),
-    "mlx": Engine(
+    "mlx": ServingEngine(
         name="mlx-lm",
         version="0.32.2",
         laws={"": EQUALITY},

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from outrider.errors import FileError
-from outrider.export.checks import Described
-from outrider.export.engines import Engine, Handover
+from outrider.export.checks import DescribedModel
+from outrider.export.engines import Handover, ServingEngine
 from outrider.export.gguf import obstacle, write_gguf
 from outrider.export.laws import Outlook
 from outrider.models.registry import ModelSpec
@@ -27,8 +27,8 @@ class Facts:
         basis: where the texts and the costs come from.
     """
 
-    target: Described
-    draft: Described
+    target: DescribedModel
+    draft: DescribedModel
     outlooks: Mapping[str, Outlook]
     basis: str
 
@@ -39,7 +39,7 @@ def location(spec: ModelSpec, name: str) -> str:
 
 
 def write_folder(
-    output: Path, engine: Engine, handover: Handover, facts: Facts, dtype: torch.dtype | None
+    output: Path, engine: ServingEngine, handover: Handover, facts: Facts, dtype: torch.dtype | None
 ) -> list[str]:
     """Write all files. Checkpoints are linked, hub ids named; llama.cpp gets GGUF files.
 
@@ -102,7 +102,7 @@ def _conversion(name: str, spec: ModelSpec) -> str:
     return "\n".join([*fetch, command])
 
 
-def readme(engine: Engine, handover: Handover, facts: Facts, notes: Sequence[str], names: Sequence[str]) -> str:
+def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Sequence[str], names: Sequence[str]) -> str:
     """What was written and checked, and what the engine's law promises."""
     law = engine.laws[handover.setting]
     lines = [
@@ -129,7 +129,7 @@ def readme(engine: Engine, handover: Handover, facts: Facts, notes: Sequence[str
     return "\n".join(lines) + "\n"
 
 
-def _table(engine: Engine, handover: Handover, facts: Facts) -> list[str]:
+def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]:
     if not facts.outlooks:
         return [
             f"**tau is not known**, and K = {handover.k} was not chosen by it. `--log LOG` takes texts that the target "
@@ -165,7 +165,7 @@ def _table(engine: Engine, handover: Handover, facts: Facts) -> list[str]:
     return lines
 
 
-def _checks(engine: Engine, facts: Facts) -> list[str]:
+def _checks(engine: ServingEngine, facts: Facts) -> list[str]:
     target, draft = facts.target, facts.draft
     lines = [
         "Both tokenizers have the same tokens under the same ids.",

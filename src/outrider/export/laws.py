@@ -19,7 +19,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.replay.log_format import Header, Record
 from outrider.replay.plan import Costs, choices
-from outrider.replay.replay import MATCH, Expected, replay, summarise
+from outrider.replay.replay import MATCH, ExpectedRounds, replay, summarise
 from outrider.runtime.lm import LM
 
 KS = tuple(range(1, 9))
@@ -44,7 +44,9 @@ class Law:
     is_greedy: bool = False
     draft_sampling: Callable[[Sampling], Sampling] = lambda sampling: sampling
 
-    def expected(self, records: Iterable[Record], header: Header, draft: LM, ks: Sequence[int]) -> dict[int, Expected]:
+    def expected(
+        self, records: Iterable[Record], header: Header, draft: LM, ks: Sequence[int]
+    ) -> dict[int, ExpectedRounds]:
         """tau of each K on recorded texts.
 
         Raises:
@@ -82,7 +84,7 @@ class Outlook:
         k_by_rows: (rows, K), ascending: the best K for so many texts at once, 0 for none; empty where not measured.
     """
 
-    tau: Mapping[int, Expected]
+    tau: Mapping[int, ExpectedRounds]
     speed_up: Mapping[int, float]
     k_by_rows: Sequence[tuple[int, int]] = ()
 
@@ -100,7 +102,7 @@ class Outlook:
         return 0.0 if tau is None else tau.value
 
 
-def by_draft_cost(expected: Mapping[int, Expected], draft_cost: float | None) -> Outlook:
+def by_draft_cost(expected: Mapping[int, ExpectedRounds], draft_cost: float | None) -> Outlook:
     """The outlook if a draft step takes ``draft_cost`` of the time of a target step, and a verify as much as a step, as
     it is where reading the weights takes the time: tau / (K c + 1). None leaves the speed-up open."""
     taus = {k: one.tau for k, one in expected.items() if one.tau is not None}
@@ -108,7 +110,7 @@ def by_draft_cost(expected: Mapping[int, Expected], draft_cost: float | None) ->
     return Outlook(expected, speed_up)
 
 
-def by_measured_costs(expected: Mapping[int, Expected], costs: Sequence[Costs]) -> Outlook:
+def by_measured_costs(expected: Mapping[int, ExpectedRounds], costs: Sequence[Costs]) -> Outlook:
     """The outlook from timed rounds of one draft at several numbers of rows, the least of them first."""
     found = []
     for one in costs:

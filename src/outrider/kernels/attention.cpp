@@ -270,7 +270,7 @@ void attention(const Shape& shape, const float* query, Strides query_strides, co
 extern "C" {
 
 // The result is [rows, queries, heads, value_width], contiguous. Keys and values have so many bits a number.
-void outrider_thin_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
+void outrider_few_query_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
                              const Strides* key_strides, const void* value, const Strides* value_strides,
                              const void* mask, const Strides* mask_strides, int64_t bits, float scale, float* out,
                              int64_t num_threads) {
@@ -284,8 +284,8 @@ void outrider_thin_attention(const Shape* shape, const void* query, const Stride
   if (bits == 16) run(BFloat16());
 }
 
-// The operator outrider::thin_attention, as programs compiled ahead of time call it.
-AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,
+// The operator outrider::few_query_attention, as programs compiled ahead of time call it.
+AOTITorchError aoti_torch_cpu_few_query_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,
                                              AtenTensorHandle mask, double scale, int64_t num_threads,
                                              AtenTensorHandle* result) {
   const AtenTensorHandle tensors[4] = {query, key, value, mask};
@@ -312,7 +312,7 @@ AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorH
                                                   aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   aoti_torch_get_data_ptr(*result, &out);
-  outrider_thin_attention(&shape, data[0], &strides[0], data[1], &strides[1], data[2], &strides[2], data[3],
+  outrider_few_query_attention(&shape, data[0], &strides[0], data[1], &strides[1], data[2], &strides[2], data[3],
                           &strides[3], dtype == aoti_torch_dtype_float32() ? 32 : 16, static_cast<float>(scale),
                           static_cast<float*>(out), num_threads);
   return AOTI_TORCH_SUCCESS;

@@ -21,14 +21,16 @@ from outrider.kernels.library import library
 
 # As programs see it.
 ATTENTION_SHIM = (
-    "AOTITorchError aoti_torch_cpu_thin_attention(AtenTensorHandle query, AtenTensorHandle key, "
+    "AOTITorchError aoti_torch_cpu_few_query_attention(AtenTensorHandle query, AtenTensorHandle key, "
     "AtenTensorHandle value, AtenTensorHandle mask, double scale, int64_t num_threads, AtenTensorHandle* result)"
 )
 KEY_DTYPES = (torch.float32, torch.bfloat16)
 
 
-@torch.library.custom_op("outrider::thin_attention", mutates_args=())
-def thin_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_threads: int) -> Tensor:
+@torch.library.custom_op("outrider::few_query_attention", mutates_args=())
+def few_query_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_threads: int
+) -> Tensor:
     """softmax(scale * query key' + mask) value, where consecutive heads share keys and values.
 
     Args:
@@ -50,7 +52,7 @@ def thin_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     for tensor in tensors:
         arguments += [ctypes.c_void_p(tensor.data_ptr()), (ctypes.c_int64 * 3)(*tensor.stride()[:3])]
     shape = num_rows, num_heads, num_groups, num_queries, num_places, width, value_width
-    kernel.outrider_thin_attention(
+    kernel.outrider_few_query_attention(
         (ctypes.c_int64 * len(shape))(*shape),
         *arguments,
         ctypes.c_int64(8 * key.itemsize),
@@ -61,12 +63,12 @@ def thin_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     return out
 
 
-@thin_attention.register_fake
+@few_query_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_threads: int) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
-ATTENTION = torch.ops.outrider.thin_attention.default
+ATTENTION = torch.ops.outrider.few_query_attention.default
 
 
 def register(num_threads: int) -> str:

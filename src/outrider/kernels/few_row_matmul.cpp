@@ -124,7 +124,7 @@ extern "C" {
 
 // Products of the same rows x [T, I] with several matrices [O, I] of so many bits a weight, side by side in y
 // [T, sum of O]. All are contiguous.
-void outrider_thin_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t bits, float* y,
                             int64_t num_threads) {
   int64_t all_channels = 0;
@@ -155,8 +155,8 @@ void outrider_thin_products(const float* x, int64_t num_rows, int64_t width, con
   }
 }
 
-// The operator outrider::thin_products, as programs compiled ahead of time call it.
-AOTITorchError aoti_torch_cpu_thin_products(AtenTensorHandle x, const AtenTensorHandle* weights, int64_t num_weights,
+// The operator outrider::few_row_matmul, as programs compiled ahead of time call it.
+AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, int64_t num_weights,
                                             int64_t num_threads, AtenTensorHandle* result) {
   std::vector<const void*> matrices(num_weights);
   std::vector<int64_t> nums_channels(num_weights);
@@ -181,7 +181,7 @@ AOTITorchError aoti_torch_cpu_thin_products(AtenTensorHandle x, const AtenTensor
   if (error != AOTI_TORCH_SUCCESS) return error;
   aoti_torch_get_data_ptr(*result, &results);
   int64_t bits = dtype == aoti_torch_dtype_float32() ? 32 : dtype == aoti_torch_dtype_bfloat16() ? 16 : 8;
-  outrider_thin_products(static_cast<float*>(rows), shape[0], width, matrices.data(), nums_channels.data(),
+  outrider_few_row_matmul(static_cast<float*>(rows), shape[0], width, matrices.data(), nums_channels.data(),
                          num_weights, bits,
                          static_cast<float*>(results), num_threads);
   return AOTI_TORCH_SUCCESS;

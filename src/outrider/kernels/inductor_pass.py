@@ -25,21 +25,21 @@ from outrider.kernels.attention import ATTENTION
 from outrider.kernels.library import WEIGHT_DTYPES
 
 MAX_KERNEL_ROWS = 48  # beyond it a matrix library is about as fast
-MAX_THIN_ROWS = 8  # of sums
+MAX_FEW_ROWS = 8  # of sums
 
 # Weights are read as several parts at the same time: memory gives more to several streams than to one.
 _MOST_PARTS = 4
 _LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, which has no such preference
 _MANY_ROWS = 5  # so many rows are bound by loading them, and two parts load each of them once for two sums
 
-MAX_SUMS = MAX_THIN_ROWS * _MOST_PARTS  # of one product, which are to be one loop
+MAX_SUMS = MAX_FEW_ROWS * _MOST_PARTS  # of one product, which are to be one loop
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (_aten.view.default, _aten.reshape.default)
-KERNEL = torch.ops.outrider.thin_products.default
+KERNEL = torch.ops.outrider.few_row_matmul.default
 
 
-class ThinProducts(CustomGraphPass):
+class FewRowMatmulPass(CustomGraphPass):
     """Rewrites ``mm``, ``addmm`` and ``bmm`` of few rows on the CPU.
 
     Args:
@@ -65,7 +65,7 @@ class ThinProducts(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the keys under which compiled code is kept: to be changed with the pass."""
-        return f"outrider-thin-products-11-{self._num_threads}"
+        return f"outrider-few-row-matmul-12-{self._num_threads}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _write_as_sums(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Nod
     is_weight = x.dim() == 2
     if bias is not None and bias.meta["val"].shape != matrix.meta["val"].shape[-1:]:
         return
-    if x.device.type != "cpu" or num_rows > MAX_THIN_ROWS or not x.is_floating_point():
+    if x.device.type != "cpu" or num_rows > MAX_FEW_ROWS or not x.is_floating_point():
         return
     if is_weight and matrix.meta["val"].stride(0) != 1:
         return  # not the transpose of rows that can be read one after the other

@@ -36,14 +36,14 @@ FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
 _MOST_BYTES = 2**24  # of kernels on disk
 # As programs see it.
 SHIM = (
-    "AOTITorchError aoti_torch_cpu_thin_products(AtenTensorHandle x, const AtenTensorHandle* weights, "
+    "AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, "
     "int64_t num_weights, int64_t num_threads, AtenTensorHandle* result)"
 )
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-@torch.library.custom_op("outrider::thin_products", mutates_args=())
-def thin_products(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+@torch.library.custom_op("outrider::few_row_matmul", mutates_args=())
+def few_row_matmul(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
     """Products of the same few rows with several matrices, side by side, each read once.
 
     Args:
@@ -64,7 +64,7 @@ def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> C
     kernel = library()
     assert kernel is not None and x.dtype == torch.float32 and weights[0].dtype in WEIGHT_DTYPES
     return partial(
-        kernel.outrider_thin_products,
+        kernel.outrider_few_row_matmul,
         ctypes.c_void_p(x.data_ptr()),
         *map(ctypes.c_int64, x.shape),
         (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights)),
@@ -76,7 +76,7 @@ def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> C
     )
 
 
-@thin_products.register_fake
+@few_row_matmul.register_fake
 def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 

@@ -1,7 +1,7 @@
 """Weight matrices on the CPU that keep the type in which they are stored, and compute in a wider one.
 
 Most checkpoints are stored in bfloat16, and processors compute in float32. Widened, a matrix has twice the bytes and no
-bit of it new; and a forward of few rows takes as long as its bytes take to be read. ``ThinWeight`` is a tensor of the
+bit of it new; and a forward of few rows takes as long as its bytes take to be read. ``NarrowWeight`` is a tensor of the
 wider type for all who look at it: layers, Transformers, torch.export. It holds the stored numbers; products of few rows
 read them as they are (library.py), and whatever else is asked of it is computed from a widened copy, which is let
 go at once. So results are those of the widened model, but for the order of sums. The numbers may be whole ones with a
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from outrider.kernels.library import WEIGHT_DTYPES, into, thin_products
+from outrider.kernels.library import WEIGHT_DTYPES, few_row_matmul, into
 
 _aten = torch.ops.aten
 # Rows of products by the kernel. With more, a library is faster; for stored numbers, even if it needs a widened copy.
@@ -26,7 +26,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
-class ThinWeight(Tensor):
+class NarrowWeight(Tensor):
     """A matrix [O, I] of the type ``dtype``.
 
     Attributes:
@@ -38,9 +38,9 @@ class ThinWeight(Tensor):
     scale: Tensor | None
 
     @staticmethod
-    def __new__(cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> ThinWeight:
+    def __new__(cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> NarrowWeight:
         stored = stored.contiguous()  # as the kernel reads it
-        made: ThinWeight = Tensor._make_wrapper_subclass(
+        made: NarrowWeight = Tensor._make_wrapper_subclass(
             cls, stored.shape, strides=stored.stride(), dtype=dtype, device=stored.device
         )
         made.stored, made.scale = stored, scale
@@ -53,13 +53,13 @@ class ThinWeight(Tensor):
             return wide if self.scale is None else wide * self.scale
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ThinWeight({self.dtype}, stored={self.stored}, scale={self.scale})"
+        return f"NarrowWeight({self.dtype}, stored={self.stored}, scale={self.scale})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["stored"] if self.scale is None else ["stored", "scale"], self.dtype
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> ThinWeight:
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> NarrowWeight:
         return cls(inner["stored"], dtype, inner.get("scale"))
 
     @classmethod
@@ -103,7 +103,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:
     """As ``functional.linear``, by the kernel: [..., I] -> [..., O]; or None if that is not for it."""
     x = input
-    if not isinstance(weight, ThinWeight) or (x.requires_grad and torch.is_grad_enabled()):
+    if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     stored = weight.stored
     num_channels, width = stored.shape
@@ -121,7 +121,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         result = rows.new_empty(num_rows, num_channels)
         into(result, rows, [stored], num_threads)()
     else:  # traced, or without numbers
-        result = thin_products(rows, [stored], num_threads)
+        result = few_row_matmul(rows, [stored], num_threads)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)

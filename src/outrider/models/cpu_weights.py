@@ -27,7 +27,7 @@ def kept_type(
         stated: the type that the checkpoint's configuration states, which stands for that of its files where they are
             not on this disk; None to fetch them.
     """
-    if placed.store == "plain" or device.type != "cpu" or bare.dtype != torch.float32 or not thin_layers(bare):
+    if placed.store == "plain" or device.type != "cpu" or bare.dtype != torch.float32 or not narrow_layers(bare):
         return None
     from outrider.kernels.library import library
 
@@ -58,7 +58,7 @@ def _files(spec: ModelSpec) -> list[Path]:
     return []
 
 
-def thin_layers(model: nn.Module) -> dict[str, Any]:
+def narrow_layers(model: nn.Module) -> dict[str, Any]:
     """The layers whose weights are large matrices, by name: linear ones and embeddings. None in a small model."""
     layers = {
         name: module
@@ -74,17 +74,17 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def thin(model: nn.Module, stored: torch.dtype) -> None:
+def narrowed(model: nn.Module, stored: torch.dtype) -> None:
     """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; multiply few
     rows with them by our kernel."""
-    from outrider.kernels.narrow_weight import ThinWeight
+    from outrider.kernels.narrow_weight import NarrowWeight
 
     made: dict[int, nn.Parameter] = {}
-    for layer in thin_layers(model).values():
+    for layer in narrow_layers(model).values():
         weight = layer.weight
         if id(weight) not in made:  # else two layers share it
             numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
-            made[id(weight)] = nn.Parameter(ThinWeight(numbers, torch.float32, scale), requires_grad=False)
+            made[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
         layer.weight = made[id(weight)]
 
 
@@ -107,7 +107,7 @@ def widened(narrow: Any, config: Any) -> Any:
 
     with init_empty_weights(include_buffers=False):
         wide = skeleton(config, torch.float32)
-    kept = {f"{name}.weight" for name in thin_layers(wide)}
+    kept = {f"{name}.weight" for name in narrow_layers(wide)}
     numbers: dict[str, Tensor] = narrow.state_dict()
     wide.load_state_dict(
         {

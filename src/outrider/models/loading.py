@@ -26,7 +26,7 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
-from outrider.models.cpu_weights import kept_type, thin, widened
+from outrider.models.cpu_weights import kept_type, narrowed, widened
 from outrider.models.kinds import check_adapter, check_head, check_kind, check_missing, check_multimodal
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
@@ -46,7 +46,7 @@ from outrider.models.registry import ModelSpec
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
 from outrider.runtime.tensor_parts import stored_tensors, whole
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import vocab_size
 
 _LOG = logging.getLogger(__name__)
@@ -112,13 +112,13 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             if placed.quantization in ("none", "int8") and size == 1 and device_map is None:
                 kept = kept_type(spec, placed, device, bare, stated)
             if kept is not None:
-                thin(bare, kept)
+                narrowed(bare, kept)
             needed = weights_bytes(bare, dtype, str(placed.quantization), size)
             if method is None:
                 smaller = partial(forms, bare, kept or dtype, str(placed.quantization), size)
             if placed.quantization != "none":
                 how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare, size)
-        if placed.device == "auto" and device_map is None and here().size == 1 and not is_target:
+        if placed.device == "auto" and device_map is None and current_ranks().size == 1 and not is_target:
             device = fastest_with_room(needed) or device
         limits = max_memory_of(placed.max_memory)
         check_fits(name, needed, room_of(device, device_map, limits), smaller)
@@ -146,7 +146,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             )
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
-        thin(model, kept)
+        narrowed(model, kept)
     if device.type == "cpu" and device_map is None and size == 1 and huge_pages.are_there():
         huge_pages.move_weights(model)
     if placed.quantization != "none":
@@ -305,7 +305,7 @@ def weights_checksum(model: nn.Module) -> str:
         for stored in stored_tensors(whole(weight.detach())):
             # A view of bytes: NumPy does not know all of torch's types.
             digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    checksums = here().of_all(digest.hexdigest())
+    checksums = current_ranks().of_all(digest.hexdigest())
     if len(set(checksums)) == 1:
         return checksums[0]
     return hashlib.sha256("".join(checksums).encode()).hexdigest()

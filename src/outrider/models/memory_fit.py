@@ -15,7 +15,7 @@ from outrider.system.available import available_bytes, size_text
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceMemory:
     """A device or several, in words, and the bytes that are free there; None where nobody tells."""
 
     where: str
@@ -24,22 +24,22 @@ class Room:
 
 def room_of(
     device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
-) -> Room:
+) -> DeviceMemory:
     """The room that a placement gives a model.
 
     Args:
         device_map, limits: what ``from_pretrained`` takes as ``device_map`` and ``max_memory``.
     """
     if device_map is None:
-        return Room(str(device), available_bytes(device))
+        return DeviceMemory(str(device), available_bytes(device))
     if not isinstance(device_map, str):
         devices = [torch.device(name) for name in sorted(set(device_map.values()))]
-        return Room("the devices of its map", _sum([available_bytes(one) for one in devices]))
+        return DeviceMemory("the devices of its map", _sum([available_bytes(one) for one in devices]))
     from accelerate.utils import get_max_memory
 
     # Accelerate's own account: what is free on each device, and on the CPU, or the limits.
     free = get_max_memory(None if limits is None else dict(limits))
-    return Room("all devices together", sum(size for place, size in free.items() if place != "disk"))
+    return DeviceMemory("all devices together", sum(size for place, size in free.items() if place != "disk"))
 
 
 def _sum(sizes: list[int | None]) -> int | None:
@@ -64,7 +64,7 @@ def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int) -> di
     return found
 
 
-def check_fits(name: str, needed: int, room: Room, smaller: Callable[[], Mapping[str, int]]) -> None:
+def check_fits(name: str, needed: int, room: DeviceMemory, smaller: Callable[[], Mapping[str, int]]) -> None:
     """Refuse a model whose weights do not fit.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from outrider.errors import DeviceError, OptionError, UnsupportedModel
 from outrider.models.placement import Placement
-from outrider.system.ranks import here, join
+from outrider.system.ranks import current_ranks, join
 
 _ATTENTION = ("attn", "attention")  # modules of heads, as plans call them
 _SPLIT = ("colwise", "packed_colwise")  # styles that leave to each process some of a module's outputs
@@ -26,8 +26,8 @@ def num_shares(name: str, placed: Placement, *, is_target: bool) -> int:
     """
     stated = placed.tensor_parallel
     if stated is None:
-        return here().size if is_target else 1
-    size = join().size if stated > 1 else here().size
+        return current_ranks().size if is_target else 1
+    size = join().size if stated > 1 else current_ranks().size
     if stated == size or (stated == 1 and not is_target):
         return stated
     remedy = f"torchrun --nproc-per-node {stated} -m outrider COMMAND ..." if stated > 1 else "run it without torchrun"

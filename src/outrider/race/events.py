@@ -19,7 +19,7 @@ from outrider.text.tokenizer import Detokenizer
 
 def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[dict[str, Any]]:
     """Run a race, and yield its events. Options are those of ``Decoder.stream``."""
-    teller = RaceTeller(arms, case, options)
+    teller = RaceEvents(arms, case, options)
     yield teller.start()
     with closing(racing(arms, case, {**options, "reports_drafts": True})) as chunks:
         for which, chunk in chunks:
@@ -27,14 +27,14 @@ def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gen
     yield teller.end()
 
 
-class RaceTeller:
+class RaceEvents:
     """Makes events of the chunks of a race, which must report their drafts."""
 
     def __init__(self, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> None:
         self._arms, self._case, self._options = arms, case, options
         self._tokenizer = arms[0].decoder.tokenizer
         prompt_ids = arms[0].decoder.encode(case.prompt)
-        self._tales = [_Tale(list(prompt_ids), Detokenizer(self._tokenizer, prompt_ids)) for _ in arms]
+        self._tales = [_ArmProgress(list(prompt_ids), Detokenizer(self._tokenizer, prompt_ids)) for _ in arms]
 
     def start(self) -> dict[str, Any]:
         decoder = self._arms[0].decoder
@@ -92,7 +92,7 @@ class RaceTeller:
 
 
 @dataclass(slots=True)
-class _Tale:
+class _ArmProgress:
     """An arm so far.
 
     Attributes:

@@ -34,7 +34,7 @@ _TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownProbs:
     """The known part of p at M places.
 
     Attributes:
@@ -62,7 +62,7 @@ class Bounds:
     agreement: tuple[Tensor, Tensor]  # [M], [M]
 
 
-def bounds(draft_probs: Tensor, known: Known) -> Bounds:
+def bounds(draft_probs: Tensor, known: KnownProbs) -> Bounds:
     """The least and the most that overlap and g can be.
 
     Args:

@@ -29,7 +29,7 @@ from outrider.replay.log_format import (
     tensors_of,
 )
 from outrider.system.files import to_disk, write_whole
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _LINE_BEGINS = b'{"index": '
 _PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # left by an interrupted write
@@ -55,7 +55,7 @@ class LogWriter:
         self._path = path
         self._waiting: list[Record] = []
         self._shard_size = max(batch_size, _MIN_SHARD)
-        self.num_finished, self._next_shard = here().of_first(lambda: self._open(path, header, expected))
+        self.num_finished, self._next_shard = current_ranks().of_first(lambda: self._open(path, header, expected))
 
     def _open(self, path: Path, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> tuple[int, int]:
         """Begin or resume. Returns the number of records that are there, and of the next shard."""
@@ -133,7 +133,7 @@ class LogWriter:
         before = self._waiting, self.num_finished, self._next_shard
         size: int | None = None
         try:
-            if here().is_first:
+            if current_ranks().is_first:
                 write_whole(shard, save(tensors))
                 to_disk(shard)
                 to_disk(self._path)

@@ -131,7 +131,7 @@ def measure_costs(
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PairChoice:
     """A draft and a K, with the prediction for them.
 
     Attributes:
@@ -153,7 +153,7 @@ class Choice:
     cost: RoundCost
 
 
-def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]]) -> list[Choice]:
+def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]]) -> list[PairChoice]:
     """All drafts and K, the fastest first.
 
     Args:
@@ -168,7 +168,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
         # With full agreement a text takes a round for every K + 1 tokens.
         agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
         found.append(
-            Choice(
+            PairChoice(
                 draft=draft,
                 k=k,
                 tau=bounded_mean(tokens, [one.num_rounds + one.num_truncated for one in texts], (1.0, k + 1.0)),

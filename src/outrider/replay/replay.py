@@ -23,7 +23,7 @@ from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.options import Sampling
-from outrider.replay.bounds import Bounds, Known, bounds
+from outrider.replay.bounds import Bounds, KnownProbs, bounds
 from outrider.replay.log_format import Header, Record
 from outrider.replay.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
 from outrider.runtime.lm import LM
@@ -43,7 +43,7 @@ LAWS = (*RULES, MATCH)
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedRecord:
     """A draft's rounds over one record.
 
     Attributes:
@@ -65,7 +65,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedRounds:
     """The expectation for a draft and a K over all records.
 
     Attributes:
@@ -77,7 +77,7 @@ class Expected:
     k: int
     prompts: tuple[RoundCounts, ...]
     tau: Interval | None
-    upper: Expected | None = None
+    upper: ExpectedRounds | None = None
 
     @property
     def counts(self) -> RoundCounts:
@@ -111,7 +111,7 @@ class Summary:
         alpha: None without a q.
     """
 
-    expected: Mapping[int, Expected]
+    expected: Mapping[int, ExpectedRounds]
     alpha: AlphaRange | None
 
 
@@ -153,7 +153,7 @@ def replay(
     *,
     draft_sampling: Sampling | None = None,
     batch_size: int = 8,
-) -> Iterator[Replayed]:
+) -> Iterator[ReplayedRecord]:
     """Judge a draft against records, ``batch_size`` at a time.
 
     Args:
@@ -188,7 +188,7 @@ def replay(
                 yield _replay_look_up(record, header, drafter, ks)
 
 
-def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
+def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
     """The expectation over all records; each is released after counting."""
     low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
@@ -206,8 +206,8 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
             counts.append(len(one.overlap[0]))
     expected = {}
     for k in ks:
-        upper = None if is_exact[k] else Expected(k, tuple(high[k]), tau_interval(high[k]))
-        expected[k] = Expected(k, tuple(low[k]), tau_interval(low[k]), upper)
+        upper = None if is_exact[k] else ExpectedRounds(k, tuple(high[k]), tau_interval(high[k]))
+        expected[k] = ExpectedRounds(k, tuple(low[k]), tau_interval(low[k]), upper)
     alpha = None
     if sums:
         alpha = AlphaRange(*(bounded_mean(values, counts, (0.0, 1.0)) for values in zip(*sums, strict=True)))
@@ -216,7 +216,7 @@ def summarise(replayed: Iterable[Replayed], ks: Sequence[int]) -> Summary:
 
 def _replay_model(
     records: Sequence[Record], header: Header, lm: LM, law: str, sampling: Sampling, is_one_hot: bool
-) -> Iterator[Replayed]:
+) -> Iterator[ReplayedRecord]:
     judged = _judge(records, header, lm, sampling)
     for record, places in zip(records, judged, strict=True):
         low, high = places.log_ratios, places.log_ratios
@@ -227,11 +227,11 @@ def _replay_model(
         # A row drafts fewer tokens near its end, and where the draft's context ends; see engine.py and model.py.
         lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
         room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
-        yield Replayed(record.index, record.category, partial(_laws, law, low, high, room), places.overlap)
+        yield ReplayedRecord(record.index, record.category, partial(_laws, law, low, high, room), places.overlap)
 
 
 def _laws(law: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[RoundLaw, RoundLaw]:
-    """See ``Replayed``.
+    """See ``ReplayedRecord``.
 
     Args:
         low, high: arguments of ``survival``. [n], [n]
@@ -251,8 +251,8 @@ def _room(record: Record, header: Header) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """For each token of a text log q, log(q/p), both ends of log g, and the overlap as in ``Replayed``. Beyond the
-    draft's context the logarithms are -inf, and there is no overlap."""
+    """For each token of a text log q, log(q/p), both ends of log g, and the overlap as in ``ReplayedRecord``. Beyond
+    the draft's context the logarithms are -inf, and there is no overlap."""
 
     log_probs: Floats  # [n]
     log_ratios: Floats  # [n]
@@ -313,16 +313,16 @@ def _joined(parts: Sequence[Floats]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _known(record: Record, header: Header, part: slice, ids: Tensor) -> Known | None:
+def _known(record: Record, header: Header, part: slice, ids: Tensor) -> KnownProbs | None:
     """The recorded part of p, if any. For a greedy text it is complete: one-hot at the text's own token, by
     definition."""
     if header.sampling.temperature == 0:
         ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
-        return Known(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
+        return KnownProbs(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
     probs = record.probs
     if probs is None:
         return None
-    return Known(
+    return KnownProbs(
         ids=ids,
         probs=probs.token_probs[part].to(ids.device),
         top_ids=probs.top_ids[part].to(ids.device),
@@ -336,7 +336,7 @@ def _numpy(values: Tensor) -> Floats:
     return array
 
 
-def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequence[int]) -> Replayed:
+def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequence[int]) -> ReplayedRecord:
     """A drafter with a one-hot q: under every law a drafted token is accepted if and only if it equals the text's
     token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
     text = (*record.prompt_ids, *record.token_ids)
@@ -348,7 +348,7 @@ def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequen
         num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(proposed)]
         num_drafted = [len(ids) for ids in proposed]
         found[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
-    return Replayed(record.index, record.category, partial(_look_up_laws, found), None)
+    return ReplayedRecord(record.index, record.category, partial(_look_up_laws, found), None)
 
 
 def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tuple[RoundLaw, RoundLaw]:

@@ -22,7 +22,7 @@ from outrider.system.files import read_text
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class RecordedArm:
     """How rounds were made, where the file states it."""
 
     draft: str | None = None
@@ -52,7 +52,7 @@ class RoundsFile:
         notes: assumptions, for human readers.
     """
 
-    arms: Mapping[Arm, tuple[PromptRounds, ...]]
+    arms: Mapping[RecordedArm, tuple[PromptRounds, ...]]
     notes: tuple[str, ...] = ()
 
 
@@ -128,7 +128,12 @@ def _without_category(prompts: Sequence[PromptRounds], name: str) -> list[Prompt
 
 
 def round_row(
-    arm: Arm, index: int, category: str | None, rounds: Sequence[tuple[int, int]], is_truncated: bool, num_tokens: int
+    arm: RecordedArm,
+    index: int,
+    category: str | None,
+    rounds: Sequence[tuple[int, int]],
+    is_truncated: bool,
+    num_tokens: int,
 ) -> dict[str, Any]:
     """A line of ``outrider replay --output``.
 
@@ -164,8 +169,8 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
         raise FileError(f"{path} has no rounds in it")
     if lines[0][1].lstrip().startswith("["):
         return _from_counts(path, tokens_per_prompt, k)
-    arms: dict[Arm, list[PromptRounds]] = {}
-    seen: dict[tuple[Arm, int], int] = {}
+    arms: dict[RecordedArm, list[PromptRounds]] = {}
+    seen: dict[tuple[RecordedArm, int], int] = {}
     for number, line in lines:
         try:
             row = json.loads(line)
@@ -185,7 +190,7 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
     return RoundsFile({arm: tuple(prompts) for arm, prompts in arms.items()})
 
 
-def _check(arm: Arm, prompt: PromptRounds) -> None:
+def _check(arm: RecordedArm, prompt: PromptRounds) -> None:
     """Whether these can be rounds: well-formed JSON may still come from elsewhere.
 
     Raises:
@@ -215,15 +220,15 @@ def _check(arm: Arm, prompt: PromptRounds) -> None:
         raise ValueError
 
 
-def _from_rounds(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
+def _from_rounds(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
     pairs = list(zip(row["num_drafted"], row["num_accepted"], strict=True))
     if any(not 0 <= accepted <= drafted <= MAX_NUM_DRAFT_TOKENS for drafted, accepted in pairs):
         raise ValueError
     counts = RoundCounts.of(pairs, row["num_truncated_rounds"], row["num_generated_tokens"])
-    return Arm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], counts)
+    return RecordedArm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], counts)
 
 
-def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
+def _from_origins(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
     """A round consists of its accepted tokens and the correction or bonus after them. Accepted tokens at the end
     without either belong to a round that was cut short. The counts tell how many tokens were drafted after a rejected
     one."""
@@ -244,7 +249,7 @@ def _from_origins(row: dict[str, Any]) -> tuple[Arm, PromptRounds]:
     counts = RoundCounts(
         counts.accepted, tuple(stats["drafted_histogram"]), full, counts.num_truncated, counts.num_generated_tokens
     )
-    arm = Arm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
+    arm = RecordedArm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
     return arm, PromptRounds(row["index"], row.get("category"), counts)
 
 
@@ -268,4 +273,4 @@ def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> Ro
         PromptRounds(index, None, RoundCounts.of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
         for index, rounds in enumerate(found.prompts)
     )
-    return RoundsFile({Arm(k=k): prompts}, tuple(notes))
+    return RoundsFile({RecordedArm(k=k): prompts}, tuple(notes))

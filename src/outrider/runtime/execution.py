@@ -1,8 +1,9 @@
 """Executions: ways to run the same functions of tensors.
 
 A *step* is a pure function (lm, *static, *arguments) -> tensors, where static values are hashable and arguments hold
-tensors: a forward with what is drawn from it, or with the verdict on it. ``Eager`` just calls it; ``Prepared`` is what
-those have in common that make something of it first, once for each static value and shape (outrider.compile).
+tensors: a forward with what is drawn from it, or with the verdict on it. ``EagerExecution`` just calls it;
+``PreparedExecution`` is what those have in common that make something of it first, once for each static value and shape
+(outrider.compile).
 
 So that few shapes occur, an execution also says to which sizes lengths and rows are rounded up.
 
@@ -86,7 +87,7 @@ class Execution(Protocol):
         ...
 
 
-class Eager:
+class EagerExecution:
     """Runs steps as they are written."""
 
     name = "eager"
@@ -151,7 +152,7 @@ class Program(Protocol):
     def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
 
 
-class Prepared(ABC):
+class PreparedExecution(ABC):
     """Runs steps as programs, which are made when they are first needed. For one model.
 
     Lengths and rows are rounded up to powers of two. Of more than MOST_PROGRAMS programs, those go that were not used

@@ -25,7 +25,7 @@ from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
-from outrider.runtime.execution import Eager, Execution, Step
+from outrider.runtime.execution import EagerExecution, Execution, Step
 from outrider.runtime.hidden_states import noted_states
 from outrider.runtime.mixers import noted, token_by_token, with_finite_numbers
 
@@ -57,7 +57,7 @@ class LM:
         self.name = name
         self.vocab_size = vocab_size
         self.context_len = context_len
-        self.execution: Execution = Eager()
+        self.execution: Execution = EagerExecution()
         self.lock = threading.RLock()
         self.device = next(model.parameters()).device
         # Quantized weights are whole numbers; what masks must match is the type of the activations.
@@ -77,7 +77,7 @@ class LM:
 
     def eager(self) -> LM:
         """This model, its steps run as they are written."""
-        return self.with_execution(Eager())
+        return self.with_execution(EagerExecution())
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,7 +19,7 @@ from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
-from outrider.scoring.teacher_forcing import Forced, Text, sums_by_text
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 from outrider.stats.intervals import Interval, bounded_mean
 
 
@@ -69,7 +69,7 @@ def measure_alpha(
         raise PromptError("no text has two tokens or more, so there is no token to judge")
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
 
-    def agreement(p: Forced, q: Forced) -> Tensor:
+    def agreement(p: ForcedTokens, q: ForcedTokens) -> Tensor:
         return torch.stack([overlap(p.probs(setting), q.probs(setting)) for setting in settings])
 
     sums = sums_by_text((target, draft), texts, agreement, batch_size=batch_size, settings=settings, on_done=on_done)

@@ -39,7 +39,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class ForcedTokens:
     """M tokens of texts, with the model's logits before each.
 
     Attributes:
@@ -72,7 +72,7 @@ class Forced:
 
 
 @torch.inference_mode()
-def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> Iterator[Forced]:
+def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> Iterator[ForcedTokens]:
     """Judge texts, a chunk of columns at a time; chunks without a token to judge are left out.
 
     Within a chunk tokens are ordered by text and position; so are the chunks. For the same texts two models give the
@@ -80,7 +80,7 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
 
     Args:
         texts: each at most one token longer than the model's context: the last token is judged, and not fed.
-        settings: sampling options that ``Forced.probs`` will be asked for.
+        settings: sampling options that ``ForcedTokens.probs`` will be asked for.
 
     Raises:
         NumericsError: the model has no distribution for a token to judge. As in plain decoding, that depends on the
@@ -122,7 +122,7 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
         history = steps.map(lambda values: values[:, -1])
         if has_any:
             rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_judged)
-            yield Forced(
+            yield ForcedTokens(
                 rows=rows[is_judged],
                 ids=following[is_judged],
                 logits=logits[is_judged],
@@ -148,7 +148,7 @@ def sums_by_text(
 
     Args:
         texts: each with a token to judge; no longer than ``force`` takes.
-        measure: from a ``Forced`` of each model for the same M tokens, S numbers for each token. [S, M]
+        measure: from a ``ForcedTokens`` of each model for the same M tokens, S numbers for each token. [S, M]
         settings: of which it asks the probabilities.
         on_done: called with the number of texts just done, for a progress bar.
 

@@ -30,12 +30,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve.connections import network_of
-from outrider.serve.engine_thread import Worker
+from outrider.serve.engine_thread import EngineThread
 from outrider.serve.fair_queue import TurnsPool
 from outrider.serve.http_errors import Refusal, refusal_of, unavailable
 from outrider.serve.prepare import Parsed, Preparer
 from outrider.serve.race import Race, choices, parse_race, streamed_race
-from outrider.serve.streaming import Prepared, begin, ended, streamed, until_disconnect, whole
+from outrider.serve.streaming import PreparedRequest, begin, ended, streamed, until_disconnect, whole
 from outrider.text.constraint_check import Reading
 
 _LOG = logging.getLogger("outrider.serve")
@@ -56,7 +56,7 @@ class App:
 
     preparer: Preparer
 
-    def __init__(self, worker: Worker, names: tuple[str, ...], api_keys: tuple[str, ...]) -> None:
+    def __init__(self, worker: EngineThread, names: tuple[str, ...], api_keys: tuple[str, ...]) -> None:
         self._worker, self._names, self._num_keys = worker, names, len(api_keys)
         self._num_races = 0
         self._created = int(time.time())
@@ -115,7 +115,7 @@ class App:
         host, _ = scope.get("client") or ("", 0)
         return f"{network_of(host)} {digest}"
 
-    async def answer(self, prepared: Prepared, client: str, send: Send) -> None:
+    async def answer(self, prepared: PreparedRequest, client: str, send: Send) -> None:
         begun = await begin(self._worker, prepared, client)
         try:
             if not prepared.ask.is_stream:

@@ -29,7 +29,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredTokens:
     """Tokens with their log-probabilities; the first of a prompt has none."""
 
     token_ids: Sequence[int]
@@ -64,13 +64,15 @@ class Form(Protocol):
     chunk_kind: str
     id_prefix: str
 
-    def whole(self, index: int, text: str, judged: Judged | None, reason: FinishReason) -> dict[str, Any]: ...
+    def whole(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]: ...
 
     def begin(self, index: int) -> dict[str, Any] | None:
         """The first chunk, before there is text."""
         ...
 
-    def part(self, index: int, text: str, judged: Judged | None, reason: FinishReason | None) -> dict[str, Any]: ...
+    def part(
+        self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason | None
+    ) -> dict[str, Any]: ...
 
 
 class CompletionForm:
@@ -83,13 +85,13 @@ class CompletionForm:
         self._tokens = tokens
         self._offsets: dict[int, int] = {}
 
-    def whole(self, index: int, text: str, judged: Judged | None, reason: FinishReason) -> dict[str, Any]:
+    def whole(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
         return self.part(index, text, judged, reason)
 
     def begin(self, index: int) -> None:
         return None
 
-    def part(self, index: int, text: str, judged: Judged | None, reason: FinishReason | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
@@ -97,7 +99,7 @@ class CompletionForm:
             "finish_reason": None if reason is None else _FINISH[reason],
         }
 
-    def _logprobs(self, index: int, judged: Judged) -> dict[str, Any]:
+    def _logprobs(self, index: int, judged: ScoredTokens) -> dict[str, Any]:
         texts, values, tops, offsets = [], [], [], []
         offset = self._offsets.get(index, 0)
         for token_id, logprob in zip(judged.token_ids, judged.logprobs, strict=True):
@@ -128,7 +130,7 @@ class ChatForm:
     def __init__(self, tokens: TokenTexts) -> None:
         self._tokens = tokens
 
-    def whole(self, index: int, text: str, judged: Judged | None, reason: FinishReason) -> dict[str, Any]:
+    def whole(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -140,7 +142,7 @@ class ChatForm:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def part(self, index: int, text: str, judged: Judged | None, reason: FinishReason | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
         return {
             "index": index,
             "delta": {"content": text} if text else {},
@@ -148,7 +150,7 @@ class ChatForm:
             "finish_reason": None if reason is None else _FINISH[reason],
         }
 
-    def _logprobs(self, judged: Judged | None) -> dict[str, Any] | None:
+    def _logprobs(self, judged: ScoredTokens | None) -> dict[str, Any] | None:
         if judged is None:
             return None
         content = []

@@ -24,13 +24,13 @@ from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import Schedule
 from outrider.errors import CompileError, NumericsError, OutriderError
 from outrider.records import Chunk, Round, Timing, TokenLogprob
-from outrider.request_state import Job, chunk_of
+from outrider.request_state import RequestState, chunk_of
 from outrider.serve.fair_queue import Turns
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.http_errors import Refusal, unavailable
 from outrider.serve.metrics import Metrics
-from outrider.serve.pending import Event, Ticket, TicketRow, Work, arrival
-from outrider.serve.quota import Room
+from outrider.serve.pending import EngineTask, Event, Ticket, TicketRow, arrival
+from outrider.serve.quota import Quota
 from outrider.serve.scoring import prompt_logprobs
 
 _LOG = logging.getLogger("outrider.serve")
@@ -44,7 +44,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 _Step = TypeVar("_Step")
 
 
-class Worker:
+class EngineThread:
     """Requests in, chunks out. All methods are for the event loop, but for those named ``_on_thread``, and ``join``.
 
     Attributes:
@@ -65,7 +65,7 @@ class Worker:
         *,
         num_slots: int,
         context_len: int,
-        room: Room,
+        room: Quota,
         waiting: Turns[TicketRow],
         queue_timeout_s: float,
         metrics: Metrics,
@@ -87,9 +87,9 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._rows: dict[int, TicketRow] = {}  # those that have a slot, by the engine's numbers
         self._row_s = 0.0  # that a row keeps its slot, about
-        self._works_on_thread: Turns[Work] = Turns()
-        self._alone_on_thread: Turns[Work] = Turns()  # that wait for the one among the works to end
-        self._running_alone: Work | None = None
+        self._works_on_thread: Turns[EngineTask] = Turns()
+        self._alone_on_thread: Turns[EngineTask] = Turns()  # that wait for the one among the works to end
+        self._running_alone: EngineTask | None = None
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Begin to load. Both are called in the event loop, which must be running."""
@@ -139,7 +139,7 @@ class Worker:
         self._check_room(1, client)
         return self._room.place(client)
 
-    def submit(self, jobs: Sequence[Job], client: str, priority: int) -> Ticket:
+    def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
         """Queue rows. ``close`` must be called when they are done with.
 
         Raises:
@@ -188,14 +188,14 @@ class Worker:
 
         Args:
             is_taken: it is part of a request that has been taken.
-            is_alone: see ``Work``.
+            is_alone: see ``EngineTask``.
 
         Raises:
             Refusal: not ready, or the queue is full; or it has waited too long.
         """
         if not is_taken:
             self._check_room(1, client)
-        work = Work(steps, client, time.perf_counter(), is_alone)
+        work = EngineTask(steps, client, time.perf_counter(), is_alone)
         self._room.works.add(work)
         waiting = self._alone_on_thread if is_alone else self._works_on_thread
         self._inbox.put(lambda: waiting.push(work, client))

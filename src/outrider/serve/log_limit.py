@@ -9,7 +9,7 @@ _EVERY_S = 60.0
 _MOST_IN_TIME = 5
 
 
-class FewLikeIt(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Passes a few warnings and errors a minute of those made from one message. The next line gives the number of the
     others."""
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from outrider.decoding.engine import Load
 from outrider.records import Chunk, Stats, Timing
-from outrider.request_state import Job
+from outrider.request_state import RequestState
 from outrider.serve.pending import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -57,7 +57,7 @@ class Metrics(Collector):
         """A row has its slot, so long after it was submitted."""
         self._queue.add(seconds)
 
-    def count_first(self, chunk: Chunk, job: Job, times: Times) -> None:
+    def count_first(self, chunk: Chunk, job: RequestState, times: Times) -> None:
         """A row has its first chunk."""
         self._num_prompt_tokens += job.num_prompt_tokens
         self._num_cached_tokens += chunk.num_cached_tokens

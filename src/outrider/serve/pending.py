@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.records import Chunk
-from outrider.request_state import Job
+from outrider.request_state import RequestState
 
 _KEEP_ALIVE_S = 15.0
 
@@ -63,7 +63,7 @@ class Ticket:
         has_begun: a row of it has had a slot.
     """
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RequestState]
     client: str
     priority: int
     submitted_s: float
@@ -86,7 +86,7 @@ class TicketRow:
     which: int
 
     @property
-    def job(self) -> Job:
+    def job(self) -> RequestState:
         return self.ticket.jobs[self.which]
 
     @property
@@ -95,7 +95,7 @@ class TicketRow:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class EngineTask:
     """Something else that the worker does, a step between two rounds: scoring a prompt, a race.
 
     Attributes:

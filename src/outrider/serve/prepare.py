@@ -10,12 +10,12 @@ from typing import Any
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.options import CONSTRAINTS
-from outrider.request_state import Job
+from outrider.request_state import RequestState
 from outrider.serve.completion_json import ChatForm, CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.protocol import Ask, parse_body, parse_chat, parse_completions, parse_messages
-from outrider.serve.streaming import Prepared
+from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_completions, parse_messages
+from outrider.serve.streaming import PreparedRequest
 from outrider.text.constraint_check import Reading
 from outrider.text.structure import rehearse
 from outrider.text.tokenizer import Prompt, encode
@@ -34,7 +34,7 @@ class Parsed:
             some error.
     """
 
-    ask: Ask
+    ask: ParsedRequest
     prepare: Callable[[Reading], Any]
 
 
@@ -64,12 +64,12 @@ class Preparer:
         object.__setattr__(self, "most_bytes", self.capacity * max(longest, _LEAST_BYTES_A_TOKEN))
 
     def completions(self, body: bytes) -> Parsed:
-        """To a ``Prepared``. Raises Refusal."""
+        """To a ``PreparedRequest``. Raises Refusal."""
         ask = parse_completions(parse_body(body))
         return Parsed(ask, lambda reading: self._prepare(ask, CompletionForm, reading))
 
     def chat(self, body: bytes) -> Parsed:
-        """To a ``Prepared``. Raises Refusal."""
+        """To a ``PreparedRequest``. Raises Refusal."""
         ask = parse_chat(parse_body(body))
         return Parsed(ask, lambda reading: self._prepare(ask, ChatForm, reading))
 
@@ -142,14 +142,14 @@ class Preparer:
             raise Refusal(f"tokens is a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}
 
-    def _prepare(self, ask: Ask, form: Callable[[TokenTexts], Form], reading: Reading) -> Prepared:
+    def _prepare(self, ask: ParsedRequest, form: Callable[[TokenTexts], Form], reading: Reading) -> PreparedRequest:
         model = self.check_model(ask.model)
         self._check_law(ask)
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
             message = f"a request of {len(ask.prompts) * ask.n} texts: this server takes {self.most_rows} at a time"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
         all_ids = [self.token_ids(prompt) for prompt in ask.prompts]
-        jobs: list[Job] = []
+        jobs: list[RequestState] = []
         if ask.max_tokens != 0:
             try:
                 rehearse(ask.options, reading)
@@ -165,9 +165,9 @@ class Preparer:
             pairs = zip(ask.prompts, all_ids, strict=True)
             texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
         tokens = TokenTexts(self._tokenizer, ask.as_token_ids)
-        return Prepared(ask, all_ids, texts, jobs, form(tokens), model, self.fingerprint)
+        return PreparedRequest(ask, all_ids, texts, jobs, form(tokens), model, self.fingerprint)
 
-    def _job(self, ask: Ask, ids: list[int], max_tokens: int, choice: int) -> Job:
+    def _job(self, ask: ParsedRequest, ids: list[int], max_tokens: int, choice: int) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
         job = self.decoder.job(ids, {**ask.options, **own})
@@ -175,7 +175,7 @@ class Preparer:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job
 
-    def _check_law(self, ask: Ask) -> None:
+    def _check_law(self, ask: ParsedRequest) -> None:
         own = self.decoder.acceptance
         if ask.acceptance not in (None, own):
             raise Refusal(
@@ -204,7 +204,7 @@ class Preparer:
         return text
 
 
-def named_refusal(ask: Ask, error: Exception) -> Refusal:
+def named_refusal(ask: ParsedRequest, error: Exception) -> Refusal:
     """Of an error of the library, with the name that the request has for the option."""
     refusal = refusal_of(error)
     if refusal.param in CONSTRAINTS:

@@ -25,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat goes on as long 
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """A request for text, checked as far as it can be without the models.
 
     Attributes:
@@ -78,7 +78,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_completions(body: Mapping[str, Any]) -> Ask:
+def parse_completions(body: Mapping[str, Any]) -> ParsedRequest:
     """The body of ``/v1/completions``. Raises Refusal."""
     logprobs = _integer(body, "logprobs", 0, _MOST_LOGPROBS)
     echo = _flag(body, "echo")
@@ -93,7 +93,7 @@ def parse_completions(body: Mapping[str, Any]) -> Ask:
     )
 
 
-def parse_chat(body: Mapping[str, Any]) -> Ask:
+def parse_chat(body: Mapping[str, Any]) -> ParsedRequest:
     """The body of ``/v1/chat/completions``. Raises Refusal."""
     top = _integer(body, "top_logprobs", 0, _MOST_LOGPROBS)
     has_logprobs = _flag(body, "logprobs")
@@ -119,7 +119,7 @@ def _parse(
     echo: bool,
     least_tokens: int,
     default_tokens: int | None,
-) -> Ask:
+) -> ParsedRequest:
     check_names(body, kind)
     names = given_names(body)
     n = _integer(body, "n", 1, MOST_CHOICES) or 1
@@ -143,7 +143,7 @@ def _parse(
         raise Refusal("stream_options is an object", param="stream_options")
     k = _integer(body, "num_draft_tokens", 0, None)
     has_draft = body.get("draft") is None or _flag(body, "draft")
-    return Ask(
+    return ParsedRequest(
         model=_text(body, "model"),
         prompts=prompts,
         n=n,

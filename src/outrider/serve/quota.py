@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from outrider.serve.http_errors import too_many, unavailable
-from outrider.serve.pending import Ticket, Work
+from outrider.serve.pending import EngineTask, Ticket
 
 _SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
 
 
-class Room:
+class Quota:
     """The requests that have not ended.
 
     Args:
@@ -29,7 +29,7 @@ class Room:
     def __init__(self, most_rows: int, most_of_one: int | None) -> None:
         self.most_of_one = math.ceil(_SHARE_OF_ONE * most_rows) if most_of_one is None else min(most_of_one, most_rows)
         self.tickets: set[Ticket] = set()
-        self.works: set[Work] = set()
+        self.works: set[EngineTask] = set()
         self._most_rows = most_rows
         self._places: list[str] = []  # the clients of requests that are being prepared
 

@@ -20,7 +20,7 @@ from outrider.sampling.rules import RULES
 from outrider.serve.completion_json import DONE, KEEP_ALIVE, event
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.prepare import Parsed, Preparer, named_refusal
-from outrider.serve.protocol import Ask, parse_body, parse_completions
+from outrider.serve.protocol import ParsedRequest, parse_body, parse_completions
 from outrider.text.constraint_check import Reading
 from outrider.text.structure import rehearse
 
@@ -63,7 +63,7 @@ def parse_race(preparer: Preparer, content: bytes) -> Parsed:
     return Parsed(ask, lambda reading: _prepare(preparer, ask, name, reading))
 
 
-def _prepare(preparer: Preparer, ask: Ask, name: Any, reading: Reading) -> Race:
+def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading) -> Race:
     """
     Args:
         name: of the drafter.

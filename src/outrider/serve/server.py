@@ -15,12 +15,12 @@ from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.serve.app import App
 from outrider.serve.connections import BACKLOG, Connection
-from outrider.serve.engine_thread import Worker
+from outrider.serve.engine_thread import EngineThread
 from outrider.serve.fair_queue import Turns
 from outrider.serve.http_errors import unavailable
 from outrider.serve.metrics import Metrics
 from outrider.serve.prepare import Preparer
-from outrider.serve.quota import Room
+from outrider.serve.quota import Quota
 
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
@@ -71,14 +71,14 @@ class Server:
         load: Callable[[], Decoder],
         options: ServerOptions,
         listener: socket.socket,
-        on_ready: Callable[[Worker], None] = lambda worker: None,
+        on_ready: Callable[[EngineThread], None] = lambda worker: None,
     ) -> None:
         self._options, self._listener, self._on_ready = options, listener, on_ready
-        self.worker = Worker(
+        self.worker = EngineThread(
             load,
             num_slots=options.num_slots,
             context_len=options.context_len,
-            room=Room(options.num_slots + options.max_queue, options.max_per_client),
+            room=Quota(options.num_slots + options.max_queue, options.max_per_client),
             waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
             queue_timeout_s=options.queue_timeout_s,
             metrics=Metrics(lambda: self.worker.load, options.names[0]),

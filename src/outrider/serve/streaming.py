@@ -17,12 +17,12 @@ from starlette.types import Receive
 
 from outrider.errors import OutriderError
 from outrider.records import Chunk, Completion, FinishReason
-from outrider.request_state import Job, completion_of
-from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, Judged, event
-from outrider.serve.engine_thread import Worker
+from outrider.request_state import RequestState, completion_of
+from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, ScoredTokens, event
+from outrider.serve.engine_thread import EngineThread
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.pending import Ticket, arrival
-from outrider.serve.protocol import Ask
+from outrider.serve.protocol import ParsedRequest
 from outrider.serve.usage import metrics_of, timings_of, usage_of
 
 _LOG = logging.getLogger("outrider.serve")
@@ -31,7 +31,7 @@ _Item = tuple[int, Chunk] | None  # a row's next chunk; nothing for a while
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request, ready for the worker.
 
     Attributes:
@@ -41,10 +41,10 @@ class Prepared:
         head: what all answers to it say of themselves.
     """
 
-    ask: Ask
+    ask: ParsedRequest
     prompt_ids: list[list[int]]
     prompt_texts: list[str]
-    jobs: list[Job]
+    jobs: list[RequestState]
     form: Form
     model: str
     fingerprint: str
@@ -66,7 +66,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class AcceptedRequest:
     """A request that the worker has taken.
 
     Attributes:
@@ -74,9 +74,9 @@ class Begun:
         max_k: the most tokens drafted in a round for rows without a K of their own.
     """
 
-    prepared: Prepared
+    prepared: PreparedRequest
     ticket: Ticket
-    scored: list[Judged]
+    scored: list[ScoredTokens]
     max_k: int
 
     @property
@@ -85,7 +85,7 @@ class Begun:
         return len(self.prepared.jobs) == 1
 
 
-async def begin(worker: Worker, prepared: Prepared, client: str) -> Begun:
+async def begin(worker: EngineThread, prepared: PreparedRequest, client: str) -> AcceptedRequest:
     """Queue the rows, and score the prompts where log-probabilities are echoed. The caller closes the ticket. Raises
     Refusal."""
     ticket, scored = worker.submit(prepared.jobs, client, prepared.ask.priority), []
@@ -96,11 +96,11 @@ async def begin(worker: Worker, prepared: Prepared, client: str) -> Begun:
         except BaseException:
             worker.close(ticket)
             raise
-        scored = [Judged(ids, [None, *own]) for ids, own in zip(prepared.prompt_ids, found, strict=True)]
-    return Begun(prepared, ticket, scored, worker.schedule.max_k)
+        scored = [ScoredTokens(ids, [None, *own]) for ids, own in zip(prepared.prompt_ids, found, strict=True)]
+    return AcceptedRequest(prepared, ticket, scored, worker.schedule.max_k)
 
 
-async def ended(begun: Begun) -> None:
+async def ended(begun: AcceptedRequest) -> None:
     """Gather all chunks. Raises the error of a row."""
     async for item in _events(begun):
         if item is not None:
@@ -108,7 +108,7 @@ async def ended(begun: Begun) -> None:
             begun.prepared.jobs[which].chunks.append(chunk)
 
 
-def whole(begun: Begun) -> dict[str, Any]:
+def whole(begun: AcceptedRequest) -> dict[str, Any]:
     """The answer in one piece. (With log-probabilities of a long text it takes its time: not for the event loop.)"""
     prepared = begun.prepared
     completions = [completion_of(job) for job in prepared.jobs]
@@ -120,13 +120,13 @@ def whole(begun: Begun) -> dict[str, Any]:
             continue
         one = completions[index]
         if one.logprobs is not None:
-            judged = _joined(judged, Judged(one.token_ids, one.logprobs))
+            judged = _joined(judged, ScoredTokens(one.token_ids, one.logprobs))
         choice = prepared.form.whole(index, echo + one.text, judged, one.finish_reason)
         choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
     return prepared.head(is_chunk=False) | {"choices": choices} | _totals(begun, completions)
 
 
-async def streamed(begun: Begun) -> AsyncIterator[bytes]:
+async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
     """The answer in server-sent events, an error among them.
 
     Raises:
@@ -162,7 +162,7 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
             prepared.jobs[which].chunks.append(chunk)
             num_generated += len(chunk.token_ids)
             if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                judged = None if chunk.logprobs is None else Judged(chunk.token_ids, chunk.logprobs)
+                judged = None if chunk.logprobs is None else ScoredTokens(chunk.token_ids, chunk.logprobs)
                 choice = form.part(which, chunk.text, judged, chunk.finish_reason)
                 # The row may be further than this chunk.
                 stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
@@ -179,7 +179,7 @@ async def streamed(begun: Begun) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _events(begun: Begun) -> AsyncIterator[_Item]:
+async def _events(begun: AcceptedRequest) -> AsyncIterator[_Item]:
     """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
     num_open = len(begun.ticket.jobs)
     while num_open:
@@ -204,19 +204,19 @@ async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIte
         yield item
 
 
-def _echoed(begun: Begun, index: int) -> tuple[str, Judged | None]:
+def _echoed(begun: AcceptedRequest, index: int) -> tuple[str, ScoredTokens | None]:
     """The prompt as the beginning of a choice."""
     ask, at = begun.prepared.ask, index // begun.prepared.ask.n
     return (begun.prepared.prompt_texts[at] if ask.echo else "", begun.scored[at] if begun.scored else None)
 
 
-def _joined(first: Judged | None, second: Judged) -> Judged:
+def _joined(first: ScoredTokens | None, second: ScoredTokens) -> ScoredTokens:
     if first is None:
         return second
-    return Judged([*first.token_ids, *second.token_ids], [*first.logprobs, *second.logprobs])
+    return ScoredTokens([*first.token_ids, *second.token_ids], [*first.logprobs, *second.logprobs])
 
 
-def _totals(begun: Begun, completions: list[Completion]) -> dict[str, Any]:
+def _totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, Any]:
     """Usage, and what became of the drafts."""
     prepared = begun.prepared
     num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])
@@ -229,7 +229,7 @@ def _totals(begun: Begun, completions: list[Completion]) -> dict[str, Any]:
     return {"usage": usage, "metrics": metrics, **_timings(begun)}
 
 
-def _timings(begun: Begun) -> dict[str, Any]:
+def _timings(begun: AcceptedRequest) -> dict[str, Any]:
     """Of one text that has ended."""
     return {"timings": timings_of(completion_of(begun.prepared.jobs[0]), begun.ticket.times[0])}
 

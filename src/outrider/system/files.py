@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import FileError
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def check_writable(path: Path) -> None:
         if not os.access(path, os.W_OK):
             raise FileError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
         return
-    path = here().own_path(path).resolve()
+    path = current_ranks().own_path(path).resolve()
     existed = path.exists()
     try:
         path.open("a").close()
@@ -67,7 +67,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     Of several who write the same file at once the last one wins. They may be threads, or processes that share the
     folder and nothing else, so the part has a name drawn at random.
     """
-    if not here().is_first:
+    if not current_ranks().is_first:
         return
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     stream = open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode))
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         if _is_stream(path):
-            if here().is_first:
+            if current_ranks().is_first:
                 with path.open("ab") as stream:
                     stream.write(text.encode())
         else:
@@ -127,7 +127,7 @@ def cache_folder(name: str) -> Path:
 
 def keep_in_cache(path: Path, data: bytes) -> None:
     """Keep what can be made again; where that is not possible, go on without."""
-    if not here().is_first:
+    if not current_ranks().is_first:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from outrider.system.files import write_whole
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 32  # of SHA-256
@@ -60,7 +60,7 @@ class PrivateFolder:
 
     def keep(self, name: str, data: bytes) -> None:
         """Keep what can be made again, with its checksum; where that is not possible, go on without."""
-        if not here().is_first:
+        if not current_ranks().is_first:
             return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

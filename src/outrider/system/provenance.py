@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 
 def provenance(device: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def provenance(device: str) -> dict[str, Any]:
         "processor": processor_name(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device,
         "num_threads": torch.get_num_threads(),
-        "num_processes": here().size,
+        "num_processes": current_ranks().size,
         "argv": sys.argv[1:],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -116,7 +116,7 @@ class Ranks:
 _ranks = Ranks()
 
 
-def here() -> Ranks:
+def current_ranks() -> Ranks:
     """The job that this process has joined; until then it is alone."""
     return _ranks
 
@@ -181,7 +181,7 @@ class Agreement:
 
     def note(self, value: object) -> None:
         """Something that must be the same in all processes; its ``repr`` is compared at the next check."""
-        if here().size > 1:
+        if current_ranks().size > 1:
             self._checksum = zlib.crc32(repr(value).encode(), self._checksum)
 
     def check(self, report: Tensor) -> None:
@@ -194,7 +194,7 @@ class Agreement:
             RankError: they differ.
             KeyboardInterrupt: one of them was interrupted; so all are, at the same place.
         """
-        ranks = here()
+        ranks = current_ranks()
         if ranks.size == 1:
             return
         import torch

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.context_limit import encode_all, tell_room
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -49,7 +50,6 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.prompt_file import read_prompts
-from outrider.cli.shared.room import encode_all, tell_room
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.certify.certificate import Certificate, ControlReport
-    from outrider.certify.job import Job
+    from outrider.certify.job import CertifyTask
     from outrider.certify.run import Pilot
     from outrider.decoder import Decoder
 
@@ -180,7 +180,7 @@ def job_of(
     level: float,
     batch_size: int,
     seed: int,
-) -> tuple[Decoder, Job]:
+) -> tuple[Decoder, CertifyTask]:
     """The job to certify. A limit beyond the context is reported.
 
     Args:
@@ -191,13 +191,13 @@ def job_of(
     """
     from dataclasses import replace
 
-    from outrider.certify.job import Job
+    from outrider.certify.job import CertifyTask
     from outrider.text.example_prompts import PROMPTS
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
     prompts = encode_all(decoder, PROMPTS if texts is None else texts)
-    job = Job(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
+    job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
     has_less = decoder.context_len < decoder.target.context_len
     shortest = decoder.drafter.name if has_less else decoder.target.name
     tell_room(shortest, decoder.context_len, prompts, options["max_new_tokens"])
@@ -217,7 +217,7 @@ def _checksum(prompts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()
 
 
-def _num_tokens(job: Job, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:
+def _num_tokens(job: CertifyTask, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:
     if detect_tv is None:
         return pilot.num_tokens_for(budget_s)
     if job.is_greedy:
@@ -250,7 +250,7 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _show(console: Console, job: Job, draft: str, certificate: Certificate) -> None:
+def _show(console: Console, job: CertifyTask, draft: str, certificate: Certificate) -> None:
     from outrider.bench.report import new_table
     from outrider.certify.exact import comparisons
 

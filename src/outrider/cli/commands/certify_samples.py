@@ -46,7 +46,7 @@ from outrider.errors import FileError, OptionError, PromptError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.certify.samples import Sample, SamplesReport
+    from outrider.certify.samples import SampledText, SamplesReport
     from outrider.decoder import Decoder
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
@@ -110,7 +110,9 @@ def certify_samples(
     exit_with(report.verdict)
 
 
-def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions) -> Iterator[Sample]:
+def _samples(
+    decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions
+) -> Iterator[SampledText]:
     """Token ids and options of each line.
 
     Args:
@@ -119,7 +121,7 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
     Raises:
         FileError: an option or a prompt of a line is not possible.
     """
-    from outrider.certify.samples import Sample
+    from outrider.certify.samples import SampledText
     from outrider.options import Sampling
 
     for line in lines:
@@ -137,12 +139,12 @@ def _samples(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling
         except (OptionError, PromptError) as error:
             raise FileError(f"{where}: {error}") from None
         if isinstance(line.output, tuple):
-            yield Sample(line.number, prompt_ids, line.output, law)
+            yield SampledText(line.number, prompt_ids, line.output, law)
             continue
         # The last token of the prompt may include the first characters of the output: then it is judged too.
         differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
         num_shared = next(differing, len(prompt_ids))
-        yield Sample(line.number, whole[:num_shared], whole[num_shared:], law)
+        yield SampledText(line.number, whole[:num_shared], whole[num_shared:], law)
 
 
 def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> d
 def _judge(
     decoder: Decoder,
     file: Path,
-    samples: Sequence[Sample],
+    samples: Sequence[SampledText],
     level: float,
     wanted: float | None,
     seed: int,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.context_limit import tell_room
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -28,11 +29,10 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.room import tell_room
 from outrider.errors import OptionError, PromptError
 from outrider.records import Timing
 from outrider.system.files import check_writable, write_text
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -80,7 +80,7 @@ def compare(
 
     from outrider.bench.report import summarise
     from outrider.bench.run import Case, interleave, warm_up
-    from outrider.race.events import RaceTeller
+    from outrider.race.events import RaceEvents
 
     num_arms = 1 + len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
@@ -90,7 +90,7 @@ def compare(
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
     # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
-    teller, rounds = RaceTeller(arms, cases[0], options), []
+    teller, rounds = RaceEvents(arms, cases[0], options), []
 
     def record(arm: Arm, case: Case, chunk: Chunk) -> None:
         if html is not None:
@@ -144,7 +144,7 @@ def _show_race(
     elsewhere."""
     from outrider.bench.run import race
 
-    if here().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
+    if current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
         return _show_panels(console, arms, case, options, on_chunk)
     measurements = race(arms, case, options, on_chunk)
     for measurement in measurements:

@@ -16,7 +16,7 @@ from outrider.errors import CompileError, OptionError
 from outrider.options import Sampling, check_num_slots
 
 if TYPE_CHECKING:
-    from outrider.compile.service import Order
+    from outrider.compile.service import ProgramOrder
     from outrider.decoder import Decoder
 
 _MOST_PROCESSES = 4  # each holds about a gigabyte
@@ -73,19 +73,19 @@ def compile(
 
 def _compile(
     decoder: Decoder, chosen: list[Any], sampling: Sampling, num_slots: int, num_tokens: int
-) -> tuple[list[int], list[Order]]:
+) -> tuple[list[int], list[ProgramOrder]]:
     """Make the programs; and where K is to be chosen by costs, measure these. Returns the K, and the programs."""
     import torch
 
-    from outrider.compile.service import Maker
+    from outrider.compile.service import CompileService
     from outrider.decoding.cost_cache import costs_by_load
     from outrider.decoding.warm_up import rehearse
     from outrider.sampling.rules import RULES
 
     rule = RULES[decoder.acceptance]
-    orders: list[Order] = []
-    maker = Maker(on_order=orders.append, num_processes=min(_MOST_PROCESSES, torch.get_num_threads()))
-    beside = decoder.compiled(waits=False, maker=maker)
+    orders: list[ProgramOrder] = []
+    service = CompileService(on_order=orders.append, num_processes=min(_MOST_PROCESSES, torch.get_num_threads()))
+    beside = decoder.compiled(waits=False, service=service)
     wanted = {0, *(k for k in chosen if k != "auto")}
     if "auto" in chosen:
         wanted |= set(beside.target.execution.favoured_k)

@@ -35,7 +35,7 @@ from outrider.options import Sampling
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.evals.scores import ArmResult, Score, TaskResult, Verdict
+    from outrider.evals.scores import ArmResult, MetricScore, ScoreVerdict, TaskResult
 
 
 @flat
@@ -179,7 +179,7 @@ def _stats_json(arm: ArmResult | None) -> dict[str, Any] | None:
     return None if arm is None or arm.stats is None else arm.stats.to_json()
 
 
-def _table(scores: Sequence[Score], title: str, results: Sequence[TaskResult]) -> Table:
+def _table(scores: Sequence[MetricScore], title: str, results: Sequence[TaskResult]) -> Table:
     from outrider.bench.report import interval_text, new_table
 
     taus = {
@@ -210,7 +210,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _notes(scores: Sequence[Score], margin: float) -> list[str]:
+def _notes(scores: Sequence[MetricScore], margin: float) -> list[str]:
     """Notes that explain the table."""
     notes = []
     if any(score.paired for score in scores):
@@ -229,7 +229,7 @@ def _notes(scores: Sequence[Score], margin: float) -> list[str]:
     return notes
 
 
-def _verdict_text(overall: Verdict, margin: float) -> str:
+def _verdict_text(overall: ScoreVerdict, margin: float) -> str:
     """The two claims about all rows together."""
     counts = f"{overall.num_equivalent} of {overall.num_compared}"
     if overall.is_equivalent:

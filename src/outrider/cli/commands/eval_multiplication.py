@@ -20,7 +20,7 @@ from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
-    from outrider.evals.multiplication import Score
+    from outrider.evals.multiplication import SheetScore
 
 
 @flat
@@ -57,7 +57,7 @@ def multiplication(
         "speculative": replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k),
     }
     sheet = problems(num_prompts, seed)
-    scores: dict[str, Score] = {}
+    scores: dict[str, SheetScore] = {}
     with progress_bar("problems", len(arms) * num_prompts) as advance:
         for name, arm in arms.items():
             scores[name] = score(arm, sheet, batch_size=batch_size, on_solved=advance, **options)
@@ -102,7 +102,7 @@ def multiplication(
     write_json(json_target, "eval-multiplication", settings, body, decoder.target)
 
 
-def _score_json(result: Score) -> dict[str, Any]:
+def _score_json(result: SheetScore) -> dict[str, Any]:
     return {
         "num_solved": result.num_solved,
         "num_prompts": len(result.is_solved),

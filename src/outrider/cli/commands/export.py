@@ -21,8 +21,8 @@ from outrider.system.ranks import is_one_of_several
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.export.checks import Described
-    from outrider.export.engines import Engine, Handover
+    from outrider.export.checks import DescribedModel
+    from outrider.export.engines import Handover, ServingEngine
     from outrider.export.folder import Facts
     from outrider.export.laws import Outlook
     from outrider.replay.log_format import Header, Record
@@ -133,7 +133,7 @@ def export(
     write_json(json_target, "export", settings | {"draft_cost": draft_cost, "seed": seed, **asdict(sampling)}, body)
 
 
-def _check_sampling(to: str, engine: Engine, sampling: Sampling) -> None:
+def _check_sampling(to: str, engine: ServingEngine, sampling: Sampling) -> None:
     """Raises OptionError: the engine cannot sample like this with a draft, exactly."""
     for one in fields(SamplingOptions):
         value = getattr(sampling, one.name)
@@ -150,8 +150,8 @@ def _check_sampling(to: str, engine: Engine, sampling: Sampling) -> None:
 
 
 def _judge(
-    engine: Engine,
-    described: tuple[Described, Described],
+    engine: ServingEngine,
+    described: tuple[DescribedModel, DescribedModel],
     machine: MachineOptions,
     options: dict[str, Any],
     log: Path | None,
@@ -218,7 +218,7 @@ def _judge(
     return list(records), header, {key: by_draft_cost(one, draft_cost) for key, one in expected.items()}, basis
 
 
-def _setting(engine: Engine, outlooks: Mapping[str, Outlook], sampling: Sampling, k: int | None) -> str:
+def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: Sampling, k: int | None) -> str:
     """The engine's setting with the better law. If nothing is known of either, the first; at temperature 0, where all
     are the same, the one that keeps no probabilities."""
     if sampling.temperature == 0:
@@ -227,7 +227,7 @@ def _setting(engine: Engine, outlooks: Mapping[str, Outlook], sampling: Sampling
 
 
 def _show(
-    console: Console, engine: Engine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
+    console: Console, engine: ServingEngine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
 ) -> None:
     law = engine.laws[handover.setting]
     console.print(f"{engine.name} {engine.version}, {facts.target.spec.name} with {facts.draft.spec.name}: {output}")
@@ -247,7 +247,7 @@ def _show(
     console.print(f"  cd {output} && {engine.start}", style="bold", soft_wrap=True)
 
 
-def _outlook_json(engine: Engine, key: str, outlook: Outlook) -> dict[str, Any]:
+def _outlook_json(engine: ServingEngine, key: str, outlook: Outlook) -> dict[str, Any]:
     return {
         "setting": key or None,
         "law": engine.laws[key].name,

@@ -14,7 +14,8 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.completions import Finished, open_output
+from outrider.cli.shared.completions import FinishedPrompts, open_output
+from outrider.cli.shared.context_limit import tell_num_cut, tell_room
 from outrider.cli.shared.invalid_rows import InvalidRows
 from outrider.cli.shared.options import (
     EndOptions,
@@ -40,13 +41,12 @@ from outrider.cli.shared.prompt_file import open_prompts
 from outrider.cli.shared.prompt_order import Shard, by_length
 from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
-from outrider.cli.shared.room import tell_num_cut, tell_room
 from outrider.cli.shared.rows import Totals, made_of, row_of
-from outrider.cli.shared.workers import Setup, Worker, Workers
+from outrider.cli.shared.workers import LocalWorker, Setup, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.options import Sampling
 from outrider.records import Chunk, Stats, Timing
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,23 +128,25 @@ def generate(
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
         if lines is None:
-            workers = worker = Worker(setup, 1, end.max_new_tokens)
+            workers = worker = LocalWorker(setup, 1, end.max_new_tokens)
             console = console_for(json_target, has_colours=show_origin or None)
             _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
             invalid = InvalidRows(lines, skip_invalid)
             invalid.check(part.indices(len(lines)), partial(_check_own, setup))
-            finished = Finished(part.indices(len(lines)), bytearray(len(lines)))
+            finished = FinishedPrompts(part.indices(len(lines)), bytearray(len(lines)))
             write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
             if output is not None:
                 file = files.enter_context(open_output(output))
-                finished = here().of_first(partial(file.read_finished, lines, finished.indices, setup.settings))
+                finished = current_ranks().of_first(
+                    partial(file.read_finished, lines, finished.indices, setup.settings)
+                )
                 write = file.write
             finished.leave_out(invalid.reasons)
             totals.num_failed = finished.num_failed
             num_tokens = sum(setup.max_new_tokens(lines[index]) for index in finished.missing())
             if cluster.ray is None:
-                workers = Worker(setup, batch_size, num_tokens)
+                workers = LocalWorker(setup, batch_size, num_tokens)
             else:
                 many = open_ray_workers(cluster, setup, batch_size, finished.num_missing, num_tokens)
                 workers = files.enter_context(many)
@@ -167,7 +169,7 @@ def _read_prompt(argument: str | None) -> str:
         raise PromptError("there is no prompt: give one as an argument, pipe it in, or use --prompts FILE")
     else:
         try:
-            text = here().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
+            text = current_ranks().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
         except UnicodeDecodeError as error:
             raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
     if not text.strip():
@@ -183,7 +185,7 @@ def _check_own(setup: Setup, line: PromptLine) -> None:
     check_constraint(Sampling(**setup.options | line.options))
 
 
-def _lengths(workers: Workers, target: str, finished: Finished, invalid: InvalidRows) -> Sequence[int]:
+def _lengths(workers: Workers, target: str, finished: FinishedPrompts, invalid: InvalidRows) -> Sequence[int]:
     """Find out before the work what this target cannot take, and how long the prompts that are missing may become.
 
     Raises:
@@ -206,7 +208,7 @@ def _continue_all(
     setup: Setup,
     workers: Workers,
     invalid: InvalidRows,
-    finished: Finished,
+    finished: FinishedPrompts,
     num_slots: int,
     write: Callable[[str], None],
     totals: Totals,
@@ -291,12 +293,12 @@ def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
 
 def _tell_missing() -> None:
     """Report how many programs were not there before the text had ended."""
-    from outrider.compile.service import shared_maker
+    from outrider.compile.service import shared_service
 
-    maker = shared_maker(False)
-    if maker.num_open:
+    service = shared_service(False)
+    if service.num_open:
         print(
-            f"{maker.num_open} of {maker.num_orders} programs were not compiled by the end of the text: "
+            f"{service.num_open} of {service.num_orders} programs were not compiled by the end of the text: "
             "'outrider compile' makes them beforehand",
             file=sys.stderr,
         )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.context_limit import encode_all, tell_room
 from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.room import encode_all, tell_room
 
 if TYPE_CHECKING:
     from outrider.bench.run import Arm

@@ -15,7 +15,7 @@ from outrider.options import check_num_draft_tokens
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.bench.predicted_memory import Work
+    from outrider.bench.predicted_memory import Workload
     from outrider.models.registry import ModelSpec
 
 _MOST_DEVICES = 64
@@ -69,14 +69,14 @@ def models(
         console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
-        from outrider.bench.predicted_memory import Work
+        from outrider.bench.predicted_memory import Workload
         from outrider.models.loading import context_len, read_config
         from outrider.models.registry import resolve
 
         sizes = _numbers_of_devices(devices)
         specs = [resolve(name, models) for name in (target, draft) if name is not None]
         context = context or min(_USUAL_CONTEXT, *(context_len(read_config(spec)) for spec in specs))
-        work = Work(context, batch_size, num_draft_tokens)
+        work = Workload(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
         print_table(console, _predicted(rows, work), FILE_WIDTH)
         console.print("The total has the larger of prefill and verify; the process itself comes on top.", style="dim")
@@ -118,7 +118,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
         return None
     import torch
 
-    from outrider.models.cpu_weights import kept_type, thin
+    from outrider.models.cpu_weights import kept_type, narrowed
     from outrider.models.loading import read_config
     from outrider.models.placement import Placement, pick_device
 
@@ -133,7 +133,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
         return None
     if kept is None:
         return None
-    thin(bare, kept)
+    narrowed(bare, kept)
     return weights_bytes(bare, torch.float32)
 
 
@@ -165,7 +165,7 @@ def _numbers_of_devices(text: str) -> list[int]:
     return numbers
 
 
-def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
+def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
     """One model in every form: as it is, and quantized; on one device and on several."""
     import torch
 
@@ -214,7 +214,7 @@ def _forms(spec: ModelSpec, work: Work, dtype: str, sizes: list[int]) -> list[di
     return rows
 
 
-def _predicted(rows: list[dict[str, Any]], work: Work) -> Table:
+def _predicted(rows: list[dict[str, Any]], work: Workload) -> Table:
     table = _table(
         f"Predicted for each device, {work.num_rows} x {work.context} tokens, K = {work.k}",
         *("name", "form", "devices", "weights", "cache", "prefill", "verify", "total", "fits here alone"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.context_limit import encode_all, tell_room
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import (
     check_json_target,
@@ -24,7 +25,6 @@ from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.prompt_file import read_prompts
-from outrider.cli.shared.room import encode_all, tell_room
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.replay.log_format import Header, Record
-    from outrider.replay.plan import Choice, Costs
+    from outrider.replay.plan import Costs, PairChoice
     from outrider.stats.counts import RoundCounts
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
@@ -135,7 +135,7 @@ def plan(
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts, is_bounded = _counts(drafters, records, header, law, ks)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
-    results: list[tuple[Costs, list[Choice]]] = []
+    results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
     with progress_bar("timing rounds", len(settings) * NUM_STEPS) as advance:
         for setting in settings:
@@ -148,7 +148,7 @@ def plan(
     if is_bounded:
         console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
-    predicted: list[Choice] = []
+    predicted: list[PairChoice] = []
     is_interrupted = False
     if measure:
         setting, alone = next((costs.setting, found) for costs, found in results if costs.setting.num_rows == 1)
@@ -236,7 +236,7 @@ def _show(
     pair: PairOptions,
     options: Mapping[str, Any],
     costs: Costs,
-    found: Sequence[Choice],
+    found: Sequence[PairChoice],
     is_ours: bool,
 ) -> None:
     from outrider.bench.report import interval_text, new_table
@@ -301,7 +301,9 @@ def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int |
     return shlex.join(words)
 
 
-def _plot(path: Path, name: str, results: Sequence[tuple[Costs, list[Choice]]], measured: Sequence[ArmSummary]) -> None:
+def _plot(
+    path: Path, name: str, results: Sequence[tuple[Costs, list[PairChoice]]], measured: Sequence[ArmSummary]
+) -> None:
     from outrider.bench.plots import plot_plan
 
     lines: dict[str, list[tuple[int, float]]] = {}
@@ -313,7 +315,7 @@ def _plot(path: Path, name: str, results: Sequence[tuple[Costs, list[Choice]]], 
     plot_plan(lines, measured, path, f"{name}: predicted speed-up")
 
 
-def _setting_json(costs: Costs, found: Sequence[Choice]) -> dict[str, Any]:
+def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:
     best = found[0] if found[0].speed_up.value > 1 else None
     return {
         "num_rows": costs.setting.num_rows,
@@ -327,7 +329,7 @@ def _setting_json(costs: Costs, found: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _choice_json(one: Choice) -> dict[str, Any]:
+def _choice_json(one: PairChoice) -> dict[str, Any]:
     cost = {f"{name.removesuffix('_s')}_ms": 1e3 * seconds for name, seconds in asdict(one.cost).items()}
     return {
         "draft": one.draft,

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.context_limit import tell_room
 from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
 from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.prompt_row import PromptLine
-from outrider.cli.shared.room import tell_room
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.system.files import check_writable, write_text
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
@@ -95,7 +95,7 @@ def record(
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)
     is_interrupted = _write(decoder, writer, lines, inputs, labels, options, probs, batch_size)
-    log = here().of_first(lambda: Log.open(output))
+    log = current_ranks().of_first(lambda: Log.open(output))
     num_tokens = sum(line.num_tokens for line in log.lines)
     print(
         f"{len(log)} of {len(lines)} prompts, {num_tokens} tokens ({decoder.target.name}): {output}"

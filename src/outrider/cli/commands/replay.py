@@ -31,13 +31,13 @@ from outrider.cli.shared.pair_options import DraftOptions, set_threads
 from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import FileError, OptionError
 from outrider.system.files import check_writable
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
     from outrider.replay.log import Log
     from outrider.replay.log_format import Header, Record
-    from outrider.replay.replay import AlphaRange, Expected, Replayed, Summary
+    from outrider.replay.replay import AlphaRange, ExpectedRounds, ReplayedRecord, Summary
 
 
 _FORMATS = ("outrider", "tensors")
@@ -103,7 +103,7 @@ def replay(
     from outrider.replay.log import Log
     from outrider.replay.replay import LAWS, load_draft, summarise
     from outrider.replay.replay import replay as judge
-    from outrider.replay.rounds import Arm
+    from outrider.replay.rounds import RecordedArm
 
     if drafts.acceptance not in LAWS:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(LAWS)}")
@@ -135,10 +135,10 @@ def replay(
                 replayed = rounds.drawn(replayed, name)
             summaries.append(summarise(counted(replayed, advance), ks))
     if output is not None:
-        with here().own_path(output).open("w", encoding="utf-8") as stream:
+        with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
             rounds.write(stream, output_format, batch_size)
     arms = [
-        (Arm(name, k, drafts.acceptance), summary.expected[k])
+        (RecordedArm(name, k, drafts.acceptance), summary.expected[k])
         for name, summary in zip(names, summaries, strict=True)
         for k in ks
     ]
@@ -222,10 +222,10 @@ class _Rounds:
     seed: int
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def drawn(self, replayed: Iterator[Replayed], draft: str) -> Iterator[Replayed]:
+    def drawn(self, replayed: Iterator[ReplayedRecord], draft: str) -> Iterator[ReplayedRecord]:
         import numpy as np
 
-        from outrider.replay.rounds import Arm, round_row
+        from outrider.replay.rounds import RecordedArm, round_row
 
         for one in replayed:
             for k in self.ks:
@@ -238,7 +238,7 @@ class _Rounds:
                         "with --probs as large as the vocabulary",
                     )
                 rounds, is_truncated = law.draw(np.random.default_rng([self.seed, one.index, k]))
-                arm = Arm(draft, k, self.acceptance)
+                arm = RecordedArm(draft, k, self.acceptance)
                 num_tokens = len(law.num_drafted)
                 self.rows.append(round_row(arm, one.index, one.category, rounds, is_truncated, num_tokens))
             yield one
@@ -257,8 +257,8 @@ def _a_model(drafters: Sequence[Drafter]) -> Any:
     return next((lm for drafter in drafters for lm in drafter.models), None)
 
 
-def _expected_json(one: Expected) -> dict[str, Any]:
-    def of(side: Expected) -> dict[str, Any]:
+def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
+    def of(side: ExpectedRounds) -> dict[str, Any]:
         counts = side.counts
         return {
             "tau": side.tau and side.tau.to_json(),

@@ -18,7 +18,7 @@ from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
-    from outrider.serve.engine_thread import Worker
+    from outrider.serve.engine_thread import EngineThread
 
 _LOG = logging.getLogger("outrider.serve")
 _SERVER = "Server"
@@ -137,7 +137,7 @@ def serve(
     try:
         from outrider.serve.app import is_loopback
         from outrider.serve.connections import room_for_connections
-        from outrider.serve.log_limit import FewLikeIt
+        from outrider.serve.log_limit import RateLimitFilter
         from outrider.serve.server import Server, ServerOptions, listen
         from outrider.serve.startup_log import about
     except ModuleNotFoundError as error:
@@ -154,7 +154,7 @@ def serve(
     listener = listen(host, port)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
-    def on_ready(worker: Worker) -> None:
+    def on_ready(worker: EngineThread) -> None:
         for line in about(worker.decoder, worker.schedule, worker.num_slots, worker.capacity):
             _LOG.info("%s", line)
         _LOG.info("ready: %s/v1", url)
@@ -172,7 +172,7 @@ def serve(
         api_keys=keys,
         shutdown_timeout_s=shutdown_timeout,
     )
-    with listener, _log_on_stderr(FewLikeIt()):
+    with listener, _log_on_stderr(RateLimitFilter()):
         _LOG.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
         Server(load, options, listener, on_ready).run()
 

@@ -15,7 +15,7 @@ from outrider.cli.shared.prompt_file import PromptFile
 from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError
 from outrider.system.file_lock import is_regular, open_locked
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _ROW_BEGINS = b'{"index": '  # so does every line
 _ZERO = b"\0"  # never in a line, and left by a loss of power in place of what was written
@@ -23,7 +23,7 @@ _MISSING, _DONE, _LEFT_OUT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedPrompts:
     """The prompts that earlier runs have dealt with.
 
     Attributes:
@@ -63,7 +63,7 @@ def open_output(path: Path) -> Iterator[OutputFile]:
     Raises:
         FileError: it cannot be written, or another process is writing to it.
     """
-    path = here().own_path(path)
+    path = current_ranks().own_path(path)
     existed = path.exists()
     stream = open_locked(path)
     try:
@@ -107,7 +107,7 @@ class OutputFile:
 
     def read_finished(
         self, prompts: PromptFile, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
-    ) -> Finished:
+    ) -> FinishedPrompts:
         """Read how far earlier runs came. A last line that is half written, or has zeros in it, is cut off.
 
         Args:
@@ -120,7 +120,7 @@ class OutputFile:
         """
         finished = bytearray(len(prompts))
         if not is_regular(self._stream):
-            return Finished(indices, finished)
+            return FinishedPrompts(indices, finished)
         num_failed = num_bytes = 0
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -138,7 +138,7 @@ class OutputFile:
                 finished[index] = _DONE
                 num_failed += row.get("finish_reason") == "error"
                 num_bytes += len(line)
-        return Finished(indices, finished, num_failed)
+        return FinishedPrompts(indices, finished, num_failed)
 
     def _check(
         self,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.replay.log_format import Record
-    from outrider.replay.plan import Choice, Costs
+    from outrider.replay.plan import Costs, PairChoice
 
 _MEASURED_K = (1, 2, 4, 8)
 
@@ -25,7 +25,7 @@ _MEASURED_K = (1, 2, 4, 8)
 def run_pairs(
     decoder: Decoder,
     drafters: Mapping[str, Drafter],
-    found: Sequence[Choice],
+    found: Sequence[PairChoice],
     records: Sequence[Record],
     options: dict[str, Any],
     seed: int,
@@ -68,7 +68,7 @@ def run_pairs(
     return summarise(done, arms), costs
 
 
-def compare(console: Console, found: Sequence[Choice], measured: Sequence[ArmSummary]) -> None:
+def compare(console: Console, found: Sequence[PairChoice], measured: Sequence[ArmSummary]) -> None:
     """Predicted beside measured."""
     from outrider.bench.report import interval_text, new_table
 

@@ -15,7 +15,7 @@ from typing import IO
 from outrider.cli.shared.jsonl import parse_json, parse_row
 from outrider.cli.shared.prompt_row import PromptLine, prompt_of
 from outrider.errors import FileError
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ARRAY_BEGINS = re.compile(rb'\[\s*(["{\[\]]|$)')
@@ -122,7 +122,7 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
         try:
             stream: IO[bytes] = files.enter_context(path.open("rb"))
             if not stream.seekable():  # a pipe is read once, the prompts more often
-                if here().size > 1:
+                if current_ranks().size > 1:
                     raise FileError(f"cannot read {path}: several processes read the prompts: put them into a file")
                 copy = files.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(stream, copy)

@@ -23,10 +23,10 @@ import typer
 
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.prompt_row import PromptLine
-from outrider.cli.shared.workers import Length, Prompts, Setup, Worker
+from outrider.cli.shared.workers import Length, LocalWorker, Prompts, Setup
 from outrider.errors import DeviceError, MissingExtra, OptionError, OutriderError, WorkerError
 from outrider.records import Stats
-from outrider.system.ranks import here
+from outrider.system.ranks import current_ranks
 
 # Slots that are empty at the end of a batch are lost, so it refills each many times. What a worker has sent is not lost
 # with it, so a long batch costs nothing else, but for the end of the whole work (see _batches).
@@ -63,7 +63,7 @@ class RayOptions:
             if self.ray_workers is not None:
                 raise OptionError("--ray-workers", self.ray_workers, "it is for work on a cluster: add --ray ADDRESS")
             return
-        if here().size > 1:
+        if current_ranks().size > 1:
             raise OptionError("--ray", self.ray, "each worker on Ray is a process of its own: leave out torchrun")
         if self.ray.startswith("ray://"):
             remedy = "rows cannot be streamed through Ray Client: start the command on the cluster, with --ray auto"
@@ -221,7 +221,7 @@ class _RemoteWorker:
     and each row alone, since the next one may take long."""
 
     def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
-        self._worker = Worker(setup, num_slots, num_tokens)
+        self._worker = LocalWorker(setup, num_slots, num_tokens)
 
     def lengths(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, Length | OutriderError]]]:
         yield list(self._worker.lengths(prompts))

@@ -93,7 +93,7 @@ class Workers(Protocol):
         """The provenance of the rows."""
 
 
-class Worker:
+class LocalWorker:
     """The worker that is this process. The models are loaded when they are first needed.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from commands import Outrider
-from outrider.cli.shared.room import tell_num_cut
+from outrider.cli.shared.context_limit import tell_num_cut
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 

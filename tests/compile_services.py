@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.compile.program_cache import Made
-from outrider.compile.service import Maker, Order
-from outrider.compile.worker import Job
+from outrider.compile.program_cache import CompiledProgram
+from outrider.compile.service import CompileService, ProgramOrder
+from outrider.compile.worker import CompileJob
 from outrider.errors import CompileError
 from outrider.runtime.execution import Call
 
@@ -23,15 +23,15 @@ class Recalled:
         return self._call.on(tensors, stores)
 
 
-class OnCall(Maker):
+class OnCall(CompileService):
     """Delivers when it is told to, and at once what somebody waits for."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.orders: list[Order] = []
+        self.orders: list[ProgramOrder] = []
 
-    def order(self, call: Call, *, is_urgent: bool) -> Order:
-        order = Order.of(call, is_urgent)
+    def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
+        order = ProgramOrder.of(call, is_urgent)
         self.orders.append(order)
         self._on_order(order)
         if is_urgent:
@@ -72,7 +72,7 @@ class Refuses:
     def __init__(self, is_beside: bool) -> None:
         pass
 
-    def make(self, job: Job) -> Made | str:
+    def make(self, job: CompileJob) -> CompiledProgram | str:
         return "RuntimeError: no compiler at all"
 
     def hurry(self) -> None:

@@ -1,6 +1,6 @@
 """All products of a forward of few rows: the matrix library against our kernel, for each type of weights.
 
-    python benchmarks/thin_products.py [--threads 2] [--num-layers 14]
+    python benchmarks/few_row_matmul.py [--threads 2] [--num-layers 14]
 
 The shapes are those of the 110M target of benchmarks/grow.py. Every product of a forward is formed in turn, so that the
 weights come from memory as they do in a model; attention and all else is left out. Medians of runs in turn. For the
