@@ -5,7 +5,7 @@ but general matrix libraries are made for large T: on the CPU their call overhea
 reading. Products with weights of a type that our kernel knows (library.py) become calls of it, those of the same
 rows one call. The others are written as T sums over the same rows of the matrix: the compiler makes one loop of them
 that reads each number once, keeps T sums in registers, and fuses what comes before and after into the same parallel
-region. Measured in docs/log.md.
+region. Measured in docs/log/2026.md.
 
 This is a pass over the graph that torch's Inductor is about to lower; it knows nothing of models.
 """

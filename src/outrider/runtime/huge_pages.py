@@ -2,7 +2,7 @@
 
 A forward of few rows reads all weights once. In pages of 4 KB the processor looks up an address for every 64 lines of
 its cache, in pages of 2 MB for every 32,768; on a virtual machine, where an address is looked up twice, this costs up
-to a tenth of a round, and more where rounds are held up by it (docs/log.md).
+to a tenth of a round, and more where rounds are held up by it (docs/log/2026.md).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from outrider.runtime.mixers import noted, token_by_token, with_finite_numbers
 
 PREFILL_TOKENS = 1024
 """Most tokens of prompts in one forward, all rows together. On the CPU products are at their fastest then, and more
-would only take more memory (docs/log.md)."""
+would only take more memory (docs/log/2026.md)."""
 
 
 class LM:

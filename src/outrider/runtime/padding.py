@@ -35,5 +35,5 @@ def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int 
 
 def _padding_worth_a_forward(device: torch.device) -> int:
     """Tokens that take as long as a forward takes beside its tokens. On a two-core Xeon 50 to 70, for targets of 6M and
-    110M parameters (docs/log.md). On a GPU by its arithmetic for each byte from memory, not measured."""
+    110M parameters (docs/log/2026.md). On a GPU by its arithmetic for each byte from memory, not measured."""
     return 64 if device.type == "cpu" else 256

@@ -4,8 +4,8 @@ The process that was started reads the prompts and writes the rows, so that file
 the file of rows is the one record of what is done. Workers are given batches of prompts and send each row when it has
 ended. When a worker is lost, the prompts of its batch that have no row yet go to others.
 
-Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html. (docs/log.md
-tells why it is not Ray Data.)
+Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html.
+(docs/log/2026.md tells why it is not Ray Data.)
 """
 
 from __future__ import annotations
