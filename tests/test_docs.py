@@ -1,0 +1,77 @@
+"""The pages: links lead somewhere, and docs/architecture.md names every file and at most 40 words."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "outrider"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+
+
+def _anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:", link):
+            name, _, anchor = link.partition("#")
+            path = page.parent / name if name else page
+            if not path.exists() or (anchor and path.suffix == ".md" and anchor not in _anchors(path)):
+                broken.append(link)
+    return broken
+
+
+def _tree() -> set[str]:
+    """The paths of the tree in docs/architecture.md; folders end with a slash."""
+    block = ARCHITECTURE.read_text(encoding="utf-8").split("    src/outrider/\n")[1].split("\n\n")[0]
+    paths, folders = set(), [""]
+    for line in block.splitlines():
+        indent, name = re.match(r" {4}((?:  )*)(\S+)  ", line).groups()
+        del folders[len(indent) // 2 + 1 :]
+        paths.add(folders[-1] + name)
+        if name.endswith("/"):
+            folders.append(folders[-1] + name)
+    return paths
+
+
+def test_links_lead_somewhere() -> None:
+    assert {page.name: links for page in PAGES if (links := _broken_links(page))} == {}
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    """The control."""
+    page = tmp_path / "page.md"
+    page.write_text("# A `b`: c\n[1](#a-b-c) [2](#d) [3](page.md#a-b-c) [4](none.md) [5](https://example.org/none)\n")
+    assert _broken_links(page) == ["#d", "none.md"]
+
+
+def test_the_tree_has_a_line_for_each_file() -> None:
+    tree = _tree()
+    whole = tuple(
+        path for path in tree if path.endswith("/") and not any(p != path and p.startswith(path) for p in tree)
+    )
+    files = {path.relative_to(SRC).as_posix() for path in SRC.rglob("*.*") if path.is_file() and path.suffix != ".pyc"}
+    expected = {name for name in files if not (name.endswith(("/__init__.py", "py.typed")) or name.startswith(whole))}
+    assert {path for path in tree if not path.endswith("/")} == expected
+    assert set(whole) == {"models/zoo/", "race/page/"}
+
+
+def test_the_answers_of_the_architecture_exist() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    section = text.split("## Where is it?")[1].split("\n## ")[0]
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]*(?:\.py)?)?)`", section)
+    assert len([line for line in section.splitlines() if line.startswith("|")]) == 12
+    assert all((SRC / name).exists() for name in named if "/" in name or name.endswith(".py"))
+
+
+def test_the_vocabulary_is_short() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Words")[1].split("\n## ")[0]
+    assert len([line for line in section.splitlines() if line.startswith("| ")]) <= 1 + 40
