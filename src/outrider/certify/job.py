@@ -77,7 +77,9 @@ class CertifyTask:
         most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
         sampling = replace(self.law, seed=self.seed + text, max_new_tokens=most)
         stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
-        return Request(ids, sampling, stop, constraint=self.new_constraint())
+        # As the decoder's own requests do, or mistakes would differ from it in their last rounds.
+        beyond = not self.is_greedy
+        return Request(ids, sampling, stop, drafts_beyond_end=beyond, constraint=self.new_constraint())
 
 
 def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
