@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.shared.completions import FinishedPrompts, open_output
-from outrider.cli.shared.context_limit import tell_num_cut, tell_room
+from outrider.cli.shared.context_limit import report_context_limit, tell_num_cut
 from outrider.cli.shared.invalid_rows import InvalidRows
 from outrider.cli.shared.options import (
     EndOptions,
@@ -235,7 +235,7 @@ def _continue_all(
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
-    tell_room(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
+    report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
     if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
         logging.getLogger("outrider.compile.service").setLevel(logging.WARNING)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, tell_room
+from outrider.cli.shared.context_limit import encode_all, report_context_limit
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import (
     check_json_target,
@@ -127,7 +127,9 @@ def plan(
         # One number for each token suffices if a rule uses p and q of that token alone.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
         texts = _texts(prompts)
-        tell_room(decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens)
+        report_context_limit(
+            decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens
+        )
         records, header = own_text(decoder, texts, options, num_probs)
     else:
         records, header = _read(log, decoder)
