@@ -49,9 +49,9 @@ from outrider.cli.shared.output import (
     progress_bar,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError
+from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:

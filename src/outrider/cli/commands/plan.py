@@ -24,9 +24,9 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
+from outrider.offline.prompt_file import read_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,9 +14,9 @@ from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
-from outrider.cli.shared.prompt_file import read_prompts
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
+from outrider.offline.prompt_file import read_prompts
+from outrider.offline.prompt_row import PromptLine
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import current_ranks
 
