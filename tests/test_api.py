@@ -1,5 +1,6 @@
 """The public door, on the embedded pair: text in, chunks out. Nothing here depends on what the pair says."""
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 import outrider
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError, UsageError
-from outrider.options import Sampling
+from outrider.options import Sampling, SamplingChanges
 from outrider.records import Chunk, Completion, Stats, Timing
 from outrider.sampling.rules import RULES
 from pairs import embedded
@@ -439,3 +440,38 @@ def test_importing_outrider_does_not_import_torch() -> None:
     code = "import sys, outrider; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_sampling_as_one_object() -> None:
+    """For all rows, its seed counting on; for each row; with fields changed; for streams and complete."""
+    decoder = embedded()
+    sampling = outrider.Sampling(temperature=0.7, max_new_tokens=6, seed=5)
+    want = [one.token_ids for one in decoder.generate(PROMPTS, temperature=0.7, max_new_tokens=6, seed=5)]
+    assert [one.token_ids for one in decoder.generate(PROMPTS, sampling)] == want
+    own = [dataclasses.replace(sampling, seed=5 + i) for i in range(len(PROMPTS))]
+    assert [one.token_ids for one in decoder.generate(PROMPTS, own)] == want
+    assert [one.token_ids for one in decoder.generate(PROMPTS, own, max_new_tokens=3)] == [ids[:3] for ids in want]
+    assert tuple(i for chunk in decoder.stream(PROMPTS[0], sampling) for i in chunk.token_ids) == want[0]
+    assert {i: one.token_ids for i, one in decoder.complete(PROMPTS, sampling)} == dict(enumerate(want))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, "greedy", [outrider.Sampling()], [None] * len(PROMPTS)])
+def test_what_is_no_sampling_is_refused(sampling: Any) -> None:
+    with pytest.raises(OptionError, match="sampling"):
+        embedded().generate(PROMPTS, sampling)
+
+
+def test_keywords_are_the_fields_of_sampling() -> None:
+    assert SamplingChanges.__annotations__.keys() == {field.name for field in dataclasses.fields(outrider.Sampling)}
+
+
+def test_what_is_public_is_listed() -> None:
+    assert dir(outrider) == list(outrider.__all__)
+
+
+def test_a_placement_is_one_object() -> None:
+    placement = outrider.Placement(dtype="float64")
+    decoder = outrider.load("fable", "fable-draft", placement=placement)
+    assert (decoder.target.dtype, decoder.drafter.models[0].dtype) == (torch.float64, torch.float64)
+    with pytest.raises(OptionError, match="placement"):
+        outrider.load("fable", dtype="float32", placement=placement)

@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src" / "outrider"
 # Packages and single modules, top to bottom: each imports from its own layer and those below it.
 LAYERS = """
     __main__ cli
-    serve
+    serve offline
     certify bench race distill export evals replay
     __init__ api decoder
     decoding drafters scoring request_state

@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from outrider.errors import OutriderError, UsageError
     from outrider.models.placement import Placement
     from outrider.options import Sampling
-    from outrider.records import Chunk, Completion, Stats, Timing
+    from outrider.records import Chunk, Completion, DraftedToken, Stats, Timing, TokenLogprob
 
 __all__ = [
     "Chunk",
     "Completion",
     "Decoder",
+    "DraftedToken",
     "OutriderError",
     "Placement",
     "Sampling",
     "Stats",
     "Timing",
+    "TokenLogprob",
     "UsageError",
     "load",
 ]
@@ -47,3 +49,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

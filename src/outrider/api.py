@@ -41,6 +41,7 @@ def load(
     max_memory: str | None = None,
     tensor_parallel: int | None = None,
     store: str | None = None,
+    placement: Placement | None = None,
     draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
@@ -58,7 +59,8 @@ def load(
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
         device ... store: how the target is placed (see ``Placement``); models in memory stay as they are.
-        draft_placement: how the draft is; where its device and dtype are "auto", with the target's.
+        placement: the same as one object, in place of these.
+        draft_placement: how the draft is placed; where its device and dtype are "auto", they are the target's.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
             first use, for each number of rows (about a second each for small models), and kept.
@@ -70,7 +72,10 @@ def load(
         TokenizerMismatch: target and draft have different tokens.
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    placement = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
+    by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
+    if placement is not None and by_keywords != _ANYWHERE:
+        raise OptionError("placement", placement, "give it or the keywords for a device, a dtype ..., not both")
+    placement = placement or by_keywords
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     num_tokens = num_tokens_of(checkpoint)
     plain = Decoder(
@@ -82,8 +87,8 @@ def load(
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
     )
-    placement = (draft_placement or _ANYWHERE).inheriting(device, dtype)
-    drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, placement=placement, models_file=models_file)
+    of_draft = (draft_placement or _ANYWHERE).inheriting(placement.device, placement.dtype)
+    drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, placement=of_draft, models_file=models_file)
     decoder = replace(plain, drafter=drafter)
     return decoder.compiled() if compile else decoder
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from outrider.compile.compiled_lm import compiled_lm
 from outrider.compile.service import CompileService
@@ -24,11 +24,12 @@ from outrider.options import (
     DEFAULT_NUM_SLOTS,
     NumDraftTokens,
     Sampling,
+    SamplingChanges,
     check_num_draft_tokens,
     check_num_slots,
 )
 from outrider.records import Chunk, Completion, Constraint, Request, Round, Timing
-from outrider.request_state import RequestState, check_names, chunk_of, chunks_of, completion_of, row_options, seed_of
+from outrider.request_state import RequestState, check_names, chunk_of, chunks_of, completion_of, rows_of, seed_of
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
 from outrider.system.ranks import current_ranks
@@ -96,7 +97,18 @@ class Decoder:
         change = partial(compiled_lm, waits=waits, service=service)
         return replace(self, target=change(self.target), drafter=self.drafter.with_models(change))
 
-    def stream(self, prompt: Prompt, *, resume_ids: Sequence[int] = (), **options: Any) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        resume_ids: Sequence[int] = (),
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        is_repeatable: bool = True,
+        reports_drafts: bool = False,
+        **changes: Unpack[SamplingChanges],
+    ) -> Iterator[Chunk]:
         """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
 
         The iterator may be dropped at any time. The same call with ``resume_ids``, the tokens generated so far, goes on
@@ -106,11 +118,21 @@ class Decoder:
         """
         # In a list, a message alone would be a chat.
         prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt
-        return self.stream_many([prompt], resume_ids=[resume_ids], **options)
+        return self.stream_many(
+            [prompt],
+            sampling,
+            resume_ids=[resume_ids],
+            num_draft_tokens=num_draft_tokens,
+            acceptance=acceptance,
+            is_repeatable=is_repeatable,
+            reports_drafts=reports_drafts,
+            **changes,
+        )
 
     def stream_many(
         self,
         prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         resume_ids: Sequence[Sequence[int]] | None = None,
         num_slots: int = DEFAULT_NUM_SLOTS,
@@ -118,7 +140,7 @@ class Decoder:
         acceptance: str | None = None,
         is_repeatable: bool = True,
         reports_drafts: bool = False,
-        **options: Any,
+        **changes: Unpack[SamplingChanges],
     ) -> Iterator[Chunk]:
         """Generate for several prompts at once, a chunk for each row and round.
 
@@ -131,15 +153,15 @@ class Decoder:
                 constant if the text depends on K, and its rounds wait for their programs. False lifts both (for
                 measurements; the law of the output is the same, as long as no seed is used twice with this decoder).
             reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
-            options: the fields of ``Sampling``; each a value for all rows, or a list with one for each row (``stop``
-                and ``stop_token_ids``: a list of lists). One ``seed`` is that of the first prompt, and prompt i has
-                seed + i. Without a seed each row draws its own.
+            sampling: options of all rows, or a list with one for each row; None for the defaults. One ``seed`` is that
+                of the first prompt, and prompt i has seed + i. Without a seed each row draws its own.
+            changes: fields of ``Sampling`` in place of those of ``sampling``.
 
         Raises:
             OptionError, PromptError: at once, not at the first chunk.
             NumericsError: from the iterator.
         """
-        jobs = self._jobs(prompts, options, resume_ids)
+        jobs = self._jobs(prompts, sampling, changes, resume_ids)
         for job in jobs:
             job.has_seed &= is_repeatable
             job.request = replace(job.request, reports_drafts=reports_drafts)
@@ -148,19 +170,20 @@ class Decoder:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         resume_ids: Sequence[Sequence[int]] | None = None,
         num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
-        **options: Any,
+        **changes: Unpack[SamplingChanges],
     ) -> list[Completion]:
         """Generate for one prompt or several, and wait for all. Arguments and errors: see ``stream_many``.
 
         Returns:
             A completion for each prompt, in order.
         """
-        jobs = self._jobs(prompts, options, resume_ids)
+        jobs = self._jobs(prompts, sampling, changes, resume_ids)
         for chunk in chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
             jobs[chunk.row].chunks.append(chunk)
         return [completion_of(job) for job in jobs]
@@ -168,19 +191,20 @@ class Decoder:
     def complete(
         self,
         prompts: Iterable[Prompt | tuple[Prompt, Mapping[str, Any]]],
+        sampling: Sampling | None = None,
         *,
         num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
         acceptance: str | None = None,
-        **options: Any,
+        **changes: Unpack[SamplingChanges],
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
         """Generate for any number of prompts, in constant memory: prompts are taken as slots become free, and
         completions are given as rows end, not in order.
 
         Args:
-            prompts: each alone, or with options of its own, which override ``options``.
-            num_slots, num_draft_tokens, acceptance, options: see ``stream_many``; each option is one value. Prompt i
-                has seed + i here, too, unless it has a seed of its own.
+            prompts: each alone, or with options of its own, which override all others.
+            sampling, num_slots, num_draft_tokens, acceptance, changes: see ``stream_many``; each option is one value.
+                Prompt i has seed + i here, too, unless it has a seed of its own.
 
         Yields:
             The number of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), and the
@@ -188,8 +212,9 @@ class Decoder:
         """
         k, rule = self._k_and_rule(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
-        check_names(options)
-        return self._complete(enumerate(prompts_of(prompts)), num_slots, k, rule, options)
+        (options,) = rows_of(sampling, {}, 1)
+        check_names(changes)
+        return self._complete(enumerate(prompts_of(prompts)), num_slots, k, rule, options | changes)
 
     def _complete(
         self,
@@ -326,17 +351,19 @@ class Decoder:
         return ids
 
     def _jobs(
-        self, given: Prompt | Iterable[Prompt], options: dict[str, Any], resume_ids: Sequence[Sequence[int]] | None
+        self,
+        given: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        changes: Mapping[str, Any],
+        resume_ids: Sequence[Sequence[int]] | None,
     ) -> list[RequestState]:
         prompts = list(prompts_of(given))
         check_padding(self.tokenizer, prompts)
         if resume_ids is not None and len(resume_ids) != len(prompts):
             raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
-        check_names(options)
         jobs = []
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, own) in enumerate(zip(prompts, rows_of(sampling, changes, len(prompts)), strict=True)):
             try:
-                own = row_options(options, index, len(prompts))
                 jobs.append(self._job(prompt, own, () if resume_ids is None else resume_ids[index]))
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None

@@ -10,7 +10,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from outrider.errors import OptionError
 
@@ -193,6 +193,34 @@ class Sampling:
         if not self.min_tokens:
             return self
         return replace(self, stop_token_ids=sorted({*self.stop_token_ids, *eos_ids}))
+
+
+_StringsOrNone = str | Sequence[str] | None
+_IdsOrNone = Sequence[int] | None
+
+
+class SamplingChanges(TypedDict, total=False):
+    """The fields of ``Sampling`` as keywords: one value for all rows, or a list with one for each (``stop`` and
+    ``stop_token_ids``: a list of lists)."""
+
+    temperature: float | Sequence[float]
+    top_k: int | Sequence[int]
+    top_p: float | Sequence[float]
+    min_p: float | Sequence[float]
+    repetition_penalty: float | Sequence[float]
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
+    seed: int | Sequence[int | None] | None
+    stop: _StringsOrNone | Sequence[_StringsOrNone]
+    max_new_tokens: int | Sequence[int]
+    ignore_eos: bool | Sequence[bool]
+    logprobs: int | Sequence[int | None] | None
+    presence_penalty: float | Sequence[float]
+    frequency_penalty: float | Sequence[float]
+    min_tokens: int | Sequence[int]
+    stop_token_ids: _IdsOrNone | Sequence[_IdsOrNone]
+    json_schema: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+    regex: str | Sequence[str | None] | None
+    grammar: str | Sequence[str | None] | None
 
 
 def own_name(name: str, known: Collection[str]) -> str | None:

@@ -47,6 +47,40 @@ def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[s
     return row
 
 
+def rows_of(
+    sampling: Sampling | Sequence[Sampling] | None, changes: Mapping[str, Any], num_rows: int
+) -> list[dict[str, Any]]:
+    """The options of each row.
+
+    Args:
+        sampling: of all rows, where a seed is that of the first; or of each row; None for the defaults.
+        changes: fields of ``Sampling`` to be changed, a value for all rows or a list with one for each.
+
+    Raises:
+        OptionError
+    """
+    check_names(changes)
+    given: list[dict[str, Any]]
+    if sampling is None:
+        given = [{}] * num_rows
+    elif isinstance(sampling, Sampling):
+        own = fields_of(sampling)
+        given = [own | {"seed": seed_of(sampling.seed, index)} for index in range(num_rows)]
+    elif isinstance(sampling, Sequence) and all(isinstance(one, Sampling) for one in sampling):
+        if len(sampling) != num_rows:
+            raise OptionError("sampling", f"{len(sampling)} items", f"one for each of the {num_rows} prompts")
+        given = [fields_of(one) for one in sampling]
+    else:
+        raise OptionError(
+            "sampling", type(sampling).__name__, "an outrider.Sampling, or a list with one for each prompt"
+        )
+    return [own | row_options(changes, index, num_rows) for index, own in enumerate(given)]
+
+
+def fields_of(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in _OPTIONS}
+
+
 @dataclass(slots=True)
 class RequestState:
     """One prompt on its way through the loop.

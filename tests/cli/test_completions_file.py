@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.cli.shared.completions import open_output
-from outrider.cli.shared.jsonl import read_samples
 from outrider.decoder import Decoder
 from outrider.errors import FileError
+from outrider.offline.jsonl import read_samples
+from outrider.offline.output_file import open_output
 from outrider.records import Completion, Stats
 from outrider.system import file_lock
 from pairs import broken_model, random_llama, save
@@ -113,7 +113,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
-from outrider.cli.shared.completions import open_output
+from outrider.offline.output_file import open_output
 with open_output(Path({str(output)!r})) as file:
     file.write("half")
     print("locked", flush=True)

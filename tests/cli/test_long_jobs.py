@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import Outrider, only_document
-from outrider.cli.shared.prompt_order import Shard, by_length
 from outrider.decoder import Decoder
 from outrider.errors import OptionError
+from outrider.offline.prompt_order import Shard, by_length
 
 NUM_PROMPTS = 40
 OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)

@@ -1,34 +1,51 @@
-"""Words that other programs understand are answered with the option that is meant."""
+"""Other programs' names of options are aliases of ours, or are answered with the option that is meant."""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from commands import Outrider
 
 WORDS: list[tuple[str, str]] = [
-    ("generate Once --model fable", "--model = 'fable' is invalid: did you mean --target?"),
-    ("generate Once --model=fable", "--model = 'fable' is invalid: did you mean --target?"),
-    ("generate Once -m fable", "-m = 'fable' is invalid: did you mean --target?"),
-    ("generate Once --draft-model x", "did you mean --draft?"),
     ("generate Once -md x", "did you mean --draft?"),
-    ("generate Once --assistant-model x", "did you mean --draft?"),
-    ("generate Once --temp 1", "--temp = '1' is invalid: did you mean --temperature?"),
-    ("generate Once --max-tokens 5", "did you mean --max-new-tokens?"),
-    ("generate Once --n-predict 5", "did you mean --max-new-tokens?"),
+    ("generate Once --max-length 5", "--max-length = '5' is invalid: did you mean --max-new-tokens?"),
+    ("generate Once --max-length=5", "--max-length = '5' is invalid: did you mean --max-new-tokens?"),
     ("generate Once --stop-strings .", "did you mean --stop?"),
     ("generate Once --suppress-tokens 5", "there is no such option: logit_bias forbids a token"),
-    ("generate Once --num-speculative-tokens 5", "did you mean --num-draft-tokens?"),
     ("generate --prompt Once", "there is no such option: the prompt is an argument without a name"),
     ("generate Once --trust-remote-code", "load the model and its tokenizer yourself"),
-    ("serve --model fable", "did you mean --target?"),
-    ("serve --max-model-len 99", "did you mean --context?"),
-    ("serve --max-num-seqs 9", "did you mean --slots?"),
-    ("eval multiplication --model fable", "did you mean --target?"),
+    ("serve --parallel 9", "did you mean --slots?"),
+    ("eval multiplication --model-name fable", "did you mean --target?"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), WORDS, ids=[words for words, _ in WORDS])
 def test_the_option_that_is_meant_is_named(outrider: Outrider, words: str, message: str) -> None:
     assert message in outrider(*words.split()).error
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ("--target fable-draft --draft none", "--model fable-draft --draft-model none"),
+        ("--target=fable-draft --draft fable-draft", "-m fable-draft --assistant-model=fable-draft"),
+        ("-n 5 -t 0.7 -k 2 --repetition-penalty 1.2", "--max-tokens 5 --temp 0.7 --draft-max 2 --repeat-penalty 1.2"),
+        ("-n 5 --min-tokens 5 -k 3", "--n-predict 5 --min-new-tokens 5 --num-speculative-tokens=3"),
+    ],
+)
+def test_aliases_are_the_option(outrider: Outrider, tmp_path: Path, own: str, other: str) -> None:
+    found = []
+    for words in (own, other):
+        ended = outrider("generate", "Once", "-n", 3, "-k", 4, "--seed", 1, *words.split(), "--json", tmp_path / "json")
+        assert ended.code == 0, ended.err
+        document = json.loads((tmp_path / "json").read_text())
+        found.append((document["options"], document["completions"][0]["token_ids"]))
+    assert found[0] == found[1]
+
+
+def test_aliases_are_not_in_the_help(outrider: Outrider) -> None:
+    assert "--model " not in outrider("generate", "--help").out
 
 
 def test_known_options_are_taken_as_they_are(outrider: Outrider) -> None:

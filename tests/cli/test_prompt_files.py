@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.cli.shared.prompt_file import open_prompts
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError
+from outrider.offline.prompt_file import open_prompts
+from outrider.offline.prompt_row import PromptLine
 from pairs import embedded
 
 OPTIONS = ("-n", 3, "--seed", 20, "--dtype", "float64")

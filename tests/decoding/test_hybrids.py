@@ -182,6 +182,7 @@ def test_plain_steps_are_recorded_one_token_wide(monkeypatch: pytest.MonkeyPatch
     """Plain decoding is never behind its text."""
     monkeypatch.setattr(toys, "execution", CapturedExecution)
     target = hybrid_lm(hybrid("qwen3_5_text"))
+    assert target.mixers  # found by a forward of their own
     widths: list[int] = []
     feed = LM._feed
     monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))
@@ -342,6 +343,7 @@ def test_a_state_that_keeps_rejected_tokens_shows(monkeypatch: pytest.MonkeyPatc
 def test_teacher_forcing_feeds_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, of texts of different lengths."""
     lm = hybrid_lm(hybrid("qwen3_5_text"))
+    assert lm.mixers  # found by a forward of their own
     widths: list[int] = []
     feed = LM._feed
     monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from outrider.certify.constrained import UnenforcedConstraint
 from outrider.certify.controls import Control
@@ -12,7 +11,7 @@ from outrider.certify.observed import GeneratedText
 from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.errors import OptionError, PromptError
-from outrider.options import CONSTRAINTS, DEFAULT_NUM_DRAFT_TOKENS, Sampling
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
 from outrider.text.row_text import RowText
@@ -77,7 +76,9 @@ class CertifyTask:
         most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
         sampling = replace(self.law, seed=self.seed + text, max_new_tokens=most)
         stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
-        return Request(ids, sampling, stop, constraint=self.new_constraint())
+        # As the decoder's own requests do, or mistakes would differ from it in their last rounds.
+        beyond = not self.is_greedy
+        return Request(ids, sampling, stop, drafts_beyond_end=beyond, constraint=self.new_constraint())
 
 
 def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
@@ -93,12 +94,10 @@ def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None
     begins: list[tuple[int, int]] = [(0, 0)] * len(texts)  # slot and step
     step = 0
     if control is None:
-        names = [one.name for one in fields(Sampling)]
         prompts = [list(request.prompt_ids) for request in requests]
-        columns: dict[str, Any] = {name: [getattr(request.sampling, name) for request in requests] for name in names}
-        columns |= {name: getattr(job.sampling, name) for name in ("stop_token_ids", *CONSTRAINTS)}
+        own = [replace(job.sampling, seed=one.sampling.seed) for one in requests]
         last_slot = -1
-        for chunk in decoder.stream_many(prompts, num_slots=job.batch_size, is_repeatable=False, **columns):
+        for chunk in decoder.stream_many(prompts, own, num_slots=job.batch_size, is_repeatable=False):
             step += chunk.slot <= last_slot  # the chunks of a step are in the order of their slots
             last_slot = chunk.slot
             if not rounds[chunk.row]:

@@ -151,7 +151,7 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
                 is_truncated=len(token_ids) < n + 1,
                 finish_reason=reason,
                 logprobs=logprobs,
-                rejected_ratio=_ratio(*probs[b][n]) if is_rejected else None,
+                rejected_ratio=_ratio(*probs[b][n]) if is_rejected and len(token_ids) > n else None,
                 num_cached_tokens=num_cached,
                 drafted=drafted,
                 slot=b,

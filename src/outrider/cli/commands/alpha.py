@@ -17,8 +17,8 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import OptionError
+from outrider.offline.prompt_file import read_prompts
 
 if TYPE_CHECKING:
     from outrider.scoring.alpha import Alpha

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, tell_room
+from outrider.cli.shared.context_limit import encode_all, report_context_limit
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -49,9 +49,9 @@ from outrider.cli.shared.output import (
     progress_bar,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
 from outrider.errors import FileError, OptionError
+from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def job_of(
     job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
     has_less = decoder.context_len < decoder.target.context_len
     shortest = decoder.drafter.name if has_less else decoder.target.name
-    tell_room(shortest, decoder.context_len, prompts, options["max_new_tokens"])
+    report_context_limit(shortest, decoder.context_len, prompts, options["max_new_tokens"])
     return decoder, job
 
 

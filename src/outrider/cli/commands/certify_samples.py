@@ -18,7 +18,6 @@ from outrider.cli.shared.findings import (
     tell_verdict,
     write_findings,
 )
-from outrider.cli.shared.jsonl import SampleLine, read_samples
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -42,6 +41,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions
 from outrider.errors import FileError, OptionError, PromptError
+from outrider.offline.jsonl import SampleLine, read_samples
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import tell_room
+from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -84,7 +84,7 @@ def compare(
 
     num_arms = 1 + len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
-    tell_room(decoder.target.name, decoder.target.context_len, [decoder.encode(prompt)], end.max_new_tokens)
+    report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(prompt)], end.max_new_tokens)
     arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]

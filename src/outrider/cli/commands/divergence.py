@@ -29,8 +29,8 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import OptionError
+from outrider.offline.prompt_file import read_prompts
 
 
 @dataclass(frozen=True)

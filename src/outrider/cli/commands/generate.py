@@ -14,9 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.completions import FinishedPrompts, open_output
-from outrider.cli.shared.context_limit import tell_num_cut, tell_room
-from outrider.cli.shared.invalid_rows import InvalidRows
+from outrider.cli.shared.context_limit import report_context_limit, tell_num_cut
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -37,13 +35,15 @@ from outrider.cli.shared.output import (
     write_document,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.prompt_file import open_prompts
-from outrider.cli.shared.prompt_order import Shard, by_length
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
-from outrider.cli.shared.rows import Totals, made_of, row_of
 from outrider.cli.shared.workers import LocalWorker, Setup, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
+from outrider.offline.invalid_rows import InvalidRows
+from outrider.offline.output_file import FinishedPrompts, open_output
+from outrider.offline.output_rows import Totals, made_of, row_of
+from outrider.offline.prompt_file import open_prompts
+from outrider.offline.prompt_order import Shard, by_length
+from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
 from outrider.records import Chunk, Stats, Timing
 from outrider.system.ranks import current_ranks
@@ -235,7 +235,7 @@ def _continue_all(
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it comes."""
     ids = setup.encode(decoder, prompt)
-    tell_room(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
+    report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
     if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
         logging.getLogger("outrider.compile.service").setLevel(logging.WARNING)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, tell_room
+from outrider.cli.shared.context_limit import encode_all, report_context_limit
 from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions
@@ -45,7 +45,7 @@ def latency(
         check_plot_file(plot)
     num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * len(PROMPTS) * max_new_tokens)
-    tell_room(decoder.target.name, decoder.target.context_len, encode_all(decoder, PROMPTS), max_new_tokens)
+    report_context_limit(decoder.target.name, decoder.target.context_len, encode_all(decoder, PROMPTS), max_new_tokens)
     arms = _arms(pair, decoder, ks)
     cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms, cases, options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, tell_room
+from outrider.cli.shared.context_limit import encode_all, report_context_limit
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import (
     check_json_target,
@@ -24,9 +24,9 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.own_text import own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
+from outrider.offline.prompt_file import read_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +127,9 @@ def plan(
         # One number for each token suffices if a rule uses p and q of that token alone.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
         texts = _texts(prompts)
-        tell_room(decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens)
+        report_context_limit(
+            decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens
+        )
         records, header = own_text(decoder, texts, options, num_probs)
     else:
         records, header = _read(log, decoder)

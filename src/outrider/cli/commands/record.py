@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import tell_room
+from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
-from outrider.cli.shared.prompt_file import read_prompts
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
+from outrider.offline.prompt_file import read_prompts
+from outrider.offline.prompt_row import PromptLine
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import current_ranks
 
@@ -90,7 +90,7 @@ def record(
             prompt_ids.append(decoder.encode(item))
         except PromptError as error:
             raise PromptError(f"{prompts}, {line.place}: {error}") from None
-    tell_room(decoder.target.name, decoder.target.context_len, prompt_ids, end.max_new_tokens)
+    report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, end.max_new_tokens)
     header = _header(decoder, options, probs, chat)
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)

@@ -28,8 +28,8 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import DraftOptions, set_threads
-from outrider.cli.shared.prompt_file import read_prompts
 from outrider.errors import FileError, OptionError
+from outrider.offline.prompt_file import read_prompts
 from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 

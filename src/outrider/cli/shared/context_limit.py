@@ -23,7 +23,7 @@ def encode_all(decoder: Decoder, texts: Iterable[str]) -> list[list[int]]:
     return prompts
 
 
-def tell_room(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Report on standard error that texts may end before the limit that was given.
 
     Args:

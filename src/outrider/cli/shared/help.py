@@ -1,5 +1,5 @@
 """Typer's commands with a tidier ``--help`` (no "<bool>" beside flags, as if they took a value, no blank lines at the
-top), and with hints where a word is another program's name of an option.
+top). They take other programs' names of options, and where these mean something else, name the option that is meant.
 
 Its commands and groups are two classes, which have what is changed in common.
 """
@@ -10,11 +10,12 @@ import io
 import re
 import sys
 from contextlib import redirect_stdout
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from outrider.cli.shared.other_names import check_names, hint_at_threads
+from outrider.cli.shared.other_names import ALIASES, check_names, hint_at_threads
 
 if TYPE_CHECKING:
     _Base = TyperCommand
@@ -32,6 +33,16 @@ class _Help(_Base):
                 param.metavar = ""
         return params
 
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        params = {param.name or "": param for param in self.get_params(ctx) if isinstance(param, TyperOption)}
+        for name, aliases in ALIASES.items():
+            if name in params:
+                alias = copy(params[name])
+                alias.opts, alias.secondary_opts = list(aliases), []
+                alias.add_to_parser(parser, ctx)
+        return parser
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         words = list(args)
         params = [param for param in self.get_params(ctx) if isinstance(param, TyperOption)]
@@ -46,9 +57,9 @@ class _Help(_Base):
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        with redirect_stdout(_Copy(sys.stdout.isatty())) as copy:
+        with redirect_stdout(_Copy(sys.stdout.isatty())) as written:
             super().format_help(ctx, formatter)
-        print(_BLANK_LINES.sub("", copy.getvalue()), end="")
+        print(_BLANK_LINES.sub("", written.getvalue()), end="")
 
 
 class Command(_Help, TyperCommand):

@@ -1,4 +1,4 @@
-"""Words on the command line that other programs understand: which option of ours is meant."""
+"""Other programs' names of options: aliases of ours, or a hint where they mean something else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from outrider.errors import OptionError
 from outrider.options import instead_of, own_name
 
 _MAX_TEMPERATURE = 2  # of OpenAI's API; beyond it text is noise
+# Names in vLLM, llama.cpp and Transformers of options that take the same values and mean the same.
+ALIASES = {
+    "target": ("--model", "-m"),
+    "draft": ("--draft-model", "--model-draft", "--assistant-model"),
+    "max_new_tokens": ("--max-tokens", "--n-predict"),
+    "temperature": ("--temp",),
+    "num_draft_tokens": ("--num-speculative-tokens", "--num-assistant-tokens", "--draft-max"),
+    "min_tokens": ("--min-new-tokens",),
+    "repetition_penalty": ("--repeat-penalty",),
+    "context": ("--max-model-len", "--ctx-size"),
+    "slots": ("--max-num-seqs",),
+}
 _SHORT = {  # of llama.cpp
-    "-m": "model",
     "-md": "draft_model",
     "-p": "prompt",
     "-f": "file",

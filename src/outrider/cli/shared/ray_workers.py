@@ -22,9 +22,9 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.cli.shared.workers import Length, LocalWorker, Prompts, Setup
 from outrider.errors import DeviceError, MissingExtra, OptionError, OutriderError, WorkerError
+from outrider.offline.prompt_row import PromptLine
 from outrider.records import Stats
 from outrider.system.ranks import current_ranks
 

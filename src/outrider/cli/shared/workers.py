@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.prompt_row import PromptLine
-from outrider.cli.shared.rows import made_of, row_of
 from outrider.errors import OptionError, OutriderError, PromptError
+from outrider.offline.output_rows import made_of, row_of
+from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats
 

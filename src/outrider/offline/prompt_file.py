@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from outrider.cli.shared.jsonl import parse_json, parse_row
-from outrider.cli.shared.prompt_row import PromptLine, prompt_of
 from outrider.errors import FileError
+from outrider.offline.jsonl import parse_json, parse_row
+from outrider.offline.prompt_row import PromptLine, prompt_of
 from outrider.system.ranks import current_ranks
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

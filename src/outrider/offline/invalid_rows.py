@@ -7,9 +7,9 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cli.shared.prompt_file import PromptFile
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError, OptionError, OutriderError
+from outrider.offline.prompt_file import PromptFile
+from outrider.offline.prompt_row import PromptLine
 
 _MOST_SHOWN = 20
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outrider.cli.shared.prompt_row import PromptLine
+from outrider.offline.prompt_row import PromptLine
 from outrider.records import Origin, Stats, TokenLogprob
 
 _NOTHING = Stats()

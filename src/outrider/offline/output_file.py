@@ -10,10 +10,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.shared.jsonl import parse_row
-from outrider.cli.shared.prompt_file import PromptFile
-from outrider.cli.shared.prompt_row import PromptLine
 from outrider.errors import FileError
+from outrider.offline.jsonl import parse_row
+from outrider.offline.prompt_file import PromptFile
+from outrider.offline.prompt_row import PromptLine
 from outrider.system.file_lock import is_regular, open_locked
 from outrider.system.ranks import current_ranks
 

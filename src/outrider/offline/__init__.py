@@ -1,0 +1,1 @@
+"""Long jobs: files of prompts, and the files that their output is written to."""
