@@ -140,7 +140,7 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
 _PAGE = """# Which models work
 
 Made by [benchmarks/architectures.py](../benchmarks/architectures.py) from tiny random models of the types of causal
-models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if its greedy text is
+models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if its greedy output is
 that of Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
 lengths. Other models, also your own code, are probed when they are loaded, and refused if their logits block by block
 are not those of one forward.
@@ -163,9 +163,9 @@ compute it in float32, whatever the type of the model.
 
 {states}
 
-Where Transformers goes on from a state by one token in another way than by several (Nemotron-H and Zamba2: limits on
-the time step), tokens are always fed by several, so that a text does not depend on how it was made. `generate` mixes
-both, and its text may differ in near-ties. Where it starts from zeros when several tokens are fed (Mamba-1: Mamba,
+Where Transformers continues from a state differently by one token and by several (Nemotron-H and Zamba2: limits on the
+time step), tokens are always fed by several, so that the output does not depend on the blocks. `generate` mixes both,
+and its output may differ in near-ties. Where it starts from zeros when several tokens are fed (Mamba-1: Mamba,
 Falcon-Mamba, Jamba, Zamba), layers with states are called token by token.
 
 ## Refused: {num_refused}
