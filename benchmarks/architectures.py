@@ -140,8 +140,8 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
 _PAGE = """# Which models work
 
 Made by [benchmarks/architectures.py](../benchmarks/architectures.py) from tiny random models of the types of causal
-models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if its greedy output is
-that of Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
+models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if greedily it
+equals Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
 lengths. Other models, also your own code, are probed when they are loaded, and refused if their logits block by block
 are not those of one forward.
 
