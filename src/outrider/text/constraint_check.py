@@ -19,11 +19,13 @@ _MOST_CPU_S = 2  # ordinary constraints take 0.1, most of it for the start of Py
 _MOST_MEMORY = 2**30
 _MOST_S = 60.0  # on a machine so busy that the processor time does not pass
 
-# Imports nothing of this package, which would take longer than all the rest. The hard limit on time is above the soft
-# one, since it ends the process by the same signal as others do. Windows has no such limits, and macOS none of memory:
-# there the caller's limit of time remains.
+# Imports nothing of this package, which would take longer than all the rest, and is nice to other requests. The hard
+# limit on time is above the soft one, since it ends the process by the same signal as others do. Windows has no such
+# limits, and macOS none of memory: there the caller's limit of time remains.
 _PROGRAM = """
-import contextlib, sys
+import contextlib, os, sys
+with contextlib.suppress(AttributeError, OSError):
+    os.nice(10)
 import llguidance
 grammar = sys.stdin.buffer.read().decode()
 with contextlib.suppress(ImportError, ValueError, OSError):
