@@ -31,7 +31,7 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import new_table
 from outrider.certify.design import num_tests
 from outrider.certify.job import CertifyTask
-from outrider.certify.run import certify, fly
+from outrider.certify.run import certify, run_pilot
 from outrider.decoder import Decoder
 from outrider.options import Sampling
 from outrider.sampling.rules import REJECTION, RULES
@@ -69,7 +69,7 @@ def certified(decoder: Decoder, group: Group, num_tokens: int, num_prompts: int)
         for rule in RULES
     }
     began = time.perf_counter()
-    pilot = fly(jobs[REJECTION.name])
+    pilot = run_pilot(jobs[REJECTION.name])
     rows = []
     for rule, job in jobs.items():
         has_controls = rule == REJECTION.name and batch_size == max(BATCH_SIZES)

@@ -75,7 +75,7 @@ def hf_probs(
 
 
 def counted_penalties(output: Sequence[int], sampling: Sampling, scores: torch.Tensor) -> torch.Tensor:
-    """Of OpenAI's API reference, "Frequency and presence penalties": the part that is subtracted. [1, V]"""
+    """Penalty to subtract, by OpenAI's API reference, "Frequency and presence penalties". [1, V]"""
     parts = []
     for token in range(scores.shape[-1]):
         count = list(output).count(token)

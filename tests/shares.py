@@ -77,7 +77,7 @@ def _tokens(shared: Decoder, whole: Decoder) -> dict[str, bool]:
 
 
 def _captured(shared: Decoder, whole: Decoder) -> bool:
-    """The same with the steps as they are captured on a CUDA device, here without the recording."""
+    """Whether outputs are equal with the steps captured for a CUDA device, here without recording."""
     target = copy.copy(shared.target)
     target.execution = CapturedExecution()
     options: dict[str, Any] = {"seed": 5, "max_new_tokens": 12}
@@ -89,7 +89,7 @@ def _certificate(decoder: Decoder) -> dict[str, Any]:
     """With one deliberate mistake. False alarm: 1e-6."""
     certifying.NUM_PILOT_TOKENS, certifying._NUM_CONTEXTS = 128, 2
     job = certifying.Job(decoder, Sampling(max_new_tokens=16), [(1, 2), (3,)], 1e-6, batch_size=16, seed=7)
-    pilot = certifying.fly(job)
+    pilot = certifying.run_pilot(job)
     certificate = certifying.certify(job, pilot, 400, controls=CONTROLS[:1])
     return {
         "is_ok": certificate.is_certified,

@@ -223,7 +223,7 @@ def test_one_seed_for_several_prompts_counts_on() -> None:
 
 
 def test_logprobs_are_the_target_s_own() -> None:
-    """Of the raw logits, whatever the processors, at the position where the token was verified."""
+    """Raw logits, whatever the processors, at the position where the token was verified."""
     decoder = embedded("float64")
     options: dict[str, Any] = {"temperature": 0.7, "top_k": 8, "logit_bias": {300: 1.0}, "seed": 5}
     (completion,) = decoder.generate(PROMPT, logprobs=3, max_new_tokens=12, ignore_eos=True, **options)

@@ -119,7 +119,7 @@ def test_a_stream_that_is_left_suspended_is_silent_at_exit(tmp_path: Path) -> No
 @pytest.mark.parametrize("k", [4, "auto"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_smaller_limit_gives_a_prefix(rule: str, k: int | str) -> None:
-    """Of a text whose seed is given, alone and among others; also where the cache is made for a shorter text."""
+    """With a given seed, alone and in a batch; also if the cache is allocated for a shorter sequence."""
     decoder = dataclasses.replace(embedded("float64", rule), num_draft_tokens=k)
     prompts = ["The king", "The fox"]
     whole = [one.token_ids for one in decoder.generate(prompts, seed=[1, 2], max_new_tokens=24)]

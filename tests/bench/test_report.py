@@ -82,7 +82,7 @@ def test_speed_ups_are_paired_by_case() -> None:
 
 
 def test_cases_that_an_arm_has_not_done_are_left_out() -> None:
-    """Of all arms, in whatever order they were measured."""
+    """For all arms, in any order of measurement."""
     measurements = [
         measurement(PLAIN, 1, 0.1, 2.0),
         measurement(FAST, 1, 0.1, 1.0),

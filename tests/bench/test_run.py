@@ -41,7 +41,7 @@ def arms() -> list[Arm]:
 
 
 def test_a_measurement_is_what_the_arm_generates() -> None:
-    """The same text, tokens and counts as the decoder gives; K is the arm's."""
+    """A measurement has the decoder's text, tokens and counts, and the arm's K."""
     arm, case = arms()[1], Case(3, PROMPT, seed=7)
     (completion,) = embedded().generate(PROMPT, seed=7, num_draft_tokens=2, **OPTIONS)
     measurement = measure(arm, case, OPTIONS)

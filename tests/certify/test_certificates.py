@@ -19,7 +19,7 @@ from outrider.certify.design import Design
 from outrider.certify.divergence import plain_batches
 from outrider.certify.job import CertifyTask
 from outrider.certify.observed import ObservedTokens
-from outrider.certify.run import Pilot, TokenSample, certify, check_greedily, fly, plain_texts
+from outrider.certify.run import Pilot, TokenSample, certify, check_greedily, plain_texts, run_pilot
 from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
@@ -54,7 +54,7 @@ def _job(
 
 
 def _certificate(job: CertifyTask, num_tokens: int, wanted: float | None = None) -> tuple[Pilot, Certificate]:
-    pilot = fly(job)
+    pilot = run_pilot(job)
     return pilot, certify(job, pilot, num_tokens, wanted=wanted)
 
 
@@ -83,7 +83,7 @@ def test_a_real_model_is_certified(
     told: dict[str, int] = {}
     options = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3}
     job = _job(llama_pair(), acceptance, 1e-6, **options)
-    pilot = fly(job)
+    pilot = run_pilot(job)
 
     def on_tokens(what: str, done: int, total: int) -> None:
         told[what] = told.get(what, 0) + done
@@ -147,8 +147,8 @@ def test_the_numbers_of_a_neighbour_show_in_pairs_of_sequences_alone() -> None:
 
 def test_what_is_wrong_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake that is made by the very loop that is to be certified."""
-    right, (mistake,) = module.write, _controls("rollback")
-    monkeypatch.setattr(module, "write", lambda job, texts, made=None: right(job, texts, made or mistake))
+    right, (mistake,) = module.generate_texts, _controls("rollback")
+    monkeypatch.setattr(module, "generate_texts", lambda job, texts, made=None: right(job, texts, made or mistake))
     monkeypatch.setattr(module, "CONTROLS", ())
     _, certificate = _certificate(_job(llama_pair()), 2000)
     assert certificate.verdict == "failed" and certificate.exact.is_ok
@@ -205,7 +205,7 @@ def test_too_few_tokens_certify_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_size_that_is_asked_for_suffices() -> None:
     job = _job(table_pair(6), batch_size=256)
-    pilot = fly(job)
+    pilot = run_pilot(job)
     num_tokens = pilot.num_tokens_to_detect(0.03, job.level)
     observed = TokenSample(job).first(num_tokens)
     assert pilot.observed is not None
@@ -253,7 +253,7 @@ def test_what_never_comes_up_is_excused_at_temperature_zero(monkeypatch: pytest.
     monkeypatch.setattr(module, "CONTROLS", _controls("accept-all", "replace-last"))
     drafter = ModelDrafter(as_lm(tiny_llama(seed=1)))
     job = _job((as_lm(tiny_llama()), drafter), temperature=0.0, max_new_tokens=40, ignore_eos=True, batch_size=24)
-    pilot = fly(job)
+    pilot = run_pilot(job)
     for num_prompts, is_enough in ((12, False), (24, True)):
         prompts = [(i, i + 1) for i in range(num_prompts)]
         certificate = certify(dataclasses.replace(job, prompts=prompts), pilot, 1000)
@@ -311,7 +311,7 @@ def test_plain_texts_are_written_once(temperature: float, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(module, "plain_batches", counting)
     job = _job(llama_pair(), "gumbel", temperature=temperature)
-    certificate = certify(job, fly(job), 200, controls=CONTROLS[1:4])
+    certificate = certify(job, run_pilot(job), 200, controls=CONTROLS[1:4])
     assert len(certificate.controls) == 3 and len(written) == 3 * len(certificate.greedy) == (6 if temperature else 3)
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from outrider.certify import run as module
 from outrider.certify.controls import ACCEPT_ALL, Control
-from outrider.certify.job import CertifyTask, write
+from outrider.certify.job import CertifyTask, generate_texts
 from outrider.certify.page import TESTS, render_certificate, render_samples
-from outrider.certify.run import certify, fly
+from outrider.certify.run import certify, run_pilot
 from outrider.certify.samples import SampledText, SamplesReport, judge, judge_greedily
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.output import make_document, options_json
@@ -79,13 +79,15 @@ def _certified(kind: str) -> dict[str, Any]:
         patch.setattr(module, "_NUM_CONTEXTS", 1)
         patch.setattr(module, "CONTROLS", (*module.CONTROLS[:2], module.CONTROLS[5]))
         if kind == "wrong":
-            write, made = module.write, Control("", "", ACCEPT_ALL)
-            patch.setattr(module, "write", lambda job, texts, control=None: write(job, texts, control or made))
+            inner, mistake = module.generate_texts, Control("", "", ACCEPT_ALL)
+            patch.setattr(
+                module, "generate_texts", lambda job, texts, control=None: inner(job, texts, control or mistake)
+            )
         acceptance = "gumbel" if kind == "gumbel" else "rejection"
         drafter = NgramDrafter() if kind == "ngram" else drafter
         decoder = Decoder(target, None, frozenset({0}), drafter, acceptance, num_draft_tokens=4)
         job = CertifyTask(decoder, Sampling(max_new_tokens=24, **options), [(1, 2), (3,)], 1e-3, batch_size=64, seed=7)
-        certificate = certify(job, fly(job), 1000)
+        certificate = certify(job, run_pilot(job), 1000)
     pair = PairOptions("toy", ["small"], acceptance)
     settings = options_json(
         pair,
@@ -109,7 +111,9 @@ def _sampled(kind: str) -> dict[str, Any]:
     decoder = Decoder(target, None, frozenset({0}), NoDrafter(), "rejection", num_draft_tokens=4)
 
     def texts(written: Sampling, said: Sampling, num_texts: int) -> list[SampledText]:
-        found = write(CertifyTask(decoder, written, [(1, 2), (3,)], 1e-3, batch_size=64, seed=7), range(num_texts))
+        found = generate_texts(
+            CertifyTask(decoder, written, [(1, 2), (3,)], 1e-3, batch_size=64, seed=7), range(num_texts)
+        )
         return [SampledText(one.index + 1, one.prompt_ids, one.token_ids, said) for one in found]
 
     warm, greedy = Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.0)
@@ -247,8 +251,8 @@ def _differ(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "headline", "reason"),
     [
-        (_forbid, "Not certified", "does not allow 3 of the generated tokens"),
-        (_want, "Inconclusive", "A deviation of 0.01% might have gone undetected, contrary to the request: about 9"),
+        (_forbid, "Not certified", "3 generated tokens have probability 0 under the target"),
+        (_want, "Inconclusive", "A deviation of 0.01%, the requested limit, might have gone undetected: about 9"),
         (
             _weaken,
             "Inconclusive",
@@ -257,13 +261,13 @@ def _differ(document: dict[str, Any]) -> None:
         (
             _miss,
             "Inconclusive",
-            "(accept-all: every draft kept), so the tests are too weak here: about 7,000",
+            "(accept-all: every draft accepted), so the tests are too weak here: about 7,000",
         ),
         (_idle, "Inconclusive", "there is nothing to certify"),
         (_break_the_rule, "Not certified", "one round is off by 2e-03, and 1e-09 is allowed"),
         (_reuse, "Not certified", "two rounds is off by 9e-02, and 1e-09 is allowed"),
         (_break_the_yardstick, "Not certified", "teacher forcing is off by –"),
-        (_differ, "Not certified", "Of 2 texts at temperature 0, 1 differ"),
+        (_differ, "Not certified", "Of 2 sequences at temperature 0, 1 differ"),
     ],
 )
 def test_each_reason_has_its_sentence(change: Callable[[dict[str, Any]], None], headline: str, reason: str) -> None:
@@ -286,23 +290,24 @@ def test_a_page_of_samples_says_what_the_document_says(kind: str) -> None:
     assert ("temperature 1, top-k 20:" in text) == (kind != "wrong") == ("each line’s own temperature:" not in text)
     assert "acceptance" not in text and "tokenized again" not in text and "Repeats" not in text
     assert len(page.figures) == (0 if kind == "greedy" else 2)
-    assert ("no text is labelled as temperature 0" in text) == (kind in ("draft", "none"))
+    assert ("no sequence is labelled as temperature 0" in text) == (kind in ("draft", "none"))
     if kind == "greedy":
-        assert statistical is None and "4 greedy texts." in text and "4 of 4 texts are" in text
+        assert statistical is None and "4 greedy sequences." in text and "4 of 4 sequences are" in text
         return
-    assert f"{statistical['num_tokens']:,} sampled tokens of 54 texts" in text
-    towards = "the draft" if kind == "draft" else "a sharper law"
+    assert f"{statistical['num_tokens']:,} sampled tokens of 54 sequences" in text
+    towards = "the draft" if kind == "draft" else "a sharper distribution"
     for test in statistical["tests"]:
         assert TESTS[test["name"]][0].format(towards=towards) in text and f"{test['p']:.3g}" in text
     assert f"{statistical['detectable']:.2%}" in text and f"{statistical['estimate']:.2%}" in text
-    assert ("the draft small" in text) == (kind == "draft") == ("sharper law" not in text)
+    assert ("the draft small" in text) == (kind == "draft") == ("sharper distribution" not in text)
 
 
 def test_why_texts_are_not_consistent() -> None:
     document = copy.deepcopy(_sampled("wrong")) | {"is_text": True, "num_repeats": 3}
     page = Page(render_samples(document))
     verdict = page.text[: page.text.index("Tested:")]
-    assert "pushed towards a sharper law (score, p = " in verdict and "texts at temperature 0, 4 differ" in verdict
+    assert "pushed towards a sharper distribution (score, p = " in verdict
+    assert "sequences at temperature 0, 4 differ" in verdict
     assert "ALARM" in page.text and "BUG" in page.text and "leaves it" in page.text
     assert "tokenized again" in page.text and "Repeats among the sampled texts: 3." in page.text
     with pytest.raises(AssertionError):
@@ -338,7 +343,7 @@ def test_a_stored_document() -> None:
     statistical |= {"estimate": None, "estimate_std": None, "detectable": None, "num_at_edge": 2}
     page = Page(render_certificate(document))
     assert len(page.figures) == 3 and "Estimated deviation" not in page.text
-    assert "2 more are at the very edge" in page.text and "draft alone" in page.text
+    assert "2 more tokens are at the edge" in page.text and "draft alone" in page.text
     statistical |= {"estimate": -0.0123, "estimate_std": 0.0045, "surprise_excess": 0.0321}
     text = Page(render_certificate(document)).text
     assert "-1.23% ± 0.45%" in text and "0.0321 nats" in text

@@ -161,7 +161,7 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
         ({"token_ids": ()}, "line 0: there must be"),
         ({"token_ids": (6,)}, r"outside 0\.\.5"),
         ({"token_ids": (-1,)}, "outside"),
-        ({"token_ids": (1,) * 40}, "42 tokens, but a text may have at most 41 here"),
+        ({"token_ids": (1,) * 40}, "42 tokens, but at most 41 are possible here"),
     ],
     ids=str,
 )

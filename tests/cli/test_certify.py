@@ -92,15 +92,15 @@ def test_what_is_wrong_is_not_certified(
 ) -> None:
     """Exit code 1, and the layer is named; so it is on the page."""
     page = tmp_path / "certificate.html"
-    right, accept_all = certify.write, controls.CONTROLS[0]
-    monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, made or accept_all))
+    right, accept_all = certify.generate_texts, controls.CONTROLS[0]
+    monkeypatch.setattr(certify, "generate_texts", lambda job, texts, made=None: right(job, texts, made or accept_all))
     ended = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 32, "--html", page)
     assert ended.code == 1 and "NOT CERTIFIED" in ended.out
     failed = [line for line in ended.out.splitlines() if "FAILED" in line]
     assert any("statistical" in line for line in failed) and any("greedy" in line for line in failed)
     assert "differs from token" in ended.out and ": bug" in ended.out
     text = page.read_text(encoding="utf-8")
-    assert "Not certified" in text and "The law of the text is pushed towards the draft" in text and "BUG" in text
+    assert "Not certified" in text and "The output is pushed towards the draft" in text and "BUG" in text
 
 
 def test_temperature_zero(outrider: Outrider, prompts: Path) -> None:

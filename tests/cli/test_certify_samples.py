@@ -63,7 +63,7 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     ended = outrider("certify-samples", "fable", others, "-t", 2, "--html", page)
     assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper law" in ended.out
     text = page.read_text(encoding="utf-8")
-    assert "Not consistent" in text and "The law of the text is pushed towards a sharper law" in text
+    assert "Not consistent" in text and "The output is pushed towards a sharper distribution" in text
 
 
 def test_texts_under_a_constraint_are_refused(outrider: Outrider, samples: Path, tmp_path: Path) -> None:

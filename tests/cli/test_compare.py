@@ -234,7 +234,7 @@ def test_ctrl_c_in_the_race_leaves_the_terminal_as_it_was(
 
 
 def test_the_race_as_a_page(outrider: Outrider, tmp_path: Path) -> None:
-    """Of all arms, with what was measured; the texts are those of the document."""
+    """The page has all arms and measurements; its texts are those of the document."""
     page = tmp_path / "race.html"
     ended = outrider("compare", PROMPT, *QUICK, "-k", "1,3", "--html", page, "--json", "-")
     document = document_of(ended)

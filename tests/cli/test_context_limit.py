@@ -12,7 +12,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 
 _WORK = {  # of each command, where it begins
-    "certify": "outrider.certify.run.fly",
+    "certify": "outrider.certify.run.run_pilot",
     "divergence": "outrider.certify.run.plain_texts",
     "plan": "outrider.cli.commands.plan.own_text",
     "latency": "outrider.bench.run.warm_up",

@@ -91,7 +91,7 @@ def test_nothing_known(outrider: Outrider, tmp_path: Path) -> None:
     assert (config["num_speculative_tokens"], config["draft_sample_method"]) == (7, "greedy")
     (tmp_path / "draft").unlink()
     (tmp_path / "draft").mkdir()
-    assert "is there already" in outrider("export", "--to", "vllm", "--output", tmp_path).error
+    assert "already exists" in outrider("export", "--to", "vllm", "--output", tmp_path).error
 
 
 def test_measured_here(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> No
         f"python convert_hf_to_gguf.py {draft} --outfile draft.gguf",
     ]
     readme = (tmp_path / "out" / "README.md").read_text()
-    assert "target.gguf is not written here, since llama.cpp has no name" in readme
+    assert "target.gguf was not created, since its pre-tokenizer has no known name" in readme
 
 
 def test_bad_pairs(outrider: Outrider, tmp_path: Path) -> None:

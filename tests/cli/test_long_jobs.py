@@ -25,7 +25,7 @@ OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Of 1 to 9 words, with 1 to 4 new tokens."""
+    """Prompts of 1 to 9 words, with 1 to 4 new tokens."""
     path = tmp_path / "prompts.jsonl"
     rows = [
         {"prompt": " ".join(["Once"] * (1 + 4 * i % 9)), "max_new_tokens": 1 + 3 * i % 4} for i in range(NUM_PROMPTS)

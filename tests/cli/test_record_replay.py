@@ -214,7 +214,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "--output", tmp_path / "r", "--seed", -1), "--seed = -1"),
         (("replay", log, "-k", 2, "--output-format", "cumulative"), "give that too"),
         (("analyze", prompts, "--json", prompts), "choose another file"),
-        (("replay", tmp_path / "nowhere"), "make one with outrider record"),
+        (("replay", tmp_path / "nowhere"), "create one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
         (("replay", log, "--acceptance", "hope"), "choose one of rejection"),

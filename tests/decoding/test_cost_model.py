@@ -132,7 +132,7 @@ def test_one_surprise_is_doubted_and_two_are_believed() -> None:
 
 
 class _Deaf:
-    """The same, but it does not look at times, and so never tries a K for its cost."""
+    """Schedule that ignores times, and so never tries a K for its cost."""
 
     def __init__(self, measured: Mapping[int, float] = MEASURED) -> None:
         self.inner = adaptive({1: measured})

@@ -109,8 +109,8 @@ def test_a_draft_of_shorter_context_falls_silent(rule: Rule, temperature: float)
 
 @ALL_RULES
 def test_logprobs_are_those_of_a_full_forward(rule: Rule) -> None:
-    """Of raw logits, whatever the options: log-probability of every token and the most probable ones, for the rows
-    that ask; teacher-forced through Hugging Face's own forward, to 1e-9."""
+    """Raw logits, whatever the options: log-probability of every token and the most probable ones, for rows that
+    request them; equal to teacher forcing through Hugging Face's own forward to 1e-9."""
     target, drafter = llama_pair()
     wanted = [None, 0, 3, 1, 60]
     requests = [

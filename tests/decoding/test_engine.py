@@ -122,7 +122,7 @@ def test_k_is_0_is_plain_decoding(pair: tuple[LM, ModelDrafter], rule: Rule) -> 
 
 @ALL_RULES
 def test_seeds_matter_and_repeat(pair: tuple[LM, ModelDrafter], rule: Rule) -> None:
-    """The same seed gives the same rounds; another seed another text."""
+    """Equal seeds give equal rounds; another seed gives another sequence."""
     target, drafter = pair
     again = [run(target, drafter, [request((1,), seed=seed, max_new_tokens=16)], rule, 3)[0] for seed in (1, 1, 2)]
     assert again[0] == again[1]

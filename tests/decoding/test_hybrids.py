@@ -379,7 +379,7 @@ def test_slots_move_their_states() -> None:
 
 
 def _spoilt(lm: LM, token_id: int) -> LM:
-    """The same, with NaN after a token and all that see it. (Probed before: with broken weights there is nothing to
+    """Target with NaN after a token and all that attend to it. (Probed before: with broken weights there is nothing to
     compare.)"""
     lm.model.get_input_embeddings().weight.data[token_id] = torch.nan
     return lm

@@ -183,7 +183,7 @@ def test_rows_with_a_constant_k_do_not_depend_on_the_load(rule: Rule) -> None:
 
 
 def test_the_best_k_follows_the_load() -> None:
-    """The same acceptance at one row and at four."""
+    """K falls with the number of rows at equal acceptance."""
     target, drafter = table_pair(4)
     costs = {1: {0: 1.0, 4: 1.05}, 4: {0: 1.0, 4: 8.0}}
     for num_rows, expected in ((1, 4), (4, 0)):

@@ -94,7 +94,7 @@ def _pvalue(
 
 @cache
 def _law(settings: str) -> Law:
-    """Of the target of ``table_pair(4)``."""
+    """Output distribution of the target of ``table_pair(4)``."""
     return table_law(table_pair(4)[0].model.table, PROMPT, Sampling(**SETTINGS[settings]), NUM_TOKENS)
 
 

@@ -65,7 +65,7 @@ def _call(schedule: Schedule, num_rows: int, seed: int) -> float:
 
 
 def _seconds(make: Callable[[], Schedule], num_rows: int, first: int) -> float:
-    """Of the calls from this one on, each with a schedule of its own."""
+    """Seconds of the calls from ``first`` on, each with its own schedule."""
     return sum([_call(make(), num_rows, seed) for seed in range(NUM_CALLS)][first:])
 
 

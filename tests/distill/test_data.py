@@ -10,11 +10,11 @@ from outrider.decoder import Decoder
 from outrider.distill.data import (
     Mixture,
     beginning,
+    generate_sequences,
     hold_out_text,
     hold_out_written,
     read_sequences,
     text_tokens,
-    write_sequences,
 )
 from outrider.errors import FileError, OptionError
 from pairs import embedded, embedded_tokenizer, word_tokenizer
@@ -92,12 +92,12 @@ def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatc
     text = torch.tensor(decoder.tokenizer("Once upon a time there was a king who had a horse. " * 4).input_ids)
 
     def write(num: int) -> torch.Tensor:
-        write_sequences(decoder, text, tmp_path, num_sequences=num, length=24, seed=3)
+        generate_sequences(decoder, text, tmp_path, num_sequences=num, length=24, seed=3)
         ids, num_given = read_sequences(tmp_path, num_sequences=num, length=24)
         assert num_given.tolist() == [12] * num
         return ids
 
-    monkeypatch.setattr("outrider.distill.data._WRITTEN_AT_ONCE", 2)
+    monkeypatch.setattr("outrider.distill.data._FILE_SIZE", 2)
     rows = write(4)
     assert rows.shape == (4, 24)
     beginnings = {tuple(part.tolist()) for part in text.unfold(0, 12, 1)}
@@ -111,12 +111,12 @@ def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatc
     assert first.stat().st_mtime_ns == before
     # Two processes write the same as one.
     for i in (1, 0):
-        write_sequences(decoder, text, tmp_path / "two", num_sequences=4, length=24, seed=3, share=(i, 2))
+        generate_sequences(decoder, text, tmp_path / "two", num_sequences=4, length=24, seed=3, share=(i, 2))
         assert len(list((tmp_path / "two").iterdir())) == 2 - i
     assert torch.equal(read_sequences(tmp_path / "two", num_sequences=4, length=24)[0], rows)
 
 
 def test_without_a_text_the_sentences_are_gone_on_from(decoder: Decoder, tmp_path: Path) -> None:
-    write_sequences(decoder, None, tmp_path, num_sequences=2, length=30, seed=0)
+    generate_sequences(decoder, None, tmp_path, num_sequences=2, length=30, seed=0)
     rows, _ = read_sequences(tmp_path, num_sequences=2, length=30)
     assert decoder.tokenizer.decode(rows[0].tolist()).startswith("Once upon a time there lived")

@@ -108,7 +108,7 @@ def test_its_text_is_plain_text(rule: Rule) -> None:
 
 
 def _expected(target: LM, token_ids: tuple[int, ...]) -> Tensor:
-    """The same features from Hugging Face's own forward. (Its last hidden state is after the final norm.) [N, F]"""
+    """Features from Hugging Face's own forward. (Its last hidden state is after the final norm.) [N, F]"""
     found: list[Tensor] = []
     hook = target.model.model.layers[-1].register_forward_hook(lambda _, args, out: found.append(out))
     with torch.inference_mode():

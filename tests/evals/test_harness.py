@@ -186,7 +186,7 @@ def test_what_is_counted() -> None:
     assert total.num_draft_tokens > 0 and len(texts) <= total.num_generated_tokens <= 24
     bars.clear()
     lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (page,), 0) for page in PAGES[:2]])
-    assert bars == [("texts judged", 4), 3, 1]  # a page of one window, and one of three
+    assert bars == [("texts scored", 4), 3, 1]  # a page of one window, and one of three
     assert lm.loglikelihood([]) == []
 
 
@@ -237,7 +237,7 @@ def test_what_does_not_fit_the_context_is_refused() -> None:
     with pytest.raises(OptionError, match="max_gen_toks = 64 is invalid: .* takes 64 tokens in all"):
         generate(lm, ["a"], max_gen_toks=64)
     for continuation in ("", "x" * 65):
-        with pytest.raises(PromptError, match=f"a continuation of {len(continuation)} tokens cannot be judged"):
+        with pytest.raises(PromptError, match=f"a continuation of {len(continuation)} tokens cannot be scored"):
             lm.loglikelihood([Instance("loglikelihood", {}, ("a", continuation), 0)])
 
 
@@ -246,8 +246,8 @@ def test_prompts_that_are_cut_are_reported(caplog: pytest.LogCaptureFixture) -> 
     lm = OutriderLM(decoder_of().plain())
     cut, whole = generate(lm, ["x" * 60 + "The fox", "x" * 53 + "The fox"], max_gen_toks=4)
     assert cut == whole and caplog.messages == [
-        "1 of 2 prompts were cut at the beginning: with the tokens to generate they go beyond the context of "
-        f"{lm.decoder.target.name}, which takes 64 in all"
+        "1 of 2 prompts were truncated at the beginning: with the tokens to generate they exceed the context "
+        f"of {lm.decoder.target.name}, 64 tokens"
     ]
 
 
@@ -257,7 +257,7 @@ def test_what_a_model_needs() -> None:
     with pytest.raises(PromptError, match="with a tokenizer"):
         OutriderLM(replace(decoder_of(), tokenizer=None))
     nameless = byte_level_tokenizer()
-    with pytest.raises(PromptError, match="no token to begin a text with"):
+    with pytest.raises(PromptError, match="neither BOS nor EOS"):
         OutriderLM(replace(decoder_of(), tokenizer=nameless)).loglikelihood_rolling(
             [Instance("loglikelihood_rolling", {}, ("a",), 0)]
         )

@@ -128,7 +128,7 @@ def made_up(*is_solved: bool) -> SheetScore:
 
 
 def test_scores_are_compared_problem_by_problem() -> None:
-    """Of 8 problems plain alone solved 1 and speculative alone 3: difference 1/4, variance (4 + 1 - 8/16) / 64."""
+    """Only plain solved 1 of 8 problems, only speculative 3: difference 1/4, variance (4 + 1 - 8/16) / 64."""
     plain = made_up(True, True, False, False, False, True, False, False)
     speculative = made_up(True, False, True, True, True, True, False, False)
     assert (plain.wald.value, speculative.wilson.value) == (3 / 8, 5 / 8)

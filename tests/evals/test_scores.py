@@ -92,7 +92,7 @@ def test_what_a_draft_cannot_change_has_one_arm() -> None:
 
 @pytest.fixture(name="group", scope="module")
 def group_of_tasks(tmp_path_factory: pytest.TempPathFactory) -> Group:
-    """Of the harness, equally weighted: "answers" and "few", and "endings" in which a draft has no part."""
+    """A group of the harness, equally weighted: "answers" and "few", and "endings", which does not use a draft."""
     group = Group("g", aggregate_metric_list=[AggMetricConfig("em", weight_by_size=False)])
     for one in load_tasks(["all"], write_groups(tmp_path_factory.mktemp("tasks")))[0].values():
         group.add(one)

@@ -73,7 +73,7 @@ def test_a_run_of_real_tasks(folder: Path) -> None:
 
 
 def test_no_two_requests_have_the_same_seed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever task; but the arms do."""
+    """Across all tasks of an arm; the arms share their seeds."""
     tasks, _ = load_tasks(["few", "endings", "answers"], folder)
     seeds: list[list[int]] = []
     complete = Decoder.complete

@@ -128,7 +128,7 @@ def test_scores_that_overflow_an_exponential() -> None:
 
 
 def _logits(model: PreTrainedModel, implementation: str) -> Tensor:
-    """Of two rows at different lengths, three tokens each. [2, 3, V]"""
+    """Logits of two rows of different lengths, three tokens each. [2, 3, V]"""
     lm = as_lm(model)
     cache = lm.new_cache(2, 40)
     ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))

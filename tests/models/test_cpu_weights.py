@@ -96,7 +96,7 @@ def test_plain_tensors(how: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_int8_of_torchao(tmp_path: Path) -> None:
-    """The same whole numbers and scales, by the kernel."""
+    """The kernel reads the same integers and scales."""
     folder = save(tmp_path, random_llama())
     kept, plain = (outrider.load(folder, quantization="int8", store=how).target.model for how in ("auto", "plain"))
     assert _stored(kept) == {torch.int8, torch.float32}  # the embedding is not quantized
@@ -121,7 +121,7 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stated", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
 def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model on the hub the configuration is enough."""
+    """The configuration suffices for a model on the hub."""
     monkeypatch.setattr(cpu_weights, "_files", lambda spec: pytest.fail("fetches"))
     with torch.device("meta"):
         bare = skeleton(random_llama().config, torch.float32)

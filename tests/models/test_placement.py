@@ -69,7 +69,7 @@ def test_limits_of_memory() -> None:
 
 
 def test_a_model_is_loaded_by_a_map(tmp_path: Path) -> None:
-    """Of one device, which is all that there is everywhere."""
+    """A map of one device, the only one present everywhere."""
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"model": "cpu", "lm_head": "cpu"}))
     options = {"seed": 1, "max_new_tokens": 12}

@@ -104,15 +104,15 @@ def test_what_are_no_rounds(tmp_path: Path, text: str, message: str) -> None:
 def test_a_number_of_tokens_that_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "rounds.txt"
     path.write_text("[2]\n[4]\n[1]\n[5]\n")
-    with pytest.raises(FileError, match="line 3: a text ended after 4 tokens, not 5"):
+    with pytest.raises(FileError, match="line 3: a sequence ended after 4 tokens, not 5"):
         read_rounds(path, tokens_per_prompt=5)
     path.write_text("[2]\n[5]\n[1]\n[4]\n\n")
-    with pytest.raises(FileError, match="line 4: a text ended after 4 tokens, not 5"):
+    with pytest.raises(FileError, match="line 4: a sequence ended after 4 tokens, not 5"):
         read_rounds(path, tokens_per_prompt=5)
 
 
 def test_lines_are_counted_for_errors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long file: to count them for each row would take a time that grows as its square."""
+    """Counting them for each row would take quadratic time in a long file."""
 
     class Text(str):
         num_counts = 0

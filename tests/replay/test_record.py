@@ -30,7 +30,7 @@ def decoder() -> Decoder:
 
 @pytest.mark.parametrize("num_probs", [1, 4, 9, 100])
 def test_probabilities_are_those_of_hugging_faces_processors(decoder: Decoder, num_probs: int) -> None:
-    """Of the token that stands there, of the N most probable, and the mass of the rest: 0 beyond what top-k keeps."""
+    """Probabilities of the sequence's token and of the N most probable, and the remaining mass: 0 beyond top-k."""
     records, is_interrupted = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=num_probs)
     assert not is_interrupted
     n, law = min(num_probs, 60), Sampling(**OPTIONS, stop_token_ids=tuple(decoder.eos_ids))

@@ -78,7 +78,7 @@ def _rounds_by_rule(rule: str, draft: list[list[float]], k: int) -> dict[tuple[i
 
 
 def _rounds_by_match(draft: list[list[float]], k: int) -> dict[tuple[int, int], Rounds]:
-    """The same where draft and target sample by themselves, and tokens stand as long as they are equal."""
+    """Rounds if draft and target sample independently, and tokens are accepted while they are equal."""
     p, found = TARGET.softmax(-1).tolist(), defaultdict(list)
     for last, n in product(range(3), range(k + 1)):
         for ids, weight in draft_paths(last, draft, n):
@@ -294,12 +294,12 @@ def test_a_wrong_agreement_shows_on_average(monkeypatch: pytest.MonkeyPatch) -> 
     """The control: ``gumbel`` keeps fewer tokens than ``rejection``, whose formula it does not follow."""
     target, drafter = table_pair(8)
     assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) < Z
-    judge = module._judge
+    score = module._score
 
     def wrong(*arguments: object) -> list[module._Places]:
-        return [dataclasses.replace(one, agreement=(one.log_ratios, one.log_ratios)) for one in judge(*arguments)]
+        return [dataclasses.replace(one, agreement=(one.log_ratios, one.log_ratios)) for one in score(*arguments)]
 
-    monkeypatch.setattr(module, "_judge", wrong)
+    monkeypatch.setattr(module, "_score", wrong)
     assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) > 1.5 * Z
 
 

@@ -53,7 +53,7 @@ def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
-    """Of texts that end at limits and at end tokens within a round, at several K."""
+    """Sequences end at limits and at end tokens within a round, at several K."""
     target, drafter = llama_pair()
     rows, wanted = [], {}
     for k in (1, 3, 6):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this
 
 
 def _large() -> nn.Module:
-    """Of more than a page, with two layers that share a weight."""
+    """Model larger than a page, with two layers that share a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1024, 768), nn.Linear(768, 768), nn.BatchNorm1d(768), nn.Linear(768, 1024))
     model[3].weight = model[0].weight

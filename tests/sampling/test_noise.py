@@ -195,7 +195,7 @@ def test_gumbels_follow_the_gumbel_law() -> None:
 
 
 def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in any order, and no more than is needed: plain decoding needs that of one token, whatever K."""
+    """Equal in any order, and no more than needed: plain decoding needs that of one token, whatever K."""
     seeds, starts = torch.tensor([3, 4]), torch.tensor([7, 2])
     noise = GumbelNoise(seeds, starts, 9)
     want = gumbels(seeds, starts[:, None] + torch.arange(4), 9)

@@ -41,7 +41,7 @@ def test_forced_logits_are_those_of_one_forward(has_penalty: bool) -> None:
 
 
 def test_alpha_is_the_mean_overlap() -> None:
-    """Of a Markov chain: the rows of two tables, at the tokens of the text."""
+    """Markov chains: alpha follows from the tables' rows at the tokens of the sequence."""
     tables = random_table(5, 0), random_table(5, 1)
     target, draft = (table_lm(table) for table in tables)
     texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2)]

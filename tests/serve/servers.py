@@ -81,7 +81,7 @@ def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> byte
 
 
 def is_free(server: Running) -> bool:
-    """Of two slots none is taken, and nobody waits."""
+    """Whether both slots are free and no request waits."""
     return server.metric("outrider:num_free_slots") == 2 and server.worker.num_open == 0
 
 

@@ -163,7 +163,7 @@ def test_connections_are_fewer_than_files(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_client_cannot_fill_the_log(server: Running) -> None:
-    """Of the warnings of one kind a few pass, and then a count of the others."""
+    """A few warnings of each kind are logged, then a count of the others."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

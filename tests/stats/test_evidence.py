@@ -172,7 +172,7 @@ class Ranks:
         self.lows, self.highs = -ranks.min(axis=2), ranks.max(axis=2)
 
     def products(self, run: int) -> Increments:
-        """Of each token but the first with the one before."""
+        """Products of each token but the first with the one before."""
         own = Increments(self.values[run], self.moments[:, run], self.lows[run], self.highs[run])
         return own[1:].scaled(self.values[run, :-1])
 

@@ -67,7 +67,7 @@ def test_nothing_and_everything_stay_within_0_and_1(successes: int, trials: int)
 
 
 def test_mean_and_standard_deviation() -> None:
-    """Of a sample: 2, 4, 4, 4, 5, 5, 7, 9 have mean 5 and squares that add to 32, over 7."""
+    """By hand: 2, 4, 4, 4, 5, 5, 7, 9 have mean 5; their squared deviations add to 32, over 7."""
     assert mean_std([2, 4, 4, 4, 5, 5, 7, 9]) == (5.0, pytest.approx(math.sqrt(32 / 7)))
     assert mean_std([3.5]) == (3.5, None)
 
@@ -260,8 +260,8 @@ def test_a_difference_is_seldom_found_where_there_is_none(num: int, rate: float)
 
 @pytest.mark.parametrize(("share", "margin"), [(0.065, 0.05), (0.5, 0.1)])
 def test_the_number_of_trials_that_decides(share: float, margin: float) -> None:
-    """Of 200 pairs of arms that are alike, about 190 are found equivalent. If each were with a probability of 0.92, 162
-    or fewer would be in one of 10^6 cases. With a quarter of the trials few are."""
+    """About 190 of 200 pairs of equal arms are found equivalent. With a probability of 0.92 each, 162 or fewer would be
+    in 1 run in 10^6. With a quarter of the trials few are."""
     generator = np.random.default_rng(0)
 
     def num_equivalent(num_trials: int) -> int:
@@ -274,8 +274,8 @@ def test_the_number_of_trials_that_decides(share: float, margin: float) -> None:
 
 
 def test_a_difference_by_hand() -> None:
-    """Of 8 trials that differ one goes the other way: McNemar's exact p is 2 * (1 + 8) / 2^8. Of as many either way,
-    and of none, it is 1."""
+    """One of 8 differing trials goes the other way: McNemar's exact p is 2 * (1 + 8) / 2^8. With as many either way, or
+    none, it is 1."""
     only_second, only_first = ([True] * 7 + [False] * 93, [False] * 7 + [True] + [False] * 92)
     assert paired_difference(only_first, only_second, 0.1).difference_p == pytest.approx(18 / 256)
     assert paired_difference([0, 1, 0], [1, 0, 0], 0.1).difference_p == 1

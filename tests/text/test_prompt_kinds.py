@@ -212,7 +212,7 @@ def test_an_image_that_is_not_there_is_refused() -> None:
 
 
 def test_the_tokenizer_inside_is_taken() -> None:
-    """Of a processor, and the one of the tokenizers package; anything else is refused in one line."""
+    """Unwrap processors and tokenizers of the tokenizers package; refuse anything else in one line."""
     want = texts_of(decoder_of(word_tokenizer()), TEXTS)
     assert texts_of(decoder_of(word_tokenizer().backend_tokenizer), TEXTS) == want
     how: dict[str, Any] = {"patch_size": 8, "vision_feature_select_strategy": "full"}

@@ -28,10 +28,10 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot_file(path: Path, formats: Sequence[str] = PLOT_FORMATS) -> None:
-    """Check before the measurement, not after it, that a plot, or a page with plots, can be made.
+    """Check before the measurement that a plot, or a page with plots, can be written.
 
     Raises:
-        FileError: the name or the folder is not possible.
+        FileError: the name or the folder is invalid.
         MissingExtra: matplotlib is not installed.
     """
     if path.suffix not in formats:
@@ -44,7 +44,7 @@ def check_plot_file(path: Path, formats: Sequence[str] = PLOT_FORMATS) -> None:
 
 
 def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> None:
-    """Speed-up against K, a line with 95% bars for each draft."""
+    """Plot speed-up against K, a line with 95% bars for each draft."""
     figure, axes = _speed_up_axes(title, "speed-up over plain decoding (95% interval)")
     for draft, points in _measured_points(summaries).items():
         _bars(axes, [k for k, _ in points], [interval for _, interval in points], draft, marker="o")
@@ -52,7 +52,7 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
 
 
 def _measured_points(summaries: Sequence[ArmSummary]) -> dict[str, list[tuple[int, Interval]]]:
-    """K and speed-up of the arms of each draft."""
+    """K and speed-up of the arms, by draft."""
     by_draft: dict[str, list[tuple[int, Interval]]] = {}
     for summary in summaries:
         k = summary.arm.num_draft_tokens
@@ -62,14 +62,14 @@ def _measured_points(summaries: Sequence[ArmSummary]) -> dict[str, list[tuple[in
 
 
 def plot_prediction(points: Sequence[tuple[int, float]], path: Path, title: str) -> None:
-    """Predicted speed-up against K."""
+    """Plot predicted speed-up against K."""
     figure, axes = _speed_up_axes(title, "predicted speed-up over plain decoding")
     axes.plot([k for k, _ in points], [value for _, value in points], marker="o")
     _save(figure, axes, path)
 
 
 def plot_tau(lines: Mapping[str, Sequence[tuple[int, Interval | None]]], path: Path, title: str) -> None:
-    """Tokens per round against K, a line with 95% bars for each draft."""
+    """Plot tokens per round against K, a line with 95% bars for each draft."""
     figure, axes = _speed_up_axes(title, "expected tokens per round, tau (95% interval)")
     for draft, points in lines.items():
         there = [(k, interval) for k, interval in points if interval is not None]
@@ -78,7 +78,7 @@ def plot_tau(lines: Mapping[str, Sequence[tuple[int, Interval | None]]], path: P
 
 
 def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None:
-    """Side by side the number of accepted tokens in a round, and the acceptance of each position."""
+    """Plot side by side the number of accepted tokens in a round, and the acceptance of each position."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -98,7 +98,7 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
         positions.plot(places, unconditional, color=colour, marker="s", ls="--")
     histogram.set(xlabel="accepted tokens in a round", ylabel="share of rounds", title=title)
     positions.set(xlabel="position in the round", ylabel="share accepted", ylim=(0, 1.05))
-    positions.set_title("solid: of those judged; dashed: of those drafted")
+    positions.set_title("solid: of those verified; dashed: of those drafted")
     for axes in (histogram, positions):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=min(3, len(arms)), fontsize="small")
@@ -108,7 +108,7 @@ def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None
 def plot_plan(
     lines: Mapping[str, Sequence[tuple[int, float]]], measured: Sequence[ArmSummary], path: Path, title: str
 ) -> None:
-    """Predicted speed-up against K, a line for each draft, with the measurements on top."""
+    """Plot predicted speed-up against K, a line for each draft, with the measurements on top."""
     figure, axes = _speed_up_axes(title, "speed-up over plain decoding")
     colours = {}
     for label, points in lines.items():
@@ -121,7 +121,7 @@ def plot_plan(
 
 
 def plot_alpha(results: Mapping[str, Sequence[Alpha]], path: Path, title: str) -> None:
-    """alpha against temperature, a line with 95% bars for each draft and top-p."""
+    """Plot alpha against temperature, a line with 95% bars for each draft and top-p."""
     figure, axes = _axes(title, "temperature", "alpha (95% interval)")
     for draft, alphas in results.items():
         greedy = [one for one in alphas if one.sampling.temperature == 0]
@@ -135,8 +135,8 @@ def plot_alpha(results: Mapping[str, Sequence[Alpha]], path: Path, title: str) -
 
 
 def plot_shapes(costs: Sequence[ShapeCost], path: Path, title: str) -> None:
-    """Milliseconds for a drafted token against parameters, a line for each number of layers; widths at the points."""
-    figure, axes = _axes(title, "parameters, millions", "ms for a drafted token")
+    """Plot milliseconds per drafted token against parameters, a line for each number of layers, labelled by width."""
+    figure, axes = _axes(title, "parameters, millions", "ms per drafted token")
     for num_layers in sorted({one.shape.num_layers for one in costs}):
         row = sorted((one for one in costs if one.shape.num_layers == num_layers), key=lambda one: one.num_params)
         at, values = [one.num_params / 1e6 for one in row], [1e3 * one.draft_s for one in row]
@@ -146,13 +146,13 @@ def plot_shapes(costs: Sequence[ShapeCost], path: Path, title: str) -> None:
     _save(figure, axes, path)
 
 
-# Figures in a page, light or dark. Their ink is the colour of the text around them. Blue and orange stand out from both
-# pages and can be distinguished by the colour-blind; the shapes of their marks differ as well.
+# Figures for light and dark pages. Ink takes the page's text colour. Blue and orange contrast with both pages and are
+# safe for the colour-blind; marker shapes differ as well.
 _INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
 _BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
 _PAGE_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text remains text
-    "svg.hashsalt": "outrider",  # the same figure each time
+    "svg.hashsalt": "outrider",  # reproducible ids
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
@@ -161,7 +161,7 @@ _PAGE_STYLE: dict[Any, Any] = {
 
 
 def svg_of_bins(counts: Sequence[int], band: tuple[int, int]) -> str:
-    """A histogram over [0, 1], with the band that its bars should end in."""
+    """SVG histogram over [0, 1], with the band that its bars should end in."""
 
     def draw(axes: Any) -> None:
         width = 1 / len(counts)
@@ -174,7 +174,7 @@ def svg_of_bins(counts: Sequence[int], band: tuple[int, int]) -> str:
 
 
 def svg_of_excess(excess: Sequence[float], distance: float) -> str:
-    """An empirical distribution less the uniform one, at equal steps from 0 to 1, with the band it should stay in."""
+    """SVG of an empirical distribution less the uniform one, at equal steps from 0 to 1, with its band."""
 
     def draw(axes: Any) -> None:
         axes.axhspan(-distance, distance, **_BAND)
@@ -186,8 +186,7 @@ def svg_of_excess(excess: Sequence[float], distance: float) -> str:
 
 
 def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Sequence[Interval]) -> str:
-    """How often the first, second ... drafted token of a round is accepted: if those before it are, and of all
-    rounds."""
+    """SVG of the acceptance rate by place in the round: given that those before are accepted, and of all rounds."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Any) -> None:
@@ -203,7 +202,7 @@ def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Seq
 
 
 def svg_of_z(zs: Sequence[float], limit: float) -> str:
-    """Standardised numbers of the first, second ... token of a round, with the band that they should be in."""
+    """SVG of z-scores by place in the round, with their band."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Any) -> None:
@@ -219,7 +218,7 @@ def svg_of_z(zs: Sequence[float], limit: float) -> str:
 
 
 def _svg(name: str, across: str, up: str, draw: Callable[[Any], None]) -> str:
-    """A figure as an element of a page that may hold others.
+    """Draw a figure as an SVG element of a page.
 
     Args:
         name: unique in the page; all ids in the element begin with it.
@@ -270,6 +269,6 @@ def _speed_up_axes(title: str, what: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: Path) -> None:
-    axes.set_ylim(bottom=0)  # now that the points are in: a scale with a limit no longer follows them
-    axes.legend(loc="best")  # said, though it is the default: matplotlib warns of the default where a machine is slow
+    axes.set_ylim(bottom=0)  # after the points: a limit stops autoscaling
+    axes.legend(loc="best")  # explicit: matplotlib warns about the default on slow machines
     figure.savefig(current_ranks().own_path(path), format=path.suffix[1:], dpi=150)

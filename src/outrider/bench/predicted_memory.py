@@ -1,8 +1,8 @@
-"""The memory of a model at work, predicted from its configuration alone: nothing is loaded.
+"""Predict a model's memory from its configuration alone: nothing is loaded.
 
-The model is built of fake tensors, which have shapes and types but no numbers. The loop's own steps then run on them: a
-chunk of prefill, and a verify. The most that is alive at a time, beyond weights and cache, is what a step needs. Memory
-within a kernel is not seen; nor is that of the process itself.
+The model is built of fake tensors, which have shapes and types but no data. The loop's own steps run on them: a chunk
+of prefill, and a verify. The peak beyond weights and cache is what a step needs. Memory inside kernels and that of the
+process itself are not counted.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from outrider.sampling.rules import RULES
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work that memory is predicted for.
+    """Workload to predict memory for.
 
     Attributes:
-        context: tokens in each row, prompt and output together.
-        num_rows: rows at a time.
+        context: tokens per row, prompt and output together.
+        num_rows: batch size.
         k: drafted tokens.
-        is_prepared: compiled or captured, where the length of a cache is a power of two.
+        is_prepared: compiled or captured, which rounds the cache length to a power of two.
     """
 
     context: int
@@ -56,10 +56,10 @@ class Memory:
     Attributes:
         weights: with buffers and, if quantized, scales.
         cache: keys and values of all rows, and states.
-        prefill: the most that a forward of prompts needs: it feeds PREFILL_TOKENS at most, of one row or of several.
-        verify: the most that a verify needs: activations, logits, and probabilities of K + 1 tokens in each row. (A
-            graph on a CUDA device takes the same once more, in a pool that all graphs share.) Both are None for models
-            whose forward depends on numbers, as some mixtures of experts do.
+        prefill: peak of a prefill forward, of at most PREFILL_TOKENS tokens in one row or several.
+        verify: peak of a verify: activations, logits, and probabilities of K + 1 tokens in each row. (A CUDA graph
+            takes the same once more, in a pool shared by all graphs.) Both are None for models whose forward depends
+            on data, such as some mixtures of experts.
     """
 
     weights: int
@@ -73,12 +73,12 @@ class Memory:
 
 
 class Predictor:
-    """Predicts the memory of one model for some work, in any form.
+    """Predicts the memory of one model and workload, for any quantization and tensor parallelism.
 
     Args:
-        config: of Hugging Face.
+        config: Hugging Face configuration.
         dtype: of the arithmetic.
-        kept: the type in which large matrices stay, if they do (see ``kept_type``).
+        kept: storage type of large matrices, if narrower (see ``kept_type``).
 
     Raises:
         OptionError: the context is longer than the model's.
@@ -99,20 +99,20 @@ class Predictor:
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
             cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
             self._cache = sum(store.nbytes for store in cache.storage)
-            # As in programs: shapes follow from bounds, since there are no numbers.
-            # One long prompt has the most activations, and many short ones look at the most keys.
+            # Shapes follow from bounds, as in compiled programs, since there is no data.
+            # One long prompt has the most activations, many short ones attend to the most keys.
             shapes = {1, min(work.num_rows, PREFILL_TOKENS)}
             needed = [_most_at_a_time(_prefill(lm, cache.on(cache.storage), n, work.context)) for n in shapes]
             self._prefill = max((most for most in needed if most is not None), default=None)
             self._verify = _most_at_a_time(_verify(lm, cache.on(cache.storage), work))
 
     def memory(self, quantization: str = "none", parallel: int = 1) -> Memory:
-        """In one form.
+        """Predict for one quantization and degree of parallelism.
 
         Args:
             quantization: "none", or one of QUANTIZATIONS.
-            parallel: processes that share each layer; the result is for one of them. Its steps are predicted as if it
-                worked alone, since the largest tensors of a step are not shared.
+            parallel: tensor-parallel processes; the result is for one of them. Its steps are predicted as if it
+                worked alone, since the largest tensors of a step are not sharded.
         """
         model = self._kept if quantization == "none" and parallel == 1 else self._plain
         weights = weights_bytes(model, self._dtype, quantization, parallel)
@@ -120,7 +120,7 @@ class Predictor:
 
 
 def _prefill(lm: LM, cache: SlotCache, num_rows: int, context: int) -> Callable[[], Any]:
-    """A forward of the last tokens of prompts, in so many rows."""
+    """Forward of the last chunk of prompts."""
     width = min(PREFILL_TOKENS // num_rows, context)
     positions = torch.arange(context - width, context).expand(num_rows, -1)
     ids = torch.zeros_like(positions)
@@ -143,7 +143,7 @@ def _verify(lm: LM, cache: SlotCache, work: Workload) -> Callable[[], Any]:
 
 
 def _most_at_a_time(step: Callable[[], Any]) -> int | None:
-    """Bytes of the tensors that the step makes."""
+    """Peak bytes of the tensors that the step allocates; None if its shapes depend on data."""
     try:
         allocations = _Allocations()
         with allocations:
@@ -154,7 +154,7 @@ def _most_at_a_time(step: Callable[[], Any]) -> int | None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Adds up the memory that is alive after each operation."""
+    """Tracks the peak of the memory alive after each operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ class _Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:  # no view, not in place
+            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:  # neither a view nor in place
                 storage = leaf.untyped_storage()
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}

@@ -1,4 +1,4 @@
-"""Reports of measurements: a summary of each arm, as JSON, as a table.
+"""Reports of measurements: a summary of each arm, as JSON or a table.
 
 The JSON documents of all commands are described in docs/json.md.
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm over all cases.
+    """Summary of an arm over all cases.
 
     Attributes:
         ms_per_token: of decoding, mean and standard deviation over the cases.
-        total_ms_per_token: the same including the prefill.
+        total_ms_per_token: including the prefill.
         prefill_ms: of one prompt.
         speed_up: of decoding, over the baseline arm on the same cases; None for the baseline itself.
-        total_speed_up: the same including the prefill.
+        total_speed_up: including the prefill.
     """
 
     arm: Arm
@@ -58,9 +58,10 @@ class ArmSummary:
 
 
 def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:
-    """A summary of each arm; the first is the baseline of the others.
+    """Summarise each arm; the first is the baseline of the others.
 
-    Cases that an arm has not completed (the measurement was interrupted) are left out; without any there is no summary.
+    Only cases that all arms have completed count (the measurement may have been interrupted); without any the result is
+    empty.
     """
     groups = [[m for m in measurements if m.arm == arm] for arm in arms]
     done = set.intersection(*({m.case.index for m in group} for group in groups))
@@ -92,7 +93,7 @@ def _summary(group: Sequence[Measurement], base: Sequence[Measurement], *, is_ba
 
 
 def interval_text(interval: Interval | None, digits: int = 2) -> str:
-    """Like 1.31 [1.25, 1.38]; for a console, so the bracket is escaped."""
+    """Format like 1.31 [1.25, 1.38], with the bracket escaped for rich."""
     if interval is None:
         return "-"
     ends = "" if interval.low is None else f" \\[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
@@ -100,12 +101,12 @@ def interval_text(interval: Interval | None, digits: int = 2) -> str:
 
 
 def pm_text(pair: tuple[float, float | None], digits: int) -> str:
-    """Like 5.31 ±0.12."""
+    """Format like 5.31 ±0.12."""
     return f"{pair[0]:.{digits}f}" + ("" if pair[1] is None else f" ±{pair[1]:.{digits}f}")
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """An empty table that fits 80 columns: the first column is text and shrinks, the others are numbers."""
+    """Empty table for 80 columns: the first column is text and shrinks, the others are numbers."""
     from rich import box
     from rich.table import Table
 
@@ -119,7 +120,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def table(summaries: Sequence[ArmSummary], title: str) -> Table:
-    """A table for people."""
+    """Console table of the summaries."""
     out = new_table(title, "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "prefill ms")
     for summary in summaries:
         arm = summary.arm

@@ -1,7 +1,7 @@
-"""Measure arms in turn.
+"""Interleaved measurement of arms.
 
-An arm is a decoder and its options under a name. All arms take the same cases (prompt and seed) one after the other,
-and the order of the arms rotates from case to case, so that drift of the machine affects all equally.
+An arm is a named decoder with its options. All arms run the same cases (prompt and seed) one after the other, and their
+order rotates from case to case, so that drift of the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NUM_WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to generate.
+    """A decoder and its options under a name.
 
     Attributes:
-        draft: name of the draft, None for plain decoding.
-        num_draft_tokens: K, None for plain decoding.
+        draft: name of the draft; None for plain decoding.
+        num_draft_tokens: K; None for plain decoding.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """For tables with a separate column for K."""
+        """Name without K, for tables."""
         return self.draft or self.decoder.target.name
 
     def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[Chunk]:
@@ -49,13 +49,13 @@ class Arm:
 
 
 def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> list[Arm]:
-    """The decoder, whose draft goes by this name, at each K."""
+    """Arms of one decoder and draft, one for each K."""
     return [Arm(f"{draft}, K = {k}", decoder, draft, k) for k in ks]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to generate: the unit of pairing between the arms."""
+    """Prompt and seed: the unit of pairing between the arms."""
 
     index: int
     prompt: Prompt
@@ -90,7 +90,7 @@ OnChunk = Callable[[Arm, Case, Chunk], None]
 
 
 def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None) -> Measurement:
-    """Generate once. The work of ``on_chunk`` (printing, say) is not timed."""
+    """Generate once. The time of ``on_chunk`` (such as printing) is not counted."""
     [measurement] = race([arm], case, options, on_chunk)
     return measurement
 
@@ -98,11 +98,11 @@ def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | N
 def race(
     arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None
 ) -> list[Measurement]:
-    """Generate with all arms side by side, to the end. See ``racing``."""
+    """Generate with all arms side by side, to the end (see ``racing``)."""
     tallies = [_Tally() for _ in arms]
     with closing(racing(arms, case, options)) as chunks:
         for which, chunk in chunks:
-            tallies[which].take(chunk)
+            tallies[which].add(chunk)
             if on_chunk is not None:
                 on_chunk(arms[which], case, chunk)
     return [
@@ -112,24 +112,24 @@ def race(
 
 
 def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
-    """Generate with all arms side by side, on one machine: the next round is always of the arm whose own clock is
-    behind. So at any moment all have had the same time, and the one that has written most is ahead.
+    """Generate with all arms side by side on one machine: the arm with the least time used runs the next round. So all
+    have used the same time at any moment, and the one with the most tokens is ahead.
 
-    A clock counts its own arm's rounds only, but they find the processor's caches full of the others' weights. So this
-    is for watching; to measure, let each arm run alone (see ``interleave``).
+    Only an arm's own rounds are counted, but the others' weights fill the processor's caches. So this is a
+    demonstration; to measure, run each arm alone (see ``interleave``).
 
     Yields:
         The index of an arm, and its next chunk.
     """
     device_clock = Clock(arms[0].decoder.target.device)
     streams = [arm.stream(case.prompt, {**options, "seed": case.seed}) for arm in arms]
-    seconds = dict.fromkeys(range(len(arms)), 0.0)  # of those that have not ended
+    seconds = dict.fromkeys(range(len(arms)), 0.0)  # of arms still running
     last = 0
     try:
         while seconds:
             which = _furthest_behind(seconds)
             if which != last:
-                device_clock.wait(device_clock.mark())  # for what the other has started ahead, which is not this one's
+                device_clock.wait(device_clock.mark())  # for work that the other arm has queued
             last, chunk = which, next(streams[which], None)
             if chunk is None:
                 del seconds[which]
@@ -142,20 +142,20 @@ def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generato
 
 
 def _furthest_behind(seconds: Mapping[int, float]) -> int:
-    """The arm whose clock shows least."""
+    """Arm with the least time used."""
     return next(iter(seconds)) if len(seconds) == 1 else current_ranks().shared(min(seconds, key=seconds.__getitem__))
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What an arm has given so far."""
+    """Running totals of an arm."""
 
     stats: Stats = Stats()
     timing: Timing = Timing()
     text: str = ""
     ratios: list[float] = field(default_factory=list)
 
-    def take(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         self.stats += chunk.stats
         self.timing += chunk.timing
         self.text += chunk.text
@@ -164,11 +164,11 @@ class _Tally:
 
 
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
-    """Let every arm run without measuring: memory is allocated and kernels are chosen on first use.
+    """Run every arm without measuring: the first use allocates memory and selects kernels.
 
-    Where steps are prepared for each size, this prepares the sizes that the cases will need: of the cases with the same
-    capacity of the cache and the same initial view of it, the shortest and the longest are run. (The sizes that K =
-    ``auto`` needs depend on the text.)
+    If steps are compiled for each size, this compiles the sizes that the cases need: it runs the shortest and the
+    longest case for each cache capacity and initial view of the cache. (The sizes that K = ``auto`` needs depend on the
+    output.)
     """
     for arm in arms:
         lm = arm.decoder.target
@@ -200,13 +200,13 @@ _ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torc
 
 
 def count_rejections(ratios: Sequence[float], dtype: torch.dtype) -> tuple[int, float | None]:
-    """For a model that drafts for itself: how many rejections rounding explains, and the p/q farthest from 1."""
+    """Rejections explained by rounding if a model drafts for itself: their number, and the p/q farthest from 1."""
     num_rounding = sum(abs(ratio - 1) <= _ROUNDING[dtype] for ratio in ratios)
     return num_rounding, max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory in use so far: of the device where it is a CUDA device, else of the process.
+    """Peak memory so far: of a CUDA device, else of the process.
 
     None on Windows, which does not report it.
     """

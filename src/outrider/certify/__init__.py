@@ -1,1 +1,1 @@
-"""Is the output distributed as the target alone would have it? Tests, controls and the certificate."""
+"""Certification: tests that the output follows the target's distribution, and controls that validate the tests."""

@@ -1,6 +1,6 @@
-"""The contents of a certificate: the findings of each layer, and whether they suffice.
+"""Certificate: the findings of each layer, and the verdict.
 
-This module does not know how they were obtained (outrider.certify.run).
+This module does not know how the findings were obtained (outrider.certify.run).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from outrider.certify.divergence import Divergence
 from outrider.certify.exact import ExactReport
 from outrider.stats.evidence import Finding
 
-HARDLY_OFF = 0.005  # total variation below which a deviation need not be detectable
+NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detectable
 
 Verdict = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """Pairs of tokens of one kind.
+    """Test of dependence between pairs of tokens of one kind.
 
     Attributes:
-        test: the test that this kind of pairs is a part of.
+        test: name of the test that these pairs belong to.
         pairs: the kind.
-        z: of the sum of the products of their ranks.
-        detectable: the least share of tokens drawn with their partner's random number that is detected with a
-            probability of 0.99; None where not even all would be.
+        z: z-score of the summed products of their ranks.
+        detectable: smallest share of tokens drawn with their partner's random number that is detected with
+            probability 0.99; None if even full reuse would be missed.
     """
 
     test: str
@@ -38,7 +38,7 @@ class Dependence:
     detectable: float | None
 
 
-REUSE = {  # each test of dependence, and where numbers are used again
+REUSE = {  # test of dependence -> where it detects reused random numbers
     "rank-by-distance": "within a sequence, a few places on",
     "rank-by-round-before": "in the next round",
     "rank-by-sequence": "in another sequence",
@@ -46,11 +46,11 @@ REUSE = {  # each test of dependence, and where numbers are used again
 
 
 def reuse_limits(dependence: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Where numbers are used again, and the least share of tokens for which that is detected, whichever kind of pairs
-    shares them. A test is left out if it has no pairs, or some kind of them is not detected.
+    """Yield each place of reuse with the smallest share of tokens that is detected for every kind of pairs. Skips tests
+    without pairs, and tests with an undetectable kind.
 
     Args:
-        dependence: as in JSON.
+        dependence: in JSON form.
     """
     for test, where in REUSE.items():
         shares = [kind["detectable"] for kind in dependence if kind["test"] == test and kind["num_pairs"]]
@@ -60,21 +60,21 @@ def reuse_limits(dependence: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class StatisticalReport:
-    """The statistical layer.
+    """Results of the statistical layer.
 
     Attributes:
-        num_forbidden: tokens that the target does not allow: a single one raises an alarm.
-        num_at_edge: tokens at the edge of a filter, where rounding decides; they were not tested.
+        num_forbidden: tokens with p = 0; a single one raises an alarm.
+        num_at_edge: tokens at the edge of a filter, where rounding decides; not tested.
         alpha: mean of sum min(p, q) over the tokens.
-        detectable: the least total variation that the score test detects with a probability of 0.99.
-        wanted: the total variation that had to be detectable, if one was requested.
-        num_tokens_needed: that would make ``wanted`` detectable, or the draft's own law where none was requested; None
-            where it is, or where no number would.
-        estimate, estimate_std: the deviation towards the draft, estimated from the score, in total variation, and its
-            standard error; None where no token distinguishes the two.
+        detectable: smallest total variation that the score test detects with probability 0.99.
+        wanted: requested limit of detection, if any.
+        num_tokens_needed: tokens that would make ``wanted`` (by default: the draft's distribution) detectable; None if
+            it is already, or if no number suffices.
+        estimate, estimate_std: deviation towards the draft in total variation, estimated from the score, and its
+            standard error; None if no token distinguishes the two.
         surprise_excess: mean of -log p less the entropy, in nats (both clipped as in outrider.certify.observed).
-        dependence: for each kind of pairs of tokens, whether they seem to share random numbers.
-        places: for each place in a round the number of tokens and the score's z; empty where rounds are not known.
+        dependence: tests for shared random numbers, by kind of pairs.
+        places: number of tokens and z of the score for each place in a round; empty if rounds are unknown.
         pit_histogram: tokens in twenty equal bins.
         pit_excess: share of tokens with a PIT of at most u, less u, for u = 0, 0.01 ... 1.
     """
@@ -104,7 +104,7 @@ class StatisticalReport:
     def is_enough(self) -> bool:
         """Whether the tokens suffice for a verdict."""
         if self.detectable is None:
-            return self.wanted is None and 1 - self.alpha < HARDLY_OFF
+            return self.wanted is None and 1 - self.alpha < NEGLIGIBLE_TV
         return self.wanted is None or self.detectable <= self.wanted
 
     @property
@@ -135,13 +135,13 @@ class StatisticalReport:
 
 @dataclass(frozen=True, slots=True)
 class ControlReport:
-    """The result of a deliberate mistake.
+    """Result of a control: a deliberate mistake in the loop.
 
     Attributes:
-        excuse: why it is ineffective here: it was not run, or its texts are too close to the right ones.
-        num_tokens: the number tested when it was detected, or given up.
-        by: the test with the smallest p, and that p.
-        num_tokens_needed: about how many would detect it, or excuse it, where these did not.
+        excuse: why it is ineffective here: it was not run, or its output is too close to the correct one.
+        num_tokens: tokens tested until it was detected, or all.
+        by, p: test with the smallest p, and that p.
+        num_tokens_needed: approximate number that would detect or excuse it, if these did not.
     """
 
     control: Control
@@ -171,11 +171,11 @@ class ControlReport:
 
 @dataclass(frozen=True, slots=True)
 class GreedyReport:
-    """Texts compared with those of plain decoding, token by token.
+    """Token-by-token comparison with plain decoding.
 
     Attributes:
-        differences: the first of each pair of texts that differ.
-        has_noise: the texts were sampled, by ``gumbel`` with the same seeds.
+        differences: first difference of each pair of sequences that differ.
+        has_noise: both were sampled, by ``gumbel`` with the same seeds.
     """
 
     num_texts: int
@@ -199,7 +199,7 @@ class GreedyReport:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """All findings. ``statistical`` is None at temperature 0, where nothing is left to chance."""
+    """All findings. ``statistical`` is None at temperature 0, where decoding is deterministic."""
 
     exact: ExactReport
     statistical: StatisticalReport | None
@@ -208,7 +208,7 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """``failed`` if something is wrong, ``inconclusive`` if a mistake might have gone undetected."""
+        """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
         is_alarm = self.statistical is not None and self.statistical.is_alarm
         if is_alarm or not self.exact.is_ok or not all(one.is_ok for one in self.greedy):
             return "failed"
@@ -222,7 +222,7 @@ class Certificate:
 
     @property
     def num_tokens_needed(self) -> int | None:
-        """About how many tokens would decide, where these do not; None where they do, or where no number would."""
+        """Approximate number of tokens for a verdict; None if there is one, or if no number suffices."""
         if self.verdict != "inconclusive" or self.is_idle:
             return None
         needed = [one.num_tokens_needed for one in self.controls if not one.is_ok]
@@ -233,7 +233,7 @@ class Certificate:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there was nothing to certify: no control is effective, or no drafted token was ever accepted."""
+        """Whether there is nothing to certify: no effective control, or no accepted token."""
         has_rounds = self.statistical is None or len(self.statistical.places) > 1
         is_blind = bool(self.controls) and all(one.excuse is not None for one in self.controls)
         return is_blind or not has_rounds

@@ -1,4 +1,4 @@
-"""Constraints of texts that are judged: the masks along a finished text, without the loop's drafts and rollbacks."""
+"""Constraint masks for scoring finished sequences, without the loop's drafts and rollbacks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outrider.records import Constraint
 from outrider.scoring.teacher_forcing import ForcedTokens, Text
 
 NewConstraint = Callable[[], Constraint | None]
-"""A constraint at the beginning of its text, a new one each time; None for texts without one."""
+"""Creates the constraint of a new sequence; None if unconstrained."""
 
 
 class UnenforcedConstraint:
-    """A constraint that ends no text: after a token that it forbids any may come. So a mistake may commit such a token,
-    for the tests to detect."""
+    """Constraint that ends no sequence: after a forbidden token everything is allowed. A faulty loop can so commit
+    forbidden tokens, for the tests to detect."""
 
     def __init__(self, inner: Constraint) -> None:
         self._inner = inner
@@ -44,13 +44,13 @@ class UnenforcedConstraint:
 
 
 class TextMasks:
-    """Masks the logits of texts that are judged, chunk by chunk."""
+    """Masks the logits of scored sequences, chunk by chunk."""
 
     def __init__(self, texts: Sequence[Text], new_constraint: NewConstraint) -> None:
         self._walks: list[UnenforcedConstraint] = []
         for text in texts:
             constraint = new_constraint()
-            if constraint is None:  # of one, so of all
+            if constraint is None:  # then none has one
                 return
             walk = UnenforcedConstraint(constraint)
             for token_id in text.ids[text.num_prompt or text.num_given : text.num_given]:
@@ -58,8 +58,11 @@ class TextMasks:
             self._walks.append(walk)
 
     def masked(self, *chunks: ForcedTokens) -> Sequence[ForcedTokens]:
-        """The next M tokens of all texts, as one model or several judge them, with logits of minus infinity where the
-        constraints forbid a token. (Options that change logits leave these as they are.)"""
+        """Set the logits of forbidden tokens to minus infinity. (Logits processors leave these as they are.)
+
+        Args:
+            chunks: the next M tokens of all sequences, as scored by one or several models.
+        """
         if not self._walks:
             return chunks
         first = chunks[0]

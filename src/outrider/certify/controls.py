@@ -1,7 +1,7 @@
-"""Rules, drafters and caches that look right but are wrong. Each is known from public code, or is an easy slip.
+"""Faulty rules, drafters and caches that look correct. Each is known from public code, or is an easy slip.
 
-The tests of the output's law must detect every one of them, and so must a valid certificate (``CONTROLS``).
-Most of them accept more drafts than a correct rule can, which looks like success. Nothing else may import this file.
+The tests of the output distribution must detect all of them, and so must a valid certificate (``CONTROLS``).
+Most accept more drafts than a correct rule can, which looks like success. Only tests and certificates may import this.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import draw
 from outrider.sampling.rules import BLOCK, REJECTION, Rule
 
-_ALWAYS = -1.0  # a coin that accepts whatever p and q are
+_ALWAYS = -1.0  # a uniform number that accepts any token
 
 
 def _all_or_nothing(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Keep all K unless the first is rejected."""
+    """Accept all K unless the first is rejected."""
     is_first_kept = REJECTION.verify(target_probs, draft, noise).num_accepted[:, None] > 0
     accept = torch.where(is_first_kept, _ALWAYS, noise.accept)
     return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Every drafted token is accepted, and a bonus follows."""
+    """Accept every drafted token, and add a bonus."""
     accept = torch.full_like(noise.accept, _ALWAYS)
     return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _reseeded(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """The generator is reseeded inside the acceptance loop: all coins, and the draw, use the same number."""
+    """Reseed inside the acceptance loop: all accept decisions, and the draw, use the same number."""
     accept = noise.next[:, None].expand_as(noise.accept)
     return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
 def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """After full acceptance the bonus replaces the last accepted token instead of following it."""
+    """Let the bonus replace the last accepted token instead of following it."""
     verdict = REJECTION.verify(target_probs, draft, noise)
     is_full = (verdict.num_accepted == draft.num_drafted) & (draft.num_drafted > 0)
     return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
 
 
 def _draw_argmax(draft_rows: Tensor, uniform: Tensor) -> Tensor:
-    """Drafts are argmaxes, while the softmax is reported as q."""
+    """Draft the argmax, but report the softmax as q."""
     return draft_rows.argmax(dim=-1)
 
 
 def _draw_filtered(draft_rows: Tensor, uniform: Tensor) -> Tensor:
-    """Drafts are drawn from the two most probable tokens, while the unfiltered row is reported as q."""
+    """Draft from the top two tokens, but report the unfiltered row as q."""
     second = draft_rows.topk(2, dim=-1).values[:, -1:]
     return draw(torch.where(draft_rows >= second, draft_rows, 0.0), uniform)
 
 
 def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
-    """Keyed by seed and position alone, so that the next round reuses the numbers of rejected tokens."""
-    made = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(max(k, 1))]
-    draft = torch.cat([uniforms.draft for uniforms in made], dim=1)
-    accept = torch.cat([uniforms.accept for uniforms in made], dim=1)
-    return RoundUniforms.of(draft[:, :k], accept[:, :k], made[0].next)
+    """Key the noise by seed and position alone, so that the next round reuses the numbers of rejected tokens."""
+    by_offset = [round_uniforms(seeds, round_starts + offset, 1) for offset in range(max(k, 1))]
+    draft = torch.cat([uniforms.draft for uniforms in by_offset], dim=1)
+    accept = torch.cat([uniforms.accept for uniforms in by_offset], dim=1)
+    return RoundUniforms.of(draft[:, :k], accept[:, :k], by_offset[0].next)
 
 
 @dataclasses.dataclass(slots=True)
 class _Reused:
-    """Every second round uses the numbers of the one before."""
+    """Noise whose every second round reuses the numbers of the previous one."""
 
     numbers: RoundUniforms
     last: Tensor | None = None
@@ -90,7 +90,7 @@ class _Reused:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Neighbours:
-    """Every second slot uses the numbers of the slot before it."""
+    """Noise whose every second slot reuses the numbers of the previous slot."""
 
     numbers: RoundUniforms
 
@@ -107,7 +107,7 @@ def _make_neighbours(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: in
 
 
 def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
-    """Cuts a draft before its first token of low q. Whether a token is judged then depends on the token."""
+    """Truncate a draft before its first token of low q, so that whether a token is verified depends on the token."""
 
     def alter(rows: Rows, k: int, draft: Draft) -> Draft:
         if draft.probs is None:
@@ -120,8 +120,8 @@ def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
 
 
 class OffByOneRollback:
-    """Runs a target's steps so that its cache keeps one entry too many after a rejection: that of the rejected token,
-    in the place of the correction. All later tokens then attend to a token that is not in the text."""
+    """Execution whose cache keeps one entry too many after a rejection: the rejected token, in the place of the
+    correction. All later tokens then attend to a token that is not in the sequence."""
 
     def __init__(self, inner: Execution) -> None:
         self.inner = inner
@@ -193,18 +193,18 @@ _LEAST_PROB = 0.1  # of a token that ``drop-unlikely`` keeps in a certificate's 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """A deliberate mistake, for a run of the real loop.
+    """A deliberate mistake, injected into the real loop.
 
     Attributes:
-        about: in a few words, for tables.
-        wrap_target, wrap_drafter: put the mistake into them.
-        needs_probs: it is ineffective if q is one-hot.
-        needs_cache: it is ineffective in a model without keys and values.
-        is_wrong_greedily: it is also effective at temperature 0.
-        least_k: it is ineffective if fewer tokens are drafted.
-        least_rows: it is ineffective if fewer sequences are generated at a time.
-        keeps_seeds: each slot has the seed of its first sequence.
-        most_rows: at most so many sequences are generated at a time.
+        about: short description for tables.
+        wrap_target, wrap_drafter: inject the mistake.
+        needs_probs: ineffective if q is one-hot.
+        needs_cache: ineffective in a model without a KV cache.
+        is_wrong_greedily: also effective at temperature 0.
+        least_k: ineffective for a smaller K.
+        least_rows: ineffective for a smaller batch.
+        keeps_seeds: each slot keeps the seed of its first sequence.
+        most_rows: largest batch to run.
     """
 
     name: str
@@ -221,25 +221,25 @@ class Control:
     most_rows: int | None = None
 
     def excuse(self, *, k: int, num_rows: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
-        """Why it is ineffective here; None if it is effective."""
+        """Reason why it is ineffective here; None if it is effective."""
         if num_rows < self.least_rows:
-            return f"right for fewer than {self.least_rows} sequences at a time"
+            return f"correct for batches of fewer than {self.least_rows} sequences"
         if k < self.least_k:
-            return f"right for fewer than {self.least_k} drafted tokens"
+            return f"correct for fewer than {self.least_k} drafted tokens"
         if self.needs_probs and not has_probs:
-            return "right for a draft without probabilities"
+            return "correct for a draft without probabilities"
         if self.needs_cache and not has_cache:
             return "the target has no cache"
         if is_greedy and not self.is_wrong_greedily:
-            return "right at temperature 0"
+            return "correct at temperature 0"
         return None
 
 
 CONTROLS = (
-    Control("keep-all", "kept unless the first fails", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
-    Control("accept-all", "every draft kept", ACCEPT_ALL, is_wrong_greedily=True),
-    Control("reseeded", "one number for all coins", RESEEDED),
-    Control("replace-last", "bonus replaces the last", REPLACE_LAST, is_wrong_greedily=True),
+    Control("keep-all", "all accepted unless the first fails", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
+    Control("accept-all", "every draft accepted", ACCEPT_ALL, is_wrong_greedily=True),
+    Control("reseeded", "one uniform number for all decisions", RESEEDED),
+    Control("replace-last", "bonus replaces the last token", REPLACE_LAST, is_wrong_greedily=True),
     Control(
         "drop-unlikely",
         "drafts of q < 0.1 dropped",
@@ -255,7 +255,7 @@ CONTROLS = (
         needs_cache=True,
         is_wrong_greedily=True,
     ),
-    Control("reused", "numbers used for two rounds", REUSED),
-    Control("neighbour", "numbers of the slot above", NEIGHBOUR, least_rows=2),
+    Control("reused", "random numbers reused in the next round", REUSED),
+    Control("neighbour", "random numbers of the slot above", NEIGHBOUR, least_rows=2),
     Control("kept-seed", "a slot keeps its seed", keeps_seeds=True, most_rows=8),
 )

@@ -1,7 +1,7 @@
-"""Design: all choices made before the tested tokens are seen, so that they cannot depend on them; and the tests.
+"""Test design: all choices made before the tested tokens are seen, so that they cannot depend on them; and the tests.
 
 The statistics are defined in outrider.certify.observed, the validity of their p-values in outrider.stats.evidence. This
-module joins them: it chooses stakes from tokens that are not tested, and makes the report.
+module chooses the stakes from pilot tokens, which are not tested, and creates the report.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from outrider.stats.evidence import (
 
 _MAX_PROMPT_ACCOUNTS = 16
 _NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account
-_NUM_BINS, _NUM_STEPS = 20, 100  # of the histogram and of the curve in the report
+_NUM_BINS, _NUM_STEPS = 20, 100  # in the report's histogram and curve
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A statistic with an account for each kind of token."""
+    """Statistic with a separate account for each kind of token."""
 
     increments: Callable[[ObservedTokens], Increments]
     kinds: Callable[[ObservedTokens], Integers]
@@ -49,8 +49,8 @@ def _position_kinds(observed: ObservedTokens) -> Integers:
 
 
 def _accepted_before(observed: ObservedTokens) -> Integers:
-    """How many drafted tokens the round before accepted; -1 in a first round."""
-    last = np.arange(len(observed)) - observed.places - 1  # of the round before
+    """Number of tokens accepted in the previous round; -1 in a first round. [n]"""
+    last = np.arange(len(observed)) - observed.places - 1  # of the previous round
     kinds: Integers = np.where((observed.rounds > 0) & (last >= 0), observed.places[last], -1)
     return kinds
 
@@ -66,10 +66,10 @@ _ROUND_SPLITS = {
     "score-by-round-before": _Split(lambda o: o.score, _accepted_before),
 }
 _ALL_SPLITS = _ROUND_SPLITS | _SPLITS
-_NUM_WHOLE = 5  # tests of all tokens together: score, likelihood, rank, two of the PIT
-_NUM_OF_PAIRS = 2  # tests of pairs of tokens, and one more where rounds are known
-_PAIRS_PER_TOKEN = 0.5  # of the rarer kinds, about
-_MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # of two tokens in a sequence, where K is unknown
+_NUM_WHOLE = 5  # tests of all tokens: score, likelihood, rank, two of the PIT
+_NUM_OF_PAIRS = 2  # tests of pairs of tokens; one more if rounds are known
+_PAIRS_PER_TOKEN = 0.5  # approximate, of the rarer kinds
+_MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # between two tokens of a sequence, if K is unknown
 
 
 def num_tests(*, has_rounds: bool) -> int:
@@ -78,13 +78,13 @@ def num_tests(*, has_rounds: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The choices made before the tested tokens were drawn.
+    """Choices made before the tested tokens were drawn.
 
     Attributes:
-        num_tokens: n, or an estimate of it where the data decide.
+        num_tokens: n, or an estimate if the data determine it.
         level: of each single test: the strictest threshold of Holm's procedure.
-        product: the bet on the ranks of two tokens.
-        num_distances: two tokens in a sequence are compared that are so many places apart, or fewer.
+        product: the bet on the product of two tokens' ranks.
+        num_distances: largest distance of two tokens of a sequence that are compared.
     """
 
     num_tokens: int
@@ -108,16 +108,16 @@ class Design:
         num_distances: int = _MOST_DISTANCE,
         has_rounds: bool = True,
     ) -> Design:
-        """Stakes that suit tokens like those of the pilot.
+        """Choose stakes from the tokens of the pilot.
 
         Args:
             level: of all tests together.
-            has_rounds: whether the place of a token in its round is known.
+            has_rounds: whether each token's place in its round is known.
         """
         single = level / num_tests(has_rounds=has_rounds)
 
         def accounts(name: str, split: _Split) -> Accounts:
-            if name == "score-by-prompt":  # the pilot may not have met all of them
+            if name == "score-by-prompt":  # the pilot may not contain all of them
                 num_groups = min(num_prompts, _MAX_PROMPT_ACCOUNTS)
                 shares = dict.fromkeys(range(num_groups), 1 / num_groups)
             else:
@@ -141,14 +141,14 @@ class Design:
         )
 
     def _pairs(self, observed: ObservedTokens) -> dict[str, dict[str, partners.Pairs]]:
-        """The pairs of each test of dependence, by kind."""
+        """Pairs of tokens by test of dependence and kind."""
         found = {"rank-by-distance": dict(partners.by_distance(observed, self.num_distances))}
         if self.has_rounds:
             found["rank-by-round-before"] = {"round before": partners.in_round_before(observed)}
         return found | {"rank-by-sequence": dict(partners.between(observed, has_rounds=self.has_rounds))}
 
     def tests(self, observed: ObservedTokens, level: float) -> list[Finding]:
-        """All tests of the tokens, with thresholds under which any of them is an alarm with probability ``level``."""
+        """Run all tests, with thresholds for a joint false-alarm probability of ``level``."""
         wholes = {
             "score": (self.score, observed.score),
             "likelihood": (self.surprise, observed.surprise),
@@ -174,10 +174,10 @@ class Design:
                 yield Dependence(test, name, pairs.shape[1], z, least)
 
     def report(self, observed: ObservedTokens, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
-        """The statistical layer.
+        """Results of the statistical layer.
 
         Args:
-            wanted: the total variation that must be detectable.
+            wanted: total variation that must be detectable.
         """
         kinds = sorted(set(observed.places.tolist()))
         places = [observed.score[observed.places == place] for place in kinds]

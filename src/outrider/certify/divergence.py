@@ -1,11 +1,11 @@
-"""Divergence: why two texts differ that should be the same.
+"""Divergence: why the output differs from plain decoding where both should be equal.
 
-At temperature 0 speculation generates the text of plain decoding, and ``gumbel`` does so at any temperature, up to
+At temperature 0 speculation generates the tokens of plain decoding, and ``gumbel`` does so at any temperature, up to
 rounding: a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values
-that they write to the cache; a near-tie may be resolved the other way (docs/numerics.md). After that the texts diverge,
-so only the first difference is informative. There the scores of the two tokens are computed as in plain decoding, and
-in blocks of several sizes. If the blocks change them by no more than rounding can, and the margin is within a few times
-that change, the verdict is "numerics"; otherwise it is "bug".
+that they write to the cache; a near-tie may be resolved the other way (docs/numerics.md). After that the sequences
+diverge, so only the first difference is informative. There the scores of the two tokens are computed as in plain
+decoding, and in blocks of several sizes. If the blocks change them by no more than rounding can, and the margin is
+within a few times that change, the verdict is "numerics"; otherwise it is "bug".
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
 from outrider.scoring.tolerances import ROUNDING, is_at_edge
 
-_SLACK = 8.0  # the blocks tried are a few of many shapes, and other shapes may change more
+_SLACK = 8.0  # only a few block shapes are tried; others may differ more
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference of two texts.
+    """First difference of two sequences.
 
     Attributes:
-        prompt: index of the prompt, or of the text where each has its own.
+        prompt: index of the prompt, or of the sequence if each has its own.
         position: index in the output.
-        plain_id, other_id: the tokens there; None where a text has ended.
-        margin: score of the plain token less that of the other, with the text fed token by token. The score is the
-            log-probability before filters, plus the noise, if any; None if there are no two tokens to compare.
-        gap: the largest change of the two scores together when the text is fed in blocks; None as above.
+        plain_id, other_id: the tokens there; None after the end of a sequence.
+        margin: score of the plain token less that of the other, fed token by token. The score is the log-probability
+            before filters, plus the noise, if any; None unless there are two tokens to compare.
+        gap: largest total change of the two scores when fed in blocks; None as above.
     """
 
     prompt: int
@@ -59,7 +59,7 @@ class Divergence:
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """The index of it; None for equal texts."""
+    """Index of the first difference; None if equal."""
     for index, (a, b) in enumerate(zip(plain, other, strict=False)):
         if a != b:
             return index
@@ -67,10 +67,10 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def plain_batches(target: LM, rule: Rule, requests: Sequence[Request], batch_size: int) -> Iterator[list[list[int]]]:
-    """The texts of plain decoding, a batch at a time.
+    """Generate by plain decoding, batch by batch.
 
     Args:
-        requests: not used before.
+        requests: unused ones (they hold state).
     """
     for begin in range(0, len(requests), batch_size):
         batch = requests[begin : begin + batch_size]
@@ -90,17 +90,17 @@ def against_plain(
     num_draft_tokens: int,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> tuple[int, list[Divergence]]:
-    """Compare texts with those of plain decoding.
+    """Compare outputs with those of plain decoding.
 
     Args:
-        requests: of all texts, not used before.
-        batches: the texts of plain decoding.
-        texts: the other text for each request.
-        num_draft_tokens: K of these.
-        on_texts: called with the number of texts just compared.
+        requests: of all outputs; unused ones (they hold state).
+        batches: outputs of plain decoding.
+        texts: outputs to compare, one for each request.
+        num_draft_tokens: K of ``texts``.
+        on_texts: called with the number of sequences just compared.
 
     Returns:
-        The number of tokens of plain decoding, and the first difference of each pair of texts that differ.
+        The number of tokens of plain decoding, and the first difference of each pair that differs.
     """
     index = num_tokens = 0
     differences = []
@@ -138,12 +138,12 @@ def explain(
     *,
     constraint: Constraint | None = None,
 ) -> Divergence | None:
-    """The first difference between the text of plain decoding and another; None if they are equal.
+    """Find and explain the first difference from plain decoding; None if the sequences are equal.
 
     Args:
-        sampling: of both. Above temperature 0 it has a seed, and the texts are those of ``gumbel``.
+        sampling: of both. Above temperature 0 it has a seed, and both were generated by ``gumbel``.
         num_draft_tokens: K of the other.
-        constraint: of both, at the beginning of the text. It is led along.
+        constraint: of both, in its initial state; it is advanced.
 
     Raises:
         NumericsError: the target has no distribution there.
@@ -155,7 +155,7 @@ def explain(
     if a is None or b is None:
         return Divergence(prompt, at, a, b, None, None, "bug")
     prefix = [*prompt_ids, *plain[:at]]
-    begin = len(prompt_ids) - 1  # where plain decoding begins to feed token by token
+    begin = len(prompt_ids) - 1  # from here on plain decoding feeds token by token
     settings = _bare_settings(sampling, target.vocab_size)
     history = settings.with_room(NO_HISTORY, 1, target.vocab_size)
     history.begin(0, torch.tensor(prefix), len(prompt_ids))
@@ -168,7 +168,7 @@ def explain(
     scores = [_scores(one, settings, history)[[a, b]] for one in (logits, *others)]
     gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
     margin = float(scores[0][0] - scores[0][1])
-    if not all(score.isfinite().all() for score in scores):  # a token that a bias or the constraint forbids
+    if not all(score.isfinite().all() for score in scores):  # forbidden by a bias or the constraint
         return Divergence(prompt, at, a, b, None, None, "bug")
     if sampling.temperature > 0:
         assert sampling.seed is not None
@@ -179,13 +179,13 @@ def explain(
     most, last_bit = (2 * scale * size for size in (ROUNDING[target.dtype], _last_bit(logits)))
     is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
     if sampling.temperature > 0 and not is_near:
-        # In any case, a filter may admit one of them in one forward, and not in another.
+        # Rounding may also move a token across the edge of a filter.
         is_near = any(is_at_edge(logits, history, token_id, sampling) for token_id in (a, b))
     return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
 
 
 def _allowed(constraint: Constraint | None, token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """The tokens that may follow the first ones of a text. [V]"""
+    """Mask of the tokens that may follow a prefix. [V]"""
     mask = None
     if constraint is not None:
         for token_id in token_ids:
@@ -195,8 +195,8 @@ def _allowed(constraint: Constraint | None, token_ids: Sequence[int], vocab_size
 
 
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
-    """After a prefix that is fed in blocks of ``width`` tokens from ``begin`` on, the last with ``num_after`` more
-    behind it, which are masked. [V], on the CPU"""
+    """Logits after a prefix that is fed in blocks of ``width`` tokens from ``begin`` on, the last followed by
+    ``num_after`` masked tokens. [V], on the CPU"""
     device = target.device
     length = len(prefix)
     ids = torch.tensor([[*prefix, *[prefix[0]] * num_after]], device=device)
@@ -221,13 +221,13 @@ def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after
 
 
 def _bare_settings(sampling: Sampling, vocab_size: int) -> Settings:
-    """Without top-k, top-p and min-p; temperature 1 instead of 0."""
+    """Settings without top-k, top-p and min-p; temperature 1 instead of 0."""
     bare = replace(sampling, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0)
     return Settings.of([bare], vocab_size, torch.device("cpu"))
 
 
 def _scores(logits: Tensor, settings: Settings, history: History) -> Tensor:
-    """Log-probabilities before top-k, top-p and min-p; at temperature 0 those of 1, which are in the same order. [V]"""
+    """Log-probabilities before top-k, top-p and min-p; temperature 0 uses those of 1, in the same order. [V]"""
     return wide(to_probs(logits[None, None], settings, history.map(lambda values: values[None, None])))[0, 0].log()
 
 

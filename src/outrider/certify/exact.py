@@ -1,13 +1,13 @@
-"""The acceptance rule on a pair's real probabilities, to float64 accuracy: no randomness, no sample size.
+"""Exact check of the acceptance rule on a pair's real probabilities, in float64: no randomness, no sample size.
 
-At contexts from real texts p and q are computed over the full vocabulary, and two laws are compared with p:
+In real contexts p and q are computed over the full vocabulary, and two distributions are compared with p:
 
-- ``identity_gap``: min(p, q) + (1 - sum min(p, q)) residual, the law of one token under ``rejection``;
-- the law of a round (outrider.certify.rounds), for which p and q are restricted to a few tokens that both find likely.
-  The law of two rounds is that of a toy.
+- ``identity_gap``: min(p, q) + (1 - sum min(p, q)) residual, the distribution of one token under ``rejection``;
+- the distribution of a round (outrider.certify.rounds), with p and q restricted to a few tokens that both find likely.
+  Two rounds are enumerated on a toy.
 
-In addition ``forcing_gap`` compares the reference of all layers, teacher forcing, with the model's own forward without
-a cache or a mask of ours.
+In addition ``forcing_gap`` compares the reference of all layers, teacher forcing, with the model's own forward, without
+Outrider's cache and masks.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from outrider.sampling.rules import GUMBEL, Rule, residual
 from outrider.scoring.teacher_forcing import Text, force
 
 TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
-# In total variation. On the embedded pair 5e-7 was seen in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.
+# Total variation. The embedded pair gave 5e-7 in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.
 _FORCING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-NUM_LIKELY = 4  # tokens that a round's law is restricted to, after each prefix
+NUM_LIKELY = 4  # tokens after each prefix that a round is restricted to
 _ROWS = 32  # prefixes in one forward
 
 
 @dataclass(frozen=True, slots=True)
 class ExactReport:
-    """The largest deviations over all contexts.
+    """Largest deviations over all contexts.
 
     Attributes:
         num_rows: pairs of rows on which the identity was computed.
-        identity: of a probability, over the whole vocabulary.
-        round_law: of the probability of three tokens; for ``gumbel`` the share of noises that led to another token.
-        two_rounds: of the probability of four tokens of a toy, from two rounds under this rule; for ``gumbel`` the
-            share of the noise that is not a function of its position.
-        distance: TV(p, q), the mean over the contexts, for which the rule has to compensate.
-        forcing: of the law of a token under teacher forcing, in total variation, from that of a plain forward.
+        identity: deviation of a probability, over the whole vocabulary.
+        round_law: deviation of the probability of three tokens; for ``gumbel`` the share of noises that led to another
+            token.
+        two_rounds: deviation of the probability of four tokens of a toy after two rounds; for ``gumbel`` the share of
+            the noise that is not a function of its position.
+        distance: mean TV(p, q) over the contexts, for which the rule has to compensate.
+        forcing: total variation of a token's distribution between teacher forcing and a plain forward.
         forcing_tolerance: the part that rounding may explain.
     """
 
@@ -71,10 +72,10 @@ class ExactReport:
 
 
 def comparisons(exact: Mapping[str, Any]) -> Iterator[tuple[str, float | None, float, bool]]:
-    """Each comparison: its name, the deviation, the tolerance, and whether the deviation is within it.
+    """Yield each comparison: name, deviation, tolerance, and whether the deviation is within it.
 
     Args:
-        exact: a report as in JSON, where None means not a number. (Older ones have no ``two_rounds``.)
+        exact: a report in JSON form, where None means not a number. (Older ones have no ``two_rounds``.)
     """
     for name, key, tolerance in (
         ("one token", "identity", exact["tolerance"]),
@@ -94,21 +95,25 @@ def check_exactly(
     contexts: Sequence[Text],
     new_constraint: NewConstraint = lambda: None,
 ) -> ExactReport:
-    """The rule after these contexts, each shorter by three tokens than both models can take. What comes after their
-    given tokens is output, under a constraint if there is one."""
-    identities, laws, distances, num_rows = [], [], [], 0
+    """Check the rule after these contexts.
+
+    Args:
+        contexts: at least three tokens shorter than both models allow; tokens after the given ones are output,
+            subject to the constraint, if any.
+    """
+    identities, round_gaps, distances, num_rows = [], [], [], 0
     is_coupled = rule.name == GUMBEL.name
     for context in contexts:
         tree, p, q = _tree(partial(_rows_after, target, drafter, sampling, new_constraint), context)
         identities.append(identity_gap(p, q))
         distances.append(float((p - q).abs().sum(1).mean() / 2))
-        laws.append(coupling_gap(tree) if is_coupled else round_gap(rule, tree))
+        round_gaps.append(coupling_gap(tree) if is_coupled else round_gap(rule, tree))
         num_rows += len(p)
     return ExactReport(
         num_contexts=len(contexts),
         num_rows=num_rows,
         identity=_largest(identities),
-        round_law=_largest(laws),
+        round_law=_largest(round_gaps),
         two_rounds=noise_gap(rule.make_noise) if is_coupled else two_rounds_gap(rule),
         distance=sum(distances) / len(distances),
         forcing=_largest([forcing_gap(target, context.ids) for context in contexts]),
@@ -118,8 +123,8 @@ def check_exactly(
 
 @torch.inference_mode()
 def forcing_gap(target: LM, text: Sequence[int]) -> float:
-    """The largest total variation, over the tokens of a text but the first, between the model's law of the token under
-    teacher forcing and under its own forward of the whole text, without a cache."""
+    """Largest total variation, over all tokens but the first, between teacher forcing and one forward of the model over
+    the whole sequence without a cache."""
     if len(text) < 2:
         return 0.0
     ids = torch.tensor([list(text)], device=target.device)
@@ -133,12 +138,12 @@ def forcing_gap(target: LM, text: Sequence[int]) -> float:
 
 
 def _largest(gaps: Sequence[float]) -> float:
-    """NaN if one of them is, which ``max`` would lose."""
+    """Maximum; NaN if any is NaN, unlike ``max``."""
     return float(torch.tensor(gaps, dtype=torch.float64).max())
 
 
 def identity_gap(p: Tensor, q: Tensor) -> float:
-    """The largest |min(p, q) + (1 - sum min(p, q)) residual - p|. [N, V], [N, V]"""
+    """Largest |min(p, q) + (1 - sum min(p, q)) residual - p|. [N, V], [N, V]"""
     p, q = normalised(p), normalised(q)
     both = torch.minimum(p, q)
     rest = normalised(residual(p, q))
@@ -148,7 +153,7 @@ def identity_gap(p: Tensor, q: Tensor) -> float:
 def _tree(
     rows_after: Callable[[Sequence[tuple[int, ...]], int], tuple[Tensor, Tensor]], context: Text
 ) -> tuple[Tree, Tensor, Tensor]:
-    """The tree of a context; and the full rows of p and of q behind it. [N, V] each"""
+    """Tree of a context, and the full rows of p and of q that it was cut from. [N, V] each"""
     root, num_prompt = tuple(context.ids), context.num_given
     p0, q0 = rows_after([root], num_prompt)
     m = min(NUM_LIKELY, p0.shape[1])
@@ -170,7 +175,7 @@ def _tree(
 
 
 def _likely(p: Tensor, q: Tensor, m: int) -> Tensor:
-    """M tokens for each row, including the likeliest of p and of q, so that neither loses all its mass. [N, M]"""
+    """Likely tokens of each row, always with the argmax of p and of q, so that neither loses all its mass. [N, M]"""
     merit = p + q
     for row in (p, q):
         merit = merit.scatter_add(1, row.argmax(dim=1, keepdim=True), torch.full_like(row[:, :1], 2.0))
@@ -189,11 +194,11 @@ def _rows_after(
     prefixes: Sequence[tuple[int, ...]],
     num_prompt: int,
 ) -> tuple[Tensor, Tensor]:
-    """p and q after each prefix, which begins with so many tokens of a prompt. [N, V], [N, V]"""
+    """p and q after each prefix, whose first ``num_prompt`` tokens are the prompt. [N, V], [N, V]"""
     p_rows: list[Tensor] = []
     q_rows: list[Tensor] = []
     for begin in range(0, len(prefixes), _ROWS):
-        # Judging needs a token in that place; any will do.
+        # Scoring needs a token there; any will do.
         texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes[begin : begin + _ROWS]]
         for _, p, q in draft_rows(target, drafter, sampling, texts, new_constraint):
             p_rows.append(p)

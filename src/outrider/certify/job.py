@@ -1,4 +1,4 @@
-"""The job of a certificate: what to certify, and texts of the real loop, with mistakes or without."""
+"""Task of a certificate: what to certify, and generation by the real loop, with mistakes or without."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from outrider.text.row_text import RowText
 
 @dataclass(frozen=True, slots=True)
 class CertifyTask:
-    """The task: what to certify, and how.
+    """What to certify, and how.
 
     Attributes:
         decoder: with its draft, rule and K.
         sampling: without a seed.
         prompts: token ids of each.
         level: probability of a false alarm of the statistical layer.
-        seed: text i is generated with seed + i.
+        seed: base seed; sequence i gets seed + i.
     """
 
     decoder: Decoder
@@ -49,7 +49,7 @@ class CertifyTask:
 
     @property
     def num_draft_tokens(self) -> int:
-        """K of the controls, which use a constant one."""
+        """Constant K for the controls."""
         k = self.decoder.num_draft_tokens
         return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
 
@@ -58,35 +58,36 @@ class CertifyTask:
         return self.sampling.temperature == 0
 
     @property
-    def law(self) -> Sampling:
-        """The options with the decoder's end tokens: all that the probabilities depend on, but for the constraint."""
+    def effective_sampling(self) -> Sampling:
+        """Sampling options with the decoder's end tokens: all that p depends on, except the constraint."""
         free = replace(self.sampling, json_schema=None, regex=None, grammar=None)
         return free.with_ends(self.decoder.eos_ids)
 
     def new_constraint(self) -> Constraint | None:
-        """Of a text, at its beginning."""
+        """Constraint of a new sequence."""
         return self.decoder.constraint_of(self.sampling)
 
     def prompt_of(self, text: int) -> int:
         return text % len(self.prompts)
 
     def request(self, text: int) -> Request:
-        """The request of a text, with the decoder's own end tokens."""
+        """Request of a sequence by index, with the decoder's end tokens."""
         ids = self.prompts[self.prompt_of(text)]
         most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
-        sampling = replace(self.law, seed=self.seed + text, max_new_tokens=most)
+        sampling = replace(self.effective_sampling, seed=self.seed + text, max_new_tokens=most)
         stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
         # As the decoder's own requests do, or mistakes would differ from it in their last rounds.
         beyond = not self.is_greedy
         return Request(ids, sampling, stop, drafts_beyond_end=beyond, constraint=self.new_constraint())
 
 
-def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
-    """Texts of the real loop, ``job.batch_size`` at a time; a text that ends makes room for the next. Steps of the loop
-    are counted from 0.
+def generate_texts(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
+    """Generate sequences with the real loop, ``job.batch_size`` concurrently; when one ends, the next takes its slot.
+    Steps of the loop are counted from 0.
 
     Args:
-        control: a mistake to make.
+        texts: indices of the sequences.
+        control: a mistake to inject.
     """
     decoder = job.decoder
     requests = [job.request(text) for text in texts]
@@ -106,7 +107,7 @@ def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None
     else:
         decoder = eager(decoder)
         target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
-        # In batches: a wrong cache is to be wrong about its own text, not about an earlier one in its slot.
+        # In batches: a faulty cache must be wrong about its own sequence, not about an earlier one in its slot.
         num_rows = min(job.batch_size, control.most_rows or job.batch_size)
         for begin in range(0, len(requests), num_rows):
             batch = [_unenforced(request) for request in requests[begin : begin + num_rows]]
@@ -133,11 +134,11 @@ def write(job: CertifyTask, texts: Sequence[int], control: Control | None = None
 
 
 def _unenforced(request: Request) -> Request:
-    """For mistakes, which may commit a token that the constraint forbids."""
+    """Let a faulty loop commit tokens that the constraint forbids."""
     constraint = request.constraint
     return request if constraint is None else replace(request, constraint=UnenforcedConstraint(constraint))
 
 
 def eager(decoder: Decoder) -> Decoder:
-    """For mistakes and their reference: preparing steps for each would take longer than everything else."""
+    """Decoder with eager execution, for controls and their reference: compiling steps for each would dominate."""
     return replace(decoder, target=decoder.target.eager(), drafter=decoder.drafter.with_models(LM.eager))

@@ -1,9 +1,7 @@
-"""The findings of ``certify`` and ``certify-samples`` as a page: one HTML file with embedded figures, without scripts,
-that fetches nothing.
+"""HTML reports of ``certify`` and ``certify-samples``: one file with embedded figures, without scripts or requests.
 
-A page is a function of the document that the command writes with ``--json`` (docs/json.md) and of nothing else. Its
-words are in the templates ``certificate.html`` and ``samples.html``, with the common part in ``page.html``; its figures
-are drawn in outrider.bench.plots.
+A page depends only on the document that the command writes with ``--json`` (docs/json.md). Its text is in the
+templates ``certificate.html``, ``samples.html`` and, for both, ``page.html``; outrider.bench.plots draws the figures.
 """
 
 from __future__ import annotations
@@ -16,28 +14,28 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
-from outrider.certify.certificate import HARDLY_OFF, reuse_limits
+from outrider.certify.certificate import NEGLIGIBLE_TV, reuse_limits
 from outrider.certify.exact import comparisons
 from outrider.stats.intervals import normal_limit, uniform_bins, uniform_distance, wilson
 
-# For each test, the deviation of the law that it detects, and the symbol of its statistic.
+# Test -> the deviation that it detects, and the symbol of its statistic.
 TESTS = {
     "score": ("pushed towards {towards}", "z"),
     "likelihood": ("too sharp or too flat", "z"),
     "rank": ("pushed towards high or low token ids", "z"),
-    "pit-ks": ("bent along q − p, by Kolmogorov-Smirnov", "D"),
-    "pit-chi2": ("bent along q − p, by chi-square", "χ²"),
+    "pit-ks": ("not uniform along q − p, by Kolmogorov-Smirnov", "D"),
+    "pit-chi2": ("not uniform along q − p, by chi-square", "χ²"),
     "score-by-place": ("pushed towards {towards} at some place in the round", "log W"),
-    "score-by-position": ("pushed towards {towards} in some stretch of the text", "log W"),
+    "score-by-position": ("pushed towards {towards} in some part of the sequence", "log W"),
     "score-by-prompt": ("pushed towards {towards} after some prompt", "log W"),
     "likelihood-by-place": ("too sharp or too flat at some place in the round", "log W"),
     "rank-by-place": ("pushed towards high or low token ids at some place in the round", "log W"),
     "score-by-round-before": ("pushed towards {towards} after some number of accepted tokens", "log W"),
-    "rank-by-distance": ("tied to the random numbers of tokens a few places before", "log W"),
-    "rank-by-round-before": ("tied to the random numbers of the round before", "log W"),
-    "rank-by-sequence": ("tied to the random numbers of another sequence", "log W"),
+    "rank-by-distance": ("correlated with the random numbers of tokens a few places before", "log W"),
+    "rank-by-round-before": ("correlated with the random numbers of the previous round", "log W"),
+    "rank-by-sequence": ("correlated with the random numbers of another sequence", "log W"),
 }
-# Options that the law of a token depends on, with their neutral values.
+# Options that the distribution of a token depends on, with their neutral values.
 _SAMPLING = {
     "temperature": None,
     "top_k": 0,
@@ -53,10 +51,10 @@ _CONSTRAINTS = {"json_schema": "a JSON schema", "regex": "a regular expression",
 
 
 def render_certificate(document: Mapping[str, Any]) -> str:
-    """The page of a certificate.
+    """Render the page of a certificate.
 
     Args:
-        document: of outrider/certify/1, as it is read back from JSON.
+        document: with the schema outrider/certify/1, as read from JSON.
     """
     statistical, options = document["statistical"], document["options"]
     reasons, doubts = list(_reasons(document)), list(_doubts(document))
@@ -75,17 +73,17 @@ def render_certificate(document: Mapping[str, Any]) -> str:
 
 
 def render_samples(document: Mapping[str, Any]) -> str:
-    """The page of texts that another system has generated.
+    """Render the page of samples from another system.
 
     Args:
-        document: of outrider/certify-samples/1, as it is read back from JSON.
+        document: with the schema outrider/certify-samples/1, as read from JSON.
     """
     statistical, shared = document["statistical"], document["shared_options"]
-    towards = "a sharper law" if document["options"]["draft"] == ["none"] else "the draft"
+    towards = "a sharper distribution" if document["options"]["draft"] == ["none"] else "the draft"
     reasons = [*_statistical_reasons(statistical, towards), *_greedy_reasons(document["greedy"])]
     doubts = list(_statistical_doubts(statistical, towards))
     assert document["is_consistent"] == (not reasons and not doubts)
-    # The rule of another system is unknown, and does not matter.
+    # The other system's rule is unknown, and does not matter.
     options = {name: value for name, value in document["options"].items() if name != "acceptance"}
     return _render(
         "samples.html",
@@ -100,11 +98,11 @@ def render_samples(document: Mapping[str, Any]) -> str:
 
 
 def _render(template: str, document: Mapping[str, Any], *, towards: str, **more: Any) -> str:
-    """A page from its template.
+    """Render a page from its template.
 
     Args:
-        towards: the direction of the tests.
-        more: further variables of the template.
+        towards: direction of the tests.
+        more: further template variables.
     """
     loader = PackageLoader("outrider.certify", "")
     environment = Environment(
@@ -122,7 +120,7 @@ def _render(template: str, document: Mapping[str, Any], *, towards: str, **more:
 
 
 def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
-    """The reasons against a certificate; none if it is certified."""
+    """Yield the reasons for a failed verdict."""
     for name, gap, tolerance, is_ok in comparisons(document["exact"]):
         if not is_ok:
             yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
@@ -131,10 +129,10 @@ def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _doubts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Why the data do not suffice for a certificate; none if they do."""
+    """Yield the reasons for an inconclusive verdict."""
     yield from _statistical_doubts(document["statistical"], "the draft")
     if document["is_idle"]:
-        yield "No drafted token was accepted, or no control is effective: here there is nothing to certify."
+        yield "No drafted token was accepted, or no control is effective: there is nothing to certify."
     for control in document["controls"]:
         if control["excuse"] is None and not control["is_caught"]:
             yield (
@@ -144,9 +142,9 @@ def _doubts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _enough(finding: Mapping[str, Any]) -> str:
-    """How many tokens would be enough. (Older documents do not say.)"""
+    """Number of tokens that would suffice. (Older documents lack it.)"""
     needed = finding.get("num_tokens_needed")
-    return ": test more tokens" if needed is None else f": about {_whole(needed)} tokens would decide"
+    return ": test more tokens" if needed is None else f": about {_whole(needed)} tokens would suffice"
 
 
 def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
@@ -155,9 +153,9 @@ def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) ->
     for test in statistical["tests"]:
         if test["is_alarm"]:
             found, _ = TESTS[test["name"]]
-            yield f"The law of the text is {found.format(towards=towards)} ({test['name']}, p = {_number(test['p'])})."
+            yield f"The output is {found.format(towards=towards)} ({test['name']}, p = {_number(test['p'])})."
     if statistical["num_forbidden"]:
-        yield f"The target does not allow {_whole(statistical['num_forbidden'])} of the generated tokens."
+        yield f"{_whole(statistical['num_forbidden'])} generated tokens have probability 0 under the target."
 
 
 def _statistical_doubts(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
@@ -166,9 +164,9 @@ def _statistical_doubts(statistical: Mapping[str, Any] | None, towards: str) -> 
     wanted, least = statistical["wanted"], statistical["detectable"]
     if wanted is not None and (least is None or least > wanted):
         enough = _enough(statistical)
-        yield f"A deviation of {_share(wanted)} might have gone undetected, contrary to the request{enough}."
-    elif "num_tokens_needed" in statistical and least is None and 1 - statistical["alpha"] >= HARDLY_OFF:
-        yield f"Even text that follows {towards} alone might have gone undetected{_enough(statistical)}."
+        yield f"A deviation of {_share(wanted)}, the requested limit, might have gone undetected{enough}."
+    elif "num_tokens_needed" in statistical and least is None and 1 - statistical["alpha"] >= NEGLIGIBLE_TV:
+        yield f"Even output that follows {towards} alone might have gone undetected{_enough(statistical)}."
 
 
 def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -177,13 +175,13 @@ def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if num_bugs:
             how = "with the same seed" if one["has_noise"] else "at temperature 0"
             yield (
-                f"Of {_whole(one['num_texts'])} texts {how}, {_whole(num_bugs)} differ from plain decoding by more "
+                f"Of {_whole(one['num_texts'])} sequences {how}, {_whole(num_bugs)} differ from plain decoding by more "
                 "than rounding explains."
             )
 
 
 def _sampling(options: Mapping[str, Any]) -> Iterator[str]:
-    """The options that the law of a token depends on here."""
+    """Yield the options that change the distribution of a token."""
     for name, none in _SAMPLING.items():
         if options.get(name, none) != none:
             yield f"{_dashed(name)} {_value(options[name])}"
@@ -197,7 +195,7 @@ def _dashed(name: str) -> str:
 
 
 def _figures(statistical: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures for any text, and the numbers in their captions."""
+    """Figures for any samples, and the numbers in their captions."""
     num_tokens, bins = statistical["num_tokens"], statistical["pit_histogram"]
     band = uniform_bins(num_tokens, len(bins))
     figures = {
@@ -218,7 +216,7 @@ def _figures(statistical: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _round_figures(places: Sequence[Mapping[str, Any]], num_draft_tokens: int | str) -> dict[str, Any]:
-    """The figures for text that was generated in rounds."""
+    """Figures for output generated in rounds."""
     zs = [place["z"] for place in places]
     z_limit = normal_limit(len(zs))
     counts = [place["num_tokens"] for place in places]
@@ -243,7 +241,7 @@ def _share(value: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """A p-value or a statistic."""
+    """Format a p-value or a statistic."""
     return "–" if value is None else f"{value:.3g}"
 
 
@@ -252,7 +250,7 @@ def _gap(value: float | None) -> str:
 
 
 def _value(value: Any) -> str:
-    """Of an option."""
+    """Format the value of an option."""
     if isinstance(value, list):
         return ", ".join(map(_value, value)) or "–"
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

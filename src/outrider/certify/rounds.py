@@ -1,12 +1,12 @@
-"""The law of one round and of two under a rule, by enumeration.
+"""The output distribution of one round and of two under a rule, by enumeration.
 
-- ``round_gap``: the law of three tokens, the first from one round with two drafted tokens. Every draft is followed. The
-  rule itself is evaluated: its draws and its verdict are piecewise constant in its uniform numbers, and bisection
-  locates the edges of the pieces, so that the law is a sum over pieces. This assumes that each coin has one edge,
-  whatever the other coins are, and that ids rise with the uniform number that they are drawn with.
-- ``two_rounds_gap``: the law of four tokens of a toy, from two rounds, with the noise that the loop would give them.
-- ``coupling_gap`` and ``noise_gap``, for ``gumbel``, which has other noise: its tokens, against those that the target
-  alone takes; and its noise, which must depend on the position of a token and not on the round.
+- ``round_gap``: the distribution of three tokens, the first from one round with two drafted tokens. Every draft is
+  followed. The rule itself is evaluated: its draws and its verdict are piecewise constant in its uniform numbers, and
+  bisection locates the edges of the pieces, so that the distribution is a sum over pieces. This assumes that each
+  accept number has one edge, whatever the others are, and that ids rise with the uniform number that draws them.
+- ``two_rounds_gap``: the distribution of four tokens of a toy, from two rounds, with the noise that the loop would use.
+- ``coupling_gap`` and ``noise_gap``, for ``gumbel``, which has other noise: its tokens, compared with those of the
+  target alone; and its noise, which must depend on the position of a token and not on the round.
 
 This module knows the rules' noise, but none of their formulas.
 """
@@ -30,14 +30,14 @@ _K = 2
 _LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
 _NUM_HALVINGS = 54  # below the resolution of float64 in [0, 1]
 _NUM_NOISES = 256  # for gumbel, in each context
-# A toy on which many drafts are rejected, and what was rejected says much about the tokens drafted next with the same
-# numbers: the draft hardly ever proposes 0, which the target often generates.
+# A toy with many rejections, which reveal much about the tokens that the same numbers draft next: the draft hardly ever
+# proposes 0, which the target often generates.
 _TOY_TARGET = ((0.3, 0.3, 0.4), (0.3, 0.5, 0.2), (0.4, 0.3, 0.3))
 _TOY_DRAFT = ((0.01, 0.29, 0.7), (0.1, 0.2, 0.7), (0.35, 0.35, 0.3))
 _TOY_LAST = 1  # token before the first round
-_NUM_TOKENS = 4  # whose law two rounds are judged by
+_NUM_TOKENS = 4  # compared after two rounds
 _START = 5  # length at which the first round begins; any will do
-_NUM_SEEDS = 8  # by which numbers are compared
+_NUM_SEEDS = 8  # for comparing random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +53,34 @@ class Tree:
     q: tuple[Tensor, Tensor]
 
     def target_law(self) -> Tensor:
-        """The target's distribution of three tokens. [M, M, M]"""
+        """Target's distribution of three tokens. [M, M, M]"""
         p0, p1, p2 = self.p
         return p0[:, None, None] * p1[:, :, None] * p2
 
 
 def round_gap(rule: Rule, tree: Tree) -> float:
-    """The largest difference between probabilities of three tokens, under the rule and under the target alone."""
+    """Largest difference of a probability of three tokens between the rule and the target alone."""
     return float((round_law(rule, tree) - tree.target_law()).abs().max())
 
 
 def round_law(rule: Rule, tree: Tree) -> Tensor:
-    """The distribution of three tokens: a round with two drafted ones under a rule, then the target. [M, M, M]"""
+    """Distribution of three tokens: a round with two drafted ones under a rule, then the target. [M, M, M]"""
     _, p1, p2 = tree.p
     pieces = _pieces(rule, tree)
-    law = torch.zeros_like(p2)
+    distribution = torch.zeros_like(p2)
     for (a, *others), volume in zip(pieces.committed, pieces.bounds.diff(dim=2).prod(dim=1)[:, 0], strict=True):
         if not others:
-            law[a] += volume * p1[a][:, None] * p2[a]
+            distribution[a] += volume * p1[a][:, None] * p2[a]
         elif len(others) == 1:
-            law[a, others[0]] += volume * p2[a, others[0]]
+            distribution[a, others[0]] += volume * p2[a, others[0]]
         else:
-            law[a, others[0], others[1]] += volume
-    return law
+            distribution[a, others[0], others[1]] += volume
+    return distribution
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A round, cut up: each piece is a box of uniform numbers that lead to the same tokens.
+    """Partition of a round: each piece is a box of uniform numbers that lead to the same tokens.
 
     Attributes:
         bounds: of the numbers, in the order of ``RoundUniforms.values``. [C, 2K+1, 2]
@@ -92,7 +92,7 @@ class _Pieces:
 
 
 def _pieces(rule: Rule, tree: Tree) -> _Pieces:
-    """The pieces of a round with two drafted tokens, but for those without volume."""
+    """Partition a round with two drafted tokens; pieces without volume are left out."""
     (p0, p1, p2), (q0, q1) = tree.p, tree.q
     m = len(p0)
     nodes = torch.cat((q0[None], q1))  # [M+1, M]
@@ -104,22 +104,21 @@ def _pieces(rule: Rule, tree: Tree) -> _Pieces:
     rows = torch.stack((p0.expand(len(ids), m), p1[first], p2[first, second]), dim=1)  # [N, 3, M]
     q_rows = torch.stack((q0.expand(len(ids), m), q1[first]), dim=1)  # [N, 2, M]
 
-    def judge(index: Tensor, coins: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Number of accepted tokens and the next token, for the drafts of this index. [N'], [N', 2], [N'] -> [N'],
-        [N']"""
+    def verify(index: Tensor, coins: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Number of accepted tokens and next token, for drafts by index. [N'], [N', 2], [N'] -> [N'], [N']"""
         draft = Draft(ids[index], q_rows[index], torch.full((len(index),), _K))
         verdict = rule.verify(rows[index], draft, RoundUniforms.of(torch.full_like(coins, torch.nan), coins, uniforms))
         return verdict.num_accepted, verdict.next_ids
 
-    edges = _coin_edges(judge, len(ids))  # [N, 2]
+    edges = _coin_edges(verify, len(ids))  # [N, 2]
     below = torch.tensor(list(product((True, False), repeat=_K)))[:, None]  # [4, 1, 2]
     ends = torch.where(below, 0.0, edges), torch.where(below, edges, 1.0)
-    tossed = torch.stack(ends, dim=3).flatten(0, 1)  # [4N, 2, 2]: the coins of all drafts, for each outcome of them
+    tossed = torch.stack(ends, dim=3).flatten(0, 1)  # [4N, 2, 2]: the accept numbers of all drafts, for each outcome
     (boxes,) = tossed.diff(dim=2).prod(dim=1)[:, 0].nonzero(as_tuple=True)  # [N']
     tossed, index = tossed[boxes], boxes % len(ids)
     coins = tossed.mean(dim=2)
-    num_accepted, _ = judge(index, coins, torch.full((len(index),), 0.5, dtype=torch.float64))
-    following = _intervals_of_ids(partial(_next_ids, judge, index, coins), len(index), m)  # [N', M, 2]
+    num_accepted, _ = verify(index, coins, torch.full((len(index),), 0.5, dtype=torch.float64))
+    following = _intervals_of_ids(partial(_next_ids, verify, index, coins), len(index), m)  # [N', M, 2]
     at, next_ids = (following[..., 0] < following[..., 1]).nonzero(as_tuple=True)  # [C]
     pairs = torch.stack((tossed, drafts[index]), dim=2).flatten(1, 2)  # [N', 4, 2]
     lengths, drafted = num_accepted.tolist(), ids[index].tolist()
@@ -129,16 +128,16 @@ def _pieces(rule: Rule, tree: Tree) -> _Pieces:
     return _Pieces(torch.cat((following[at, next_ids][:, None], pairs[at]), dim=1), committed)
 
 
-Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Verify = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _next_ids(judge: Judge, index: Tensor, coins: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
-    """The next tokens, for rows of an index and its coins. [N']"""
-    return judge(index[rows], coins[rows], uniforms)[1]
+def _next_ids(verify: Verify, index: Tensor, coins: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
+    """Next tokens, for rows of an index and its accept numbers. [N']"""
+    return verify(index[rows], coins[rows], uniforms)[1]
 
 
-def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
-    """The edge of each coin, with the other coins at either end; 1 for a coin without an edge. [N, K]"""
+def _coin_edges(verify: Verify, num_paths: int) -> Tensor:
+    """Edge of each accept number, with the others at either end; 1 for one without an edge. [N, K]"""
     cases = list(product(range(_K), (_LEAST, _MOST)))  # bisected together
     moved = torch.tensor([[coin] for coin, _ in cases]).repeat_interleave(num_paths, dim=0)  # [2K N, 1]
     others = torch.tensor([[other] * _K for _, other in cases], dtype=torch.float64).repeat_interleave(num_paths, dim=0)
@@ -146,7 +145,7 @@ def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
     half = torch.full((len(index),), 0.5, dtype=torch.float64)
 
     def lengths(values: Tensor) -> Tensor:
-        return judge(index, others.scatter(1, moved, values[:, None]), half)[0]
+        return verify(index, others.scatter(1, moved, values[:, None]), half)[0]
 
     low, high = torch.full_like(half, _LEAST), torch.full_like(half, _MOST)
     before = lengths(low)
@@ -159,7 +158,7 @@ def _coin_edges(judge: Judge, num_paths: int) -> Tensor:
 
 
 def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:
-    """The uniform numbers that lead to each id, where ids are non-decreasing in them.
+    """Intervals of uniform numbers that lead to each id; ids must be non-decreasing in them.
 
     Args:
         ids_of: rows and their uniform numbers -> ids. [N'], [N'] -> [N']
@@ -181,7 +180,7 @@ def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int,
 
 
 def coupling_gap(tree: Tree) -> float:
-    """The share of noises with which ``gumbel`` commits a token other than the target alone would take."""
+    """Share of noises with which ``gumbel`` commits other tokens than the target alone."""
     (p0, p1, p2), (q0, q1) = tree.p, tree.q
     seeds = torch.arange(_NUM_NOISES)
     noise = GUMBEL.make_noise(seeds, torch.ones_like(seeds), _K, len(p0))
@@ -203,15 +202,15 @@ def coupling_gap(tree: Tree) -> float:
 
 @cache
 def two_rounds_gap(rule: Rule) -> float:
-    """The largest difference between probabilities of four tokens, of two rounds of a toy and of its target alone. The
-    toy is a chain, whose p and q depend on the last token only; if the rounds commit fewer tokens, the target goes on.
+    """Largest difference of a probability of four tokens between two rounds of a toy and its target alone. The toy is a
+    Markov chain; if the rounds commit fewer tokens, the target continues.
 
-    Which numbers the second round shares with the first is seen from the numbers themselves, as the loop gets them.
+    Numbers that the second round shares with the first are found by comparing the numbers that the loop would use.
     """
     p, q = (torch.tensor(rows, dtype=torch.float64) for rows in (_TOY_TARGET, _TOY_DRAFT))
     m = len(p)
     pieces = [_pieces(rule, Tree((p[last], p, p.expand(m, m, m)), (q[last], q))) for last in range(m)]
-    law = torch.zeros((m,) * _NUM_TOKENS, dtype=torch.float64)
+    distribution = torch.zeros((m,) * _NUM_TOKENS, dtype=torch.float64)
     first = pieces[_TOY_LAST]
     for length in range(1, _K + 2):
         uses = _uses(rule, length, m)
@@ -222,21 +221,21 @@ def two_rounds_gap(rule: Rule) -> float:
             volumes = _shared_volumes(bounds, second.bounds, uses)
             for index in volumes.nonzero().flatten().tolist():
                 text = (*committed, *second.committed[index])[:_NUM_TOKENS]
-                law[text] += volumes[index] * _chain_law(p, text[-1], _NUM_TOKENS - len(text))
-    return float((law - _chain_law(p, _TOY_LAST, _NUM_TOKENS)).abs().max())
+                distribution[text] += volumes[index] * _chain_distribution(p, text[-1], _NUM_TOKENS - len(text))
+    return float((distribution - _chain_distribution(p, _TOY_LAST, _NUM_TOKENS)).abs().max())
 
 
-def _chain_law(p: Tensor, last: int, num_tokens: int) -> Tensor:
-    """The distribution of the next tokens of a chain. [M, M ...]"""
-    law = torch.ones_like(p[0])
+def _chain_distribution(p: Tensor, last: int, num_tokens: int) -> Tensor:
+    """Distribution of the next tokens of a Markov chain. [M, M ...]"""
+    distribution = torch.ones_like(p[0])
     for _ in range(num_tokens):
-        law = p.view(*p.shape, *[1] * (law.ndim - 1)) * law
-    return law[last]
+        distribution = p.view(*p.shape, *[1] * (distribution.ndim - 1)) * distribution
+    return distribution[last]
 
 
 def _uses(rule: Rule, length: int, vocab_size: int) -> Tensor:
-    """For each number of a round, and then of the next, which begins ``length`` tokens later, the first that is always
-    equal to it. [2 (2K+1)]"""
+    """Index of the first equal number, for each number of a round and of the next, ``length`` tokens later.
+    [2 (2K+1)]"""
     seeds = torch.arange(_NUM_SEEDS)
     ahead = NoiseAhead(rule.make_noise, _K, vocab_size)
     both = []
@@ -248,8 +247,8 @@ def _uses(rule: Rule, length: int, vocab_size: int) -> Tensor:
 
 
 def _shared_volumes(one: Tensor, others: Tensor, uses: Tensor) -> Tensor:
-    """The volume of a piece of one round together with each of the pieces of the next, where some of their numbers are
-    the same. [N, 2], [C, N, 2], [2N] -> [C]"""
+    """Joint volume of a piece of one round with each piece of the next, which may share numbers.
+    [N, 2], [C, N, 2], [2N] -> [C]"""
     bounds = torch.cat((one.expand_as(others), others), dim=1)  # [C, 2N, 2]
     volumes = torch.ones(len(others), dtype=bounds.dtype)
     for number in uses.unique():
@@ -259,8 +258,8 @@ def _shared_volumes(one: Tensor, others: Tensor, uses: Tensor) -> Tensor:
 
 
 def noise_gap(make_noise: Callable[[Tensor, Tensor, int, int], GumbelNoise]) -> float:
-    """The share of the noise in two successive rounds that is not a function of its position: other in one round than
-    in the other, or the same in two positions."""
+    """Share of the noise in two successive rounds that is not a function of its position: different between rounds, or
+    equal in two positions."""
     seeds = torch.arange(_NUM_SEEDS)
     ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
     is_wrong = []

@@ -1,15 +1,15 @@
 """Certify: does this pair, with these options, on this machine, sample from the target's own distribution?
 
-Four findings, each reported separately:
+Four layers, each reported separately:
 
 - *exact*: the acceptance rule on the pair's real probabilities, without randomness (outrider.certify.exact);
-- *statistical*: texts of the real loop against the target's own conditional laws (outrider.stats.evidence);
+- *statistical*: output of the real loop against the target's own conditional distributions (outrider.stats.evidence);
 - *controls*: deliberate mistakes in the real loop are detected by the same tests with no more tokens; if one is missed,
   the tests are too weak here to certify anything (outrider.certify.controls);
-- *greedy*: at temperature 0 the text is that of plain decoding (outrider.certify.divergence).
+- *greedy*: at temperature 0 the output equals plain decoding (outrider.certify.divergence).
 
-A pilot run, whose texts are not tested, fixes the number of tokens and the stakes before the first tested token is
-drawn. The tested sample is the first n tokens of texts 0, 1, 2 ... in a row, wherever that ends.
+A pilot run, whose output is not tested, fixes the number of tokens and the stakes before the first tested token is
+drawn. The tested sample is the first n tokens of sequences 0, 1, 2 ... in a row, wherever that ends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.certify.certificate import HARDLY_OFF, Certificate, ControlReport, GreedyReport
+from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlReport, GreedyReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import against_plain, first_difference, plain_batches
 from outrider.certify.exact import check_exactly
-from outrider.certify.job import CertifyTask, eager, write
+from outrider.certify.job import CertifyTask, eager, generate_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, joined, observe
 from outrider.errors import OptionError
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
@@ -34,16 +34,16 @@ from outrider.system.ranks import current_ranks
 
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
-_PILOT_TEXTS = 2**32  # the pilot's texts are numbered from here, so that no seed is used twice
+_PILOT_TEXTS = 2**32  # first index of the pilot's sequences, so that no seed is used twice
 _NUM_CONTEXTS = 8  # of the exact layer
 _LOOKS = (1 / 8, 1 / 4, 1 / 2, 1)  # at a control's tokens; each uses its share of the level
-_MOST_CONTROL_LEVEL = 1e-3  # at a higher level a right loop would sometimes raise an alarm
+_MOST_CONTROL_LEVEL = 1e-3  # at a higher level a correct loop would sometimes raise an alarm
 _SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates them
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
 
 class TokenSample:
-    """Tokens of one way to generate, in the order of the texts, as many as requested."""
+    """Tokens generated on demand, with a control or without, in the order of the sequences."""
 
     def __init__(self, job: CertifyTask, control: Control | None = None, first_text: int = 0) -> None:
         self._job, self._control, self._next_text = job, control, first_text
@@ -51,19 +51,22 @@ class TokenSample:
         self.written: list[GeneratedText] = []
 
     def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> ObservedTokens:
-        """The first tokens, generated as needed."""
+        """Observe the first tokens, generated as needed."""
         job = self._job
         num_there = sum(map(len, self._parts))
         while num_there < num_tokens:
             texts = range(self._next_text, self._next_text + self._num_texts(num_tokens - num_there))
             self._next_text = texts.stop
             first_step = 1 + max((one.last_step for one in self.written), default=-1)
-            batch = [replace(one, first_step=first_step + one.first_step) for one in write(job, texts, self._control)]
+            batch = [
+                replace(one, first_step=first_step + one.first_step)
+                for one in generate_texts(job, texts, self._control)
+            ]
             decoder = job.decoder
             part = observe(
                 decoder.target,
                 decoder.drafter,
-                job.law,
+                job.effective_sampling,
                 batch,
                 seed=job.seed,
                 batch_size=job.batch_size,
@@ -76,8 +79,8 @@ class TokenSample:
         return joined(self._parts).first(num_tokens)
 
     def _num_texts(self, num_left: int) -> int:
-        """How many texts to generate next for ``num_left`` tokens: at first one batch, then at most four, so that slots
-        are refilled. (It does not affect which texts are tested.)"""
+        """Number of sequences to generate next for ``num_left`` tokens: at first one batch, then at most four, so that
+        slots are refilled. (It does not affect which sequences are tested.)"""
         batch_size = self._job.batch_size
         num_tokens = sum(len(one.token_ids) for one in self.written)
         num_wanted = -(-num_left * len(self.written) // num_tokens) if num_tokens else 0
@@ -86,11 +89,11 @@ class TokenSample:
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """A trial run, whose tokens are not tested.
+    """Pilot run, whose tokens are not tested.
 
     Attributes:
         observed: None at temperature 0.
-        seconds: per token, to generate and to judge it.
+        seconds: per token, to generate and score it.
     """
 
     written: Sequence[GeneratedText]
@@ -98,11 +101,11 @@ class Pilot:
     seconds: float
 
     def num_tokens_for(self, budget_s: float) -> int:
-        """How many tokens to test within about this time."""
+        """Number of tokens to test within about this time."""
         return max(LEAST_NUM_TOKENS, int(_BUDGET_SHARE * budget_s / self.seconds))
 
     def num_tokens_to_detect(self, distance: float, level: float) -> int:
-        """How many tokens to test so that a total variation of ``distance`` is detected.
+        """Number of tokens to test so that a total variation of ``distance`` is detected.
 
         Raises:
             OptionError: the draft is not that far from the target.
@@ -115,25 +118,25 @@ class Pilot:
             raise OptionError(
                 "--detect-tv",
                 distance,
-                f"the draft itself is no farther from the target than {farthest:.3f}: ask for less",
+                f"the draft itself is no farther from the target than {farthest:.3f}: choose a smaller one",
             )
         return max(LEAST_NUM_TOKENS, math.ceil(_SPARE * needed))
 
 
-def fly(job: CertifyTask) -> Pilot:
-    """The pilot run."""
-    # For warming up; where steps are prepared for each size, a whole batch, whose rows end one after the other. (Other
-    # prompts may be of other sizes still, and then the sample gets smaller.)
+def run_pilot(job: CertifyTask) -> Pilot:
+    """Run the pilot."""
+    # Warm up; if steps are compiled for each size, with a whole batch, whose rows end one after the other. (Other
+    # prompts may need further sizes, which makes the sample smaller.)
     first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
-    write(job, range(_PILOT_TEXTS, first))
+    generate_texts(job, range(_PILOT_TEXTS, first))
     began = time.perf_counter()
     if job.is_greedy:
-        written = write(job, range(first, first + job.batch_size))
+        written = generate_texts(job, range(first, first + job.batch_size))
         num_tokens = sum(len(one.token_ids) for one in written)
         return Pilot(written, None, current_ranks().shared(time.perf_counter() - began) / num_tokens)
     sample = TokenSample(job, first_text=first)
     observed = sample.first(NUM_PILOT_TOKENS)
-    num_tokens = sum(len(one.token_ids) for one in sample.written)  # more: whole batches are written
+    num_tokens = sum(len(one.token_ids) for one in sample.written)  # may be more: whole batches are generated
     return Pilot(sample.written, observed, current_ranks().shared(time.perf_counter() - began) / num_tokens)
 
 
@@ -146,50 +149,50 @@ def certify(
     controls: Sequence[Control] | None = None,
     on_tokens: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Certificate:
-    """All layers.
+    """Run all layers.
 
     Args:
         num_tokens: to be tested.
-        wanted: the total variation that must be detectable.
-        controls: the mistakes to run; None for all.
+        wanted: total variation that must be detectable.
+        controls: to run; None for all.
         on_tokens: called with the current stage, the number of tokens just generated, and their total.
     """
     decoder = job.decoder
     contexts = list(_contexts(job, pilot.written))
     rule = RULES[decoder.acceptance]
-    exact = check_exactly(decoder.target, decoder.drafter, job.law, rule, contexts, job.new_constraint)
-    checks = [(there, list(plain_texts(there))) for there in _deterministic(job)]
-    greedy = [check_greedily(there, plain) for there, plain in checks]
-    made = CONTROLS if controls is None else controls
+    exact = check_exactly(decoder.target, decoder.drafter, job.effective_sampling, rule, contexts, job.new_constraint)
+    checks = [(task, list(plain_texts(task))) for task in _deterministic(job)]
+    greedy = [check_greedily(task, plain) for task, plain in checks]
+    selected = CONTROLS if controls is None else controls
     if pilot.observed is None:
-        there, plain = checks[0]
-        if decoder.target.execution.is_prepared:  # mistakes run eagerly, and rounding is no mistake
-            there = replace(there, decoder=eager(decoder))
-            plain = list(plain_texts(there))
-        return Certificate(exact, None, [_greedy_control(there, plain, control) for control in made], greedy)
+        task, plain = checks[0]
+        if decoder.target.execution.is_prepared:  # controls run eagerly; rounding must not count as their effect
+            task = replace(task, decoder=eager(decoder))
+            plain = list(plain_texts(task))
+        return Certificate(exact, None, [_greedy_control(task, plain, control) for control in selected], greedy)
     num_distances = 2 * job.num_draft_tokens + 2
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
 
-    def telling(what: str) -> Callable[[int], None]:
+    def progress(what: str) -> Callable[[int], None]:
         return lambda done: on_tokens(what, done, num_tokens)
 
     sample = TokenSample(job)
-    observed = sample.first(num_tokens, telling("sample"))
+    observed = sample.first(num_tokens, progress("sample"))
     statistical = design.report(observed, job.level, len(sample.written), wanted)
     found = []
     reference = _Reference(job)
-    for control in made:
-        report, written = _control(job, design, control, telling(control.name))
+    for control in selected:
+        report, written = _control(job, design, control, progress(control.name))
         if not report.is_ok and statistical.detectable is not None:
-            most = _most_off(reference.first(len(written)), written)
-            if most < min(HARDLY_OFF, statistical.detectable):
+            most = _distance_bound(reference.first(len(written)), written)
+            if most < min(NEGLIGIBLE_TV, statistical.detectable):
                 report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
         found.append(report)
     return Certificate(exact, statistical, found, greedy)
 
 
 def _contexts(job: CertifyTask, written: Sequence[GeneratedText]) -> Iterator[Text]:
-    """Prefixes of texts, of various lengths, each with its prompt given."""
+    """Prefixes of sequences, of various lengths, each with its prompt given."""
     for i in range(_NUM_CONTEXTS):
         one = written[i % len(written)]
         num_prompt = len(one.prompt_ids)
@@ -198,14 +201,14 @@ def _contexts(job: CertifyTask, written: Sequence[GeneratedText]) -> Iterator[Te
 
 
 def _deterministic(job: CertifyTask) -> Iterator[CertifyTask]:
-    """The same job with options under which the text must be that of plain decoding."""
+    """Yield the tasks whose output must equal plain decoding."""
     yield replace(job, sampling=replace(job.sampling, temperature=0.0))
     if job.decoder.acceptance == GUMBEL.name and not job.is_greedy:
         yield job
 
 
 def plain_texts(job: CertifyTask) -> Iterator[list[list[int]]]:
-    """Of all prompts, by plain decoding, a batch at a time."""
+    """Generate from all prompts by plain decoding, batch by batch."""
     requests = [job.request(index) for index in range(len(job.prompts))]
     return plain_batches(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 
@@ -216,13 +219,13 @@ def check_greedily(
     control: Control | None = None,
     on_texts: Callable[[int], None] = lambda done: None,
 ) -> GreedyReport:
-    """Texts of all prompts against plain decoding, each explained where they differ.
+    """Compare the output for all prompts with plain decoding, and explain differences.
 
     Args:
-        plain: its texts (``plain_texts``).
+        plain: output of ``plain_texts``.
     """
     indices = range(len(job.prompts))
-    texts = [one.token_ids for one in write(job, indices, control)]
+    texts = [one.token_ids for one in generate_texts(job, indices, control)]
     num_tokens, differences = against_plain(
         job.decoder.target,
         [job.request(index) for index in indices],
@@ -247,7 +250,7 @@ def _excuse(job: CertifyTask, control: Control) -> str | None:
 def _control(
     job: CertifyTask, design: Design, control: Control, on_tokens: Callable[[int], None]
 ) -> tuple[ControlReport, Sequence[GeneratedText]]:
-    """Run a mistake until it is detected, or the tokens are used up. Also returns its texts."""
+    """Run a control until it is detected, or the tokens are used up. Also returns its output."""
     excuse = _excuse(job, control)
     if excuse is not None:
         return ControlReport(control, excuse), ()
@@ -270,7 +273,7 @@ def _control(
 
 
 class _Reference:
-    """Texts of the correct rule behind the mistakes, with their K and the same seeds."""
+    """Output of the correct rule with the controls' K and seeds."""
 
     def __init__(self, job: CertifyTask) -> None:
         k = job.num_draft_tokens
@@ -278,19 +281,19 @@ class _Reference:
         self._written: list[GeneratedText] = []
 
     def first(self, num_texts: int) -> Sequence[GeneratedText]:
-        """The first texts, generated as needed."""
+        """First sequences, generated as needed."""
         while len(self._written) < num_texts:
             begin = len(self._written)
-            self._written += write(self._job, range(begin, begin + self._job.batch_size))
+            self._written += generate_texts(self._job, range(begin, begin + self._job.batch_size))
         return self._written[:num_texts]
 
 
-def _most_off(right: Sequence[GeneratedText], written: Sequence[GeneratedText]) -> float:
-    """A bound on the total variation of a mistake, from where its texts part from those of the correct rule with the
-    same noise: under any coupling, two laws give the same token no more often than they agree (the coupling
-    inequality). An upper bound, with probability POWER, on average until texts part."""
+def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[GeneratedText]) -> float:
+    """Upper bound, with probability POWER, on a mistake's mean total variation up to the first difference from the
+    correct rule with the same noise: under any coupling, two distributions give the same token no more often than they
+    agree (the coupling inequality)."""
     num_apart = num_tokens = 0
-    for a, b in zip(right, written, strict=True):
+    for a, b in zip(correct, written, strict=True):
         at = first_difference(a.token_ids, b.token_ids)
         num_apart += at is not None
         num_tokens += len(a.token_ids) if at is None else at + 1
@@ -302,8 +305,8 @@ def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[Sequence[int]]], 
     if excuse is not None:
         return ControlReport(control, excuse)
     found = check_greedily(job, plain, control)
-    # There is no randomness here; the text suffices if it would above temperature 0.
-    needed = math.ceil(rate_bound(0, 1) / HARDLY_OFF)
+    # Deterministic; require as many tokens as above temperature 0.
+    needed = math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
     if not found.differences and found.num_tokens >= needed:
         excuse = f"it changes none of {found.num_tokens} tokens"
     return ControlReport(control, excuse, not found.is_ok, found.num_tokens, "text", num_tokens_needed=needed)

@@ -1,8 +1,8 @@
 """Losses for a draft: the distance of its distribution q from the target's p, token by token.
 
-Each is a pure function of the logits of both, [..., V] and [..., V] -> [...], zero where q = p, in natural units. Zhou
-et al. compare all of them for drafts (DistillSpec, 2310.08461); the best choice depends on the pair. This module does
-not know models or texts.
+Each is a pure function of the logits of both, [..., V] and [..., V] -> [...], zero where q = p, in nats. Zhou et al.
+compare all of them for drafts (DistillSpec, 2310.08461); the best choice depends on the pair. This module knows no
+models.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Total variation, sum_v |p - q| / 2 = 1 - alpha: it determines acceptance directly.
 
     (Leviathan et al. 2211.17192, corollary 3.6.) Its gradient vanishes where p and q have nothing in common, so a draft
-    cannot learn
-    new tokens from it: it is for a draft that already agrees.
+    cannot learn new tokens from it: use it for a draft that already agrees.
     """
     return (target_logits.softmax(-1) - draft_logits.softmax(-1)).abs().sum(-1) / 2
 

@@ -1,4 +1,4 @@
-"""How to train a draft, and for how long: checked options."""
+"""Validated options of training a draft: recipe and budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: a number of steps, or of seconds of training."""
+    """Training budget: a number of steps, or of seconds."""
 
     num_steps: int | None = None
     seconds: float | None = None
@@ -23,18 +23,18 @@ class Budget:
             raise OptionError("steps", self.num_steps or self.seconds, "steps or minutes above 0")
 
     def spent(self, num_steps: int, seconds: float) -> float:
-        """The part that is spent, from 0 to 1."""
+        """Fraction of the budget that is spent, from 0 to 1."""
         used = num_steps / self.num_steps if self.num_steps is not None else seconds / (self.seconds or 1)
         return min(1.0, used)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train.
+    """Hyperparameters of training.
 
     Attributes:
-        loss: of distill/losses.py.
-        patience: end after this many checks in a row without a better alpha.
+        loss: a key of ``LOSSES``.
+        patience: stop after this many checks in a row without a better alpha.
         save_s: approximate seconds between checkpoints.
     """
 

@@ -1,8 +1,8 @@
-"""The cost of drafts of different shapes, before any of them is trained.
+"""Measured cost of draft shapes, before training.
 
 The latency of a draft does not depend on the values of its weights, so random weights suffice. Yan et al. 2402.01528
-find that it follows the depth far more than the width, since the layers come one after the other and each is too small
-to fill the machine; this module measures whether that holds here.
+find that depth matters far more than width, since layers run one after the other and each is too small to fill the
+machine; this module measures whether that holds here.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class ShapeCost:
     """A shape and its cost on this machine.
 
     Attributes:
-        draft_s: seconds for a drafted token.
-        break_even: the least alpha at which its best K would be as fast as plain decoding; None where no alpha
-            suffices.
+        draft_s: seconds per drafted token.
+        break_even: smallest alpha at which its best K is as fast as plain decoding; None if no alpha suffices.
     """
 
     shape: Shape
@@ -46,7 +45,7 @@ class ShapeCost:
 
 
 def default_shapes(target: LM) -> list[Shape]:
-    """1, 2, 4, ... layers up to half of the target's, each at a quarter, half, three quarters and all of its width."""
+    """Shapes of 1, 2, 4 ... layers up to half of the target's, at 1/4, 1/2, 3/4 and all of its width."""
     whole: Any = target.model.config
     config = whole.get_text_config(decoder=True)
     most, unit = max(1, config.num_hidden_layers // 2), config.hidden_size // config.num_attention_heads
@@ -56,7 +55,7 @@ def default_shapes(target: LM) -> list[Shape]:
 
 
 def num_passes(num_shapes: int) -> int:
-    """The number of times ``measure_shapes`` will call ``on_pass``."""
+    """Number of calls of ``on_pass`` by ``measure_shapes``."""
     return -(-num_shapes // _AT_ONCE) * (_NUM_PASSES + 1)
 
 
@@ -69,8 +68,8 @@ def measure_shapes(
     k: int = DEFAULT_NUM_DRAFT_TOKENS,
     on_pass: Callable[[], None] = lambda: None,
 ) -> list[ShapeCost]:
-    """Time drafts of these shapes with random weights beside the target, in turn, some at once to bound the memory;
-    compiled if the target is.
+    """Time drafts of these shapes with random weights in rounds with the target, interleaved, in groups to bound the
+    memory; compiled if the target is.
 
     Args:
         k: tokens drafted in a timed round.
@@ -84,7 +83,7 @@ def measure_shapes(
         drafts = [_random_draft(target, shape) for shape in part]
         arms = [CostArm(target, ModelDrafter(draft), k) for draft in drafts]
         if begin == 0:
-            # The rest of a round depends on the target only, so it is timed with one draft.
+            # The rest of a round depends on the target only: time it with one draft.
             arms += [CostArm(target, ModelDrafter(drafts[0]), other) for other in ks]
             arms.append(CostArm(target, NoDrafter(), 0))
         timed = time_rounds(arms, REJECTION, num_rows=num_rows, length=length, num_passes=_NUM_PASSES, on_pass=on_pass)
@@ -106,10 +105,10 @@ def _random_draft(target: LM, shape: Shape) -> LM:
 
 
 def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) -> float | None:
-    """The least alpha at which speculation with the best K is as fast as plain decoding; None where none suffices.
+    """Smallest alpha at which speculation with the best K is as fast as plain decoding; None if none suffices.
 
     Args:
-        draft_s: seconds for a drafted token.
+        draft_s: seconds per drafted token.
         others_s: K -> seconds of the rest of a round, mainly the verify.
         plain_s: seconds of a plain round.
     """
@@ -128,7 +127,7 @@ def break_even(draft_s: float, others_s: Mapping[int, float], plain_s: float) ->
 
 
 def worth_training(costs: Sequence[ShapeCost], budget_s: float = math.inf) -> list[ShapeCost]:
-    """The shapes within the budget that no other beats: no other has at least as many parameters for less time."""
+    """Pareto front within the budget: skip a shape if an equal or larger one is faster."""
     within = [one for one in costs if one.draft_s <= budget_s]
     return [
         one

@@ -1,7 +1,7 @@
 """A draft before training: its shape and initial weights.
 
-A draft has the target's own architecture, with fewer layers and a smaller width, so that whatever runs the target runs
-the draft too.
+A draft has the target's architecture with fewer layers and a smaller width, so that any engine that runs the target
+runs the draft too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from outrider.errors import OptionError
 from outrider.models.quantize import widened_weights
 
-# Weights that combine several matrices: their leading part is not composed of leading parts.
+# Fused weights: their leading part is not composed of leading parts.
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
-_LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # of a weight's name, in most of Transformers
+_LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # weight names in most of Transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Shape:
     """Layers and widths of a draft.
 
     Attributes:
-        intermediate_size: of the feed-forward block; None: in proportion to the width, as in the target.
+        intermediate_size: feed-forward width; None: in proportion to the width, as in the target.
     """
 
     num_layers: int
@@ -44,13 +44,13 @@ class Shape:
 
 
 def default_shape(target_config: Any) -> Shape:
-    """Shallow and wide: a sixteenth of the layers, at least one, at the target's width (see docs/design-space.md)."""
+    """Shallow and wide shape: 1/16 of the layers, at least one, at the target's width (see docs/design-space.md)."""
     text = target_config.get_text_config(decoder=True)
     return Shape(max(1, round(text.num_hidden_layers / 16)), text.hidden_size)
 
 
 def draft_config(target_config: Any, shape: Shape) -> Any:
-    """The configuration of a draft: the target's, with different numbers of layers and heads, and different widths.
+    """Configuration of a draft: the target's with other numbers of layers and heads, and other widths.
 
     Raises:
         OptionError: the width does not divide into heads, or the architecture has no feed-forward width to choose.
@@ -64,12 +64,12 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     config.hidden_size = shape.hidden_size
     config.num_attention_heads = max(1, round(num_heads * shape.hidden_size / source.hidden_size))
     if getattr(source, "head_dim", None) is None and shape.hidden_size * num_heads % source.hidden_size:
-        # Heads divide the width and keep their size, so that they can be the target's.
+        # Heads keep their size, so that they can be copied from the target.
         raise OptionError(
             "hidden_size", shape.hidden_size, f"a multiple of {head_size(source)}, the target's head size"
         )
     if num_kv is not None:
-        # As many queries per key as in the target, if that divides; otherwise a key for each.
+        # As many query heads per key head as in the target, if divisible; otherwise one.
         per_key = num_heads // num_kv
         is_whole = config.num_attention_heads % per_key == 0
         config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
@@ -86,23 +86,23 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
 
 
 def head_size(config: Any) -> int:
-    """Numbers in a key."""
+    """Size of a key vector."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 
 
 def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """The target's layers that initialise a draft: evenly spread, including the first and the last."""
+    """Indices of the target's layers that initialise a draft: evenly spaced, including the first and the last."""
     if num_layers == 1:
         return [0]
     return [round(i * (num_target_layers - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
 def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
-    """A draft with random weights, in float32."""
+    """Create a draft with random weights, in float32."""
     import transformers
 
-    with torch.random.fork_rng(devices=[]):  # they are made on the CPU
+    with torch.random.fork_rng(devices=[]):  # weights are created on the CPU
         torch.manual_seed(seed)
         config = draft_config(target_config, shape)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -111,13 +111,13 @@ def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
 
 @torch.no_grad()
 def copy_slices(target: Any, draft: Any) -> None:
-    """Initialise from the target: from some of its layers, the leading part of every weight.
+    """Initialise from the target: the leading part of every weight, from some of its layers.
 
-    The leading features and heads of the target become the features and heads of the draft. That is not a good model,
-    but a better start than random numbers (its embeddings are related to each other as the target's are).
+    The leading features and heads of the target become those of the draft. That is not a good model, but a better start
+    than random weights (its embeddings relate to each other like the target's).
 
     Raises:
-        OptionError: parts of the target's weights have no meaning by themselves.
+        OptionError: some of the target's weights cannot be sliced.
     """
     source = widened_weights(target)
     num_target = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -128,7 +128,7 @@ def copy_slices(target: Any, draft: Any) -> None:
         is_fused = any(part in name for part in _FUSED) and whole is not None and whole.shape != weight.shape
         if whole is None or is_fused or not whole.is_floating_point() or not _fits(whole.shape, weight.shape):
             raise OptionError(
-                "init", "target", f"nothing of {type(target).__name__} corresponds to the draft's {name}: take scratch"
+                "init", "target", f"{type(target).__name__} has nothing to copy for the draft's {name}: use scratch"
             )
         parts[name] = whole[tuple(slice(size) for size in weight.shape)]
     draft.load_state_dict(parts)

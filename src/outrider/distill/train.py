@@ -1,8 +1,7 @@
-"""Train a draft for a target: Hugging Face's Trainer, with the target's distribution for a label.
+"""Train a draft for a target with Hugging Face's Trainer, with the target's distribution as label.
 
-Training monitors the purpose of the draft: alpha on held-out sequences, and the tokens per second that follow from it
-and from the measured cost of a round. The best weights are kept. A killed run resumes from its last checkpoint when it
-is started again.
+Training monitors alpha on held-out sequences, and the tokens per second that follow from it and from the measured cost
+of a round. The best weights are kept. A killed run resumes from its last checkpoint when restarted.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from outrider.runtime.lm import LM
 from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import write_whole
 
-_WARM_UP, _DECAY = 0.02, 0.6  # of the budget: the learning rate rises, and falls to zero
-_LOSS_NUMBERS = 2**26  # logits that a loss processes in one piece: 256 MiB, several times over
+_WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
+_LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
 
 
 def distil(
@@ -46,17 +45,17 @@ def distil(
     on_step: OnStep | None = None,
     on_check: OnCheck | None = None,
 ) -> list[Check]:
-    """Train ``draft`` in place, and keep its best weights in ``output``.
+    """Train ``draft`` in place, and store its best weights in ``output``.
 
     Args:
         draft: a Hugging Face model in float32, with the target's tokens.
         output: becomes a Hugging Face checkpoint, in ``save_dtype``; the state for resuming is in ``output/training``.
-        held_out: texts to measure alpha on.
-        on_step: called with the part of the budget that is spent.
+        held_out: sequences to measure alpha on.
+        on_step: called with the fraction of the budget that is spent.
         on_check: called with each check.
 
     Returns:
-        All checks, including those before an interruption. The first is of the draft before training.
+        All checks, including those before an interruption. The first precedes training.
     """
     draft.to(target.device)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -79,7 +78,7 @@ def distil(
         max_steps=budget.num_steps or 2**31 - 1,
         train_sampling_strategy="sequential",
         max_grad_norm=1.0,
-        save_strategy="no",  # the watch decides when
+        save_strategy="no",  # the callback decides when
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -87,7 +86,7 @@ def distil(
         use_cpu=target.device.type == "cpu",
         seed=recipe.seed,
     )
-    arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs have a process each, or the batch size would be wrong
+    arguments._n_gpu = min(1, arguments.n_gpu)  # one process per GPU, or the batch size would be wrong
     trainer = Trainer(
         model=draft,
         args=arguments,
@@ -110,8 +109,8 @@ def distil(
 
 
 def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """The mean loss over all places, some places at a time: the gradient needs intermediate results several times as
-    large as the logits, which are recomputed on demand."""
+    """Mean loss over all positions, in pieces: intermediate results of the gradient, several times as large as the
+    logits, are recomputed on demand."""
     places = max(1, _LOSS_NUMBERS // (target_logits.shape[0] * target_logits.shape[-1]))
 
     def part(p: Tensor, q: Tensor) -> Tensor:
@@ -126,12 +125,12 @@ def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def _rate(spent: float) -> float:
-    """The learning rate's factor: up, level, and linearly down to zero."""
+    """Factor of the learning rate: warm-up, plateau, linear decay to zero."""
     return min(1.0, (spent + 1e-3) / _WARM_UP, (1.0 - spent) / _DECAY)
 
 
 def check_same_run(output: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a run into its folder, or compare them with the existing ones.
+    """Store the settings of a run in its folder, or compare them with the stored ones.
 
     Raises:
         FileError: the folder belongs to another run.

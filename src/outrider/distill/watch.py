@@ -1,7 +1,6 @@
-"""The watch over a training: evaluations of the draft, and the state that must survive a kill.
+"""Trainer callback: evaluates the draft, saves and resumes, stops early, and keeps the best weights.
 
-It watches the clock and alpha, decides when to save and when to stop, and keeps the best weights. Checkpoints are
-complete or absent.
+Checkpoints are complete or absent.
 """
 
 from __future__ import annotations
@@ -37,22 +36,21 @@ from outrider.system.files import to_disk, write_whole
 
 _LOG = logging.getLogger(__name__)
 _NUM_CHECKS = 20  # evaluations of alpha in a run
-MARK = "outrider.json"  # in a checkpoint, written last: without it a checkpoint is incomplete
+MARK = "outrider.json"  # file written last: without it a checkpoint is incomplete
 _NUM_KEPT = 2  # checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One evaluation of the draft.
+    """Evaluation of the draft.
 
     Attributes:
         seconds: of training so far.
         loss: mean since the last check; None at the beginning.
-        alpha: of the weights as they would be stored, on the held-out sequences, with an interval over them.
-        k: the number of drafted tokens that promises the most.
-        tokens_per_s: the prediction for it: tau(K) for an equal alpha at every place, over the cost of such a round,
-            timed at the beginning with the models of the training (eager, the draft in float32). For K = 0: plain
-            decoding.
+        alpha: of the weights as stored, on the held-out sequences, with an interval over them.
+        k: best predicted K; 0 is plain decoding.
+        tokens_per_s: prediction for it: tau(K) for an equal alpha at every place, over the cost of a round, timed at
+            the beginning with the models of the training (eager, the draft in float32).
     """
 
     step: int
@@ -68,7 +66,7 @@ class Check:
 
 @dataclass(slots=True)
 class Progress:
-    """The state that must survive a kill, besides the trainer's own."""
+    """State to resume from, besides the trainer's own."""
 
     seconds: float = 0.0
     num_idle: int = 0
@@ -83,7 +81,7 @@ OnStep = Callable[[float], None]
 
 
 class Watch(TrainerCallback):
-    """Watches the clock and alpha; decides when to save and when to stop; keeps the best weights."""
+    """Callback that monitors time and alpha, saves, stops early, and keeps the best weights."""
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class Watch(TrainerCallback):
         self._last = self._last_save = 0.0
 
     def is_over(self, num_steps: int) -> bool:
-        """Whether the budget is spent, or alpha has not risen for long enough."""
+        """Whether the budget is spent, or alpha has stopped improving."""
         spent = self._budget.spent(num_steps, self.progress.seconds)
         return spent >= 1.0 or self.progress.num_idle >= self._recipe.patience
 
@@ -122,7 +120,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        # All processes must make the same decisions, so they all use the clock and alpha of the first.
+        # All processes must decide alike, so they use the clock and alpha of the first.
         step_s, since_save_s = _of_first((now - self._last, now - self._last_save))
         self.progress.seconds += step_s
         before, self.spent = self.spent, self._budget.spent(state.global_step, self.progress.seconds)
@@ -132,7 +130,7 @@ class Watch(TrainerCallback):
         if is_due:
             self._check(state)
         control.should_training_stop = self.is_over(state.global_step)
-        # Also after a check, so that the stored weights and their checks belong together.
+        # Also after a check, so that stored weights and checks match.
         if is_due or since_save_s > self._recipe.save_s or control.should_training_stop:
             control.should_save = True
             self._last_save = now
@@ -144,7 +142,7 @@ class Watch(TrainerCallback):
             training = Path(args.output_dir)
             folder = training / f"checkpoint-{state.global_step}"
             for path in folder.rglob("*"):
-                to_disk(path)  # before the mark that declares them complete
+                to_disk(path)  # before the mark that makes them complete
             write_whole(folder / MARK, json.dumps(asdict(self.progress)).encode())
             to_disk(folder / MARK)
             for _, old in sorted(_whole_checkpoints(training))[:-_NUM_KEPT]:
@@ -158,9 +156,9 @@ class Watch(TrainerCallback):
             self.losses.clear()
 
     def _kept_model(self) -> LM:
-        """The draft as it would be stored: rounded to the type of the file."""
+        """Draft as stored: rounded to the file's dtype."""
         model: Any = copy.deepcopy(self._draft)
-        for parameter in model.parameters():  # not the buffers: they are recomputed, not stored
+        for parameter in model.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(self._save_dtype).to(torch.float32)
         return build_lm(Checkpoint(self._output.name, model, self._tokenizer), self._target.vocab_size)
 
@@ -191,7 +189,7 @@ class Watch(TrainerCallback):
             self.on_check(check)
 
     def _keep(self) -> None:
-        """Write the draft beside the existing one, then replace it file by file, the weights last."""
+        """Save the draft beside the existing one, then replace it file by file, the weights last."""
         model: Any = copy.deepcopy(self._draft).to(self._save_dtype)
         model.config.use_cache = True  # the trainer has switched it off
         part = self._output / "training" / "best.part"
@@ -205,7 +203,7 @@ class Watch(TrainerCallback):
 
 
 def _of_first(value: Any) -> Any:
-    """The value of the first process, in all of them."""
+    """Broadcast the first process's value."""
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
@@ -225,11 +223,11 @@ def _whole_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def last_checkpoint(folder: Path) -> tuple[Path | None, Progress]:
-    """The newest complete checkpoint, and its progress."""
+    """Find the newest complete checkpoint, and its progress."""
     for _, path in sorted(_whole_checkpoints(folder), reverse=True):
         try:
             return path, Progress(**json.loads((path / MARK).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:  # the disk has lost it
+        except (OSError, ValueError, TypeError) as error:  # lost by the disk
             _LOG.warning("%s is damaged (%s): resuming from the previous one", path, error)
             (path / MARK).unlink(missing_ok=True)
     return None, Progress()

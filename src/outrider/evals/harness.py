@@ -1,9 +1,9 @@
 """Tasks of EleutherAI's lm-evaluation-harness, plain and speculative.
 
-``OutriderLM`` implements the harness's model interface. Requests for the likelihood of given text (``loglikelihood``,
-``loglikelihood_rolling``) are answered by teacher forcing of the target, without a draft. Requests to
-generate (``generate_until``) go through the decoder, with its draft. Tokenization, special tokens and truncation are
-those of the harness's own ``hf`` model, so that scores can be compared.
+``OutriderLM`` implements the harness's model interface. Likelihoods of given text (``loglikelihood``,
+``loglikelihood_rolling``) come from teacher forcing of the target, without a draft; ``generate_until`` uses the decoder
+with its draft. Tokenization, special tokens and truncation follow the harness's own ``hf`` model, so that scores can be
+compared.
 
 The harness's own command line, with this model:
 
@@ -41,33 +41,33 @@ from outrider.records import Stats
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 
 _LOG = logging.getLogger(__name__)
-# The same names in tasks and in Sampling.
+# Options with the same name in tasks and in Sampling.
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
 )
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Given a description and a total, opens a progress bar: a function that takes the number just done."""
+"""Opens a progress bar from a description and a total; calls add the number just done."""
 
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Like those of the harness."""
+    """Progress bar like those of the harness."""
     with tqdm(total=total, desc=what) as bar:
         yield bar.update
 
 
 def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -> Sampling:
-    """The sampling options of a task.
+    """Sampling options of a task.
 
     Args:
-        gen_kwargs: the task's ``generation_kwargs``. Without ``do_sample`` or a temperature it is greedy, without a
-            length 256 tokens: the harness's rules.
+        gen_kwargs: the task's ``generation_kwargs``. The harness's defaults apply: greedy without ``do_sample`` or a
+            temperature, 256 tokens without a length.
         overrides: fields of ``Sampling`` that replace the task's.
 
     Raises:
-        OptionError: the task uses an unsupported option (beams, say), or a value is out of range.
+        OptionError: the task uses an unsupported option (such as beams), or a value is out of range.
     """
     given = {name: value for name, value in normalize_gen_kwargs(dict(gen_kwargs)).items() if value is not None}
     options: dict[str, Any] = {
@@ -79,7 +79,7 @@ def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -
     if given.get("num_beams") == 1:  # some tasks set it explicitly; it changes nothing
         del given["num_beams"]
     for name, value in given.items():
-        raise OptionError(f"generation_kwargs: {name}", value, "Outrider has no such option: take it out of the task")
+        raise OptionError(f"generation_kwargs: {name}", value, "Outrider has no such option: remove it from the task")
     if "temperature" not in options:
         if is_sampled:
             raise OptionError("generation_kwargs: do_sample", True, "the task must set a temperature")
@@ -89,10 +89,10 @@ def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request to generate: its prompt, sampling options, and end tokens besides the model's own.
+    """Request to generate: prompt, sampling options, and end tokens besides the model's own.
 
     Attributes:
-        is_cut: the prompt has lost its beginning.
+        is_cut: the beginning of the prompt was truncated.
     """
 
     ids: list[int]
@@ -102,18 +102,19 @@ class _Row:
 
 
 class OutriderLM(TemplateLM):
-    """A decoder as a model of the harness.
+    """Harness model backed by a decoder.
 
     Args:
         decoder: with a tokenizer.
         batch_size: requests per batch.
-        seed: the i-th request to generate samples with seed + i.
+        seed: base seed; request i to generate gets seed + i.
         overrides: fields of ``Sampling`` that replace those of tasks.
         progress: opens a progress bar.
         on_generated: called with the task and the counts of every request to generate.
 
     Raises:
-        OptionError, PromptError
+        OptionError: the batch size is not valid.
+        PromptError: there is no tokenizer.
     """
 
     def __init__(
@@ -141,14 +142,14 @@ class OutriderLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> OutriderLM:
-        """The same as ``create_from_arg_obj``, from ``name=value,name=value``."""
+        """Create from ``name=value,name=value`` (see ``create_from_arg_obj``)."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> OutriderLM:
-        """A model by the ``--model_args`` of the harness's command line: the arguments of ``load_lm``.
+        """Create from the harness's ``--model_args``: the arguments of ``load_lm``.
 
         Raises:
             OptionError: the argument is unknown.
@@ -156,7 +157,7 @@ class OutriderLM(TemplateLM):
         """
         config = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if str(config.get("device")).startswith("cuda") and not torch.cuda.is_available():
-            del config["device"]  # the harness's default, cuda:0, not its user's choice
+            del config["device"]  # the harness's default, cuda:0, not the user's choice
         config.pop("max_batch_size", None)  # for batch_size=auto, which is not supported
         options = config | arg_dict
         if str(options.get("batch_size")).isdecimal():
@@ -171,12 +172,12 @@ class OutriderLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> Any:
-        """The token that ends a text."""
+        """End token."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> Any:
-        """The token that precedes a text without a context.
+        """Token that precedes a sequence without a context.
 
         Raises:
             PromptError: the tokenizer has neither a BOS nor an EOS token.
@@ -184,22 +185,22 @@ class OutriderLM(TemplateLM):
         bos = self.tokenizer.bos_token_id
         prefix = self.eot_token_id if bos is None else bos
         if prefix is None:
-            raise PromptError("the tokenizer has no token to begin a text with, so a text without a context has no law")
+            raise PromptError("the tokenizer has neither BOS nor EOS: text without a context cannot be scored")
         return prefix
 
     @property
     def tokenizer_name(self) -> str:
-        """The key of the harness's request caches."""
+        """Key of the harness's request caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as one text.
+        """Format a chat as text.
 
         Raises:
             PromptError: there is no chat template, or it does not accept these messages.
         """
         if not self.tokenizer.chat_template:
-            raise PromptError("this model has no chat template: run its tasks without")
+            raise PromptError("this model has no chat template: run its tasks without one")
         try:
             text: str = self.tokenizer.apply_chat_template(
                 chat_history,
@@ -212,14 +213,14 @@ class OutriderLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; None: with the tokenizer's own special tokens, but not with a second BOS."""
+        """Tokenize. ``add_special_tokens=None`` adds the tokenizer's special tokens, but no second BOS."""
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))
         return [int(i) for i in self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-probability of continuations, and whether each is the greedy one (see the base class)."""
+        """Score continuations: log-probability, and whether it is the greedy one (see the base class)."""
         pairs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return pairs
 
@@ -231,40 +232,40 @@ class OutriderLM(TemplateLM):
         for _strings, context, continuation in requests:
             if not 1 <= len(continuation) <= most:
                 raise PromptError(
-                    f"a continuation of {len(continuation)} tokens cannot be judged: "
+                    f"a continuation of {len(continuation)} tokens cannot be scored: "
                     f"{self.decoder.target.name} accepts 1 to {most}"
                 )
             ids = (context + continuation)[-(most + 1) :]
             texts.append(Text(ids, len(ids) - len(continuation)))
-        return self._judge(texts)
+        return self._score(texts)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Log-probability of whole texts, in windows of the context; every token is scored once."""
+        """Score whole texts, in windows of the context; every token is scored once."""
         texts: list[Text] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
             windows = get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.decoder.target.context_len, context_len=1
             )
-            for context, judged in map(make_disjoint_window, windows):
-                texts.append(Text(context + judged, len(context)))
+            for context, scored in map(make_disjoint_window, windows):
+                texts.append(Text(context + scored, len(context)))
                 owners.append(owner)
         sums = [0.0] * len(requests)
-        for owner, (logprob, _is_greedy) in zip(owners, self._judge(texts), strict=True):
+        for owner, (logprob, _is_greedy) in zip(owners, self._score(texts), strict=True):
             sums[owner] += logprob
         return sums
 
-    def _judge(self, texts: Sequence[Text]) -> list[tuple[float, bool]]:
-        """Log-probability of the scored tokens of each text, and whether each of them is the most probable."""
+    def _score(self, texts: Sequence[Text]) -> list[tuple[float, bool]]:
+        """Log-probability of each sequence's scored tokens, and whether all of them are argmaxes."""
 
         def measure(p: ForcedTokens) -> Tensor:
             logprobs = p.logprobs()
             return torch.stack([logprobs, (p.best_ids() != p.ids).to(logprobs.dtype)])
 
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # by length, the longest first
-        judged: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # longest first
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         if texts:
-            with self._progress("texts judged", len(texts)) as advance:
+            with self._progress("texts scored", len(texts)) as advance:
                 logprobs, num_missed = sums_by_text(
                     [self.decoder.target],
                     [texts[i] for i in order],
@@ -273,16 +274,16 @@ class OutriderLM(TemplateLM):
                     on_done=advance,
                 ).tolist()
             for place, i in enumerate(order):
-                judged[i] = (logprobs[place], num_missed[place] == 0)
-        return judged
+                scores[i] = (logprobs[place], num_missed[place] == 0)
+        return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """The decoder's output for each prompt, up to a stop string of its task."""
+        """Generate for each prompt, up to a stop string of its task."""
         rows = [self._row(*request.args, seed=self._seed + i) for i, request in enumerate(requests)]
         if num_cut := sum(row.is_cut for row in rows):
             _LOG.warning(
-                "%d of %d prompts were cut at the beginning: with the tokens to generate they go beyond the context of "
-                "%s, which takes %d in all",
+                "%d of %d prompts were truncated at the beginning: with the tokens to generate they exceed the context "
+                "of %s, %d tokens",
                 *(num_cut, len(rows), self.decoder.target.name, self.decoder.target.context_len),
             )
         order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
@@ -296,7 +297,7 @@ class OutriderLM(TemplateLM):
                     if isinstance(completion, OutriderError):
                         raise completion
                     i = numbers[number]
-                    # As the harness's own models decode: by themselves, and not after the prompt.
+                    # Detokenize without the prompt, like the harness's own models.
                     text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                     texts[i] = postprocess_generated_text(text, list(rows[i].sampling.stop), None)
                     self._on_generated(requests[i].task_name, completion.stats)
@@ -311,7 +312,7 @@ class OutriderLM(TemplateLM):
             raise OptionError(
                 "max_gen_toks", sampling.max_new_tokens, f"{target.name} takes {target.context_len} tokens in all"
             )
-        # Special tokens have no text, so a stop string that is a special token is also an end token.
+        # Special tokens are not detokenized, so a stop string that is one becomes an end token.
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         eos_ids = tuple(sorted({special[string] for string in sampling.stop if string in special}))
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
@@ -331,10 +332,10 @@ def load_lm(
     batch_size: int = 1,
     seed: int = 0,
 ) -> OutriderLM:
-    """A model of the harness from names. Arguments: see ``outrider.load`` and ``OutriderLM``.
+    """Load a harness model by name. Arguments: see ``outrider.load`` and ``OutriderLM``.
 
     Raises:
-        UsageError
+        UsageError: see ``outrider.load``.
     """
     decoder = load(
         target,

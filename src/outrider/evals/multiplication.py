@@ -1,7 +1,7 @@
 """Multiplication sheets: the task of llama-ssp's ``eval``.
 
-Three solved lines and one to solve; a success is a first line that is the product. The score means little by itself,
-but a wrong acceptance rule would change it.
+A prompt has three solved lines and one to solve; it succeeds if the first output line is the product. The score means
+little by itself, but a faulty acceptance rule would change it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Problem:
 
 
 def problems(num_prompts: int, seed: int) -> list[Problem]:
-    """``num_prompts`` problems with factors from 1 to 99, the same for the same seed."""
+    """Draw problems with factors from 1 to 99; deterministic for a seed."""
     generator = random.Random(seed)
     return [Problem(generator.randint(1, 99), generator.randint(1, 99)) for _ in range(num_prompts)]
 
 
 @dataclass(frozen=True, slots=True)
 class SheetScore:
-    """The result of one arm. ``is_solved`` has one entry for each problem."""
+    """Result of one arm. ``is_solved`` has one entry per problem."""
 
     is_solved: tuple[bool, ...]
     answers: tuple[str, ...]
@@ -71,12 +71,12 @@ def score(
     on_solved: Callable[[int], None] | None = None,
     **options: Any,
 ) -> SheetScore:
-    """Let a decoder solve the sheet.
+    """Solve the sheet with a decoder.
 
     Args:
-        seed: row i samples with seed + i.
+        seed: base seed; row i gets seed + i.
         on_solved: called with the number of problems just done, for a progress bar.
-        options: sampling options; the budget and the stop string are set here.
+        options: sampling options; the token limit and the stop string are set here.
     """
     answers = [""] * len(sheet)
     stats, timing = Stats(), Timing()
@@ -92,5 +92,5 @@ def score(
 
 
 def compare_scores(plain: SheetScore, speculative: SheetScore, margin: float) -> PairedDifference:
-    """Speculative minus plain, on the same problems."""
+    """Paired difference, speculative minus plain, on the same problems."""
     return paired_difference(plain.is_solved, speculative.is_solved, margin)

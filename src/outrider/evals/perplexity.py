@@ -1,9 +1,9 @@
-"""Perplexity of a text under a target and its draft, and how far the two agree on it.
+"""Perplexity of a text under a target and its draft, and their agreement on it.
 
 A text longer than the context is scored in windows. Each token but the very first is scored once, given the tokens
-before it in its window. Windows without overlap cost least, and give the first tokens of each little context; a stride
-below the context makes them overlap, so that every token (after the first window) has at least
-context - stride + 1 tokens before it.
+before it in its window. Disjoint windows cost least, but give the first tokens of each little context; with a stride
+below the context they overlap, so that every token (after the first window) has at least context - stride + 1 tokens
+before it.
 
 Nothing is generated. This module does not know files, nor how the text was tokenized.
 """
@@ -28,10 +28,10 @@ from outrider.stats.intervals import Interval, bounded_mean, ratio_of_sums
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """The likelihood of a text under one model.
+    """Likelihood of a text under one model.
 
     Attributes:
-        nats_per_token: the mean of -ln p over the scored tokens; the interval is over the windows.
+        nats_per_token: mean of -ln p over the scored tokens; the interval is over the windows.
         bytes_per_token: of the scored text, in UTF-8.
     """
 
@@ -46,7 +46,7 @@ class Perplexity:
 
     @property
     def per_byte(self) -> Interval:
-        """exp(nats per byte); can be compared between tokenizers."""
+        """exp(nats per byte); comparable between tokenizers."""
         return _mapped(self.nats_per_token, lambda nats: math.exp(nats / self.bytes_per_token))
 
     @property
@@ -64,18 +64,18 @@ class Perplexity:
 
 
 def _mapped(interval: Interval, function: Callable[[float], float]) -> Interval:
-    """The interval of an increasing function of a number."""
+    """Apply an increasing function to an interval."""
     ends = [None if end is None else function(end) for end in (interval.low, interval.high)]
     return Interval(function(interval.value), ends[0], ends[1], interval.level)
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Target and draft on a text. Intervals are over the windows, which are treated as independent.
+    """Perplexity and agreement of target and draft. Intervals are over the windows, treated as independent.
 
     Attributes:
-        perplexities: of the target, then of the draft, if there is one.
-        agreement: share of tokens before which both models have the same most probable token; None without a draft.
+        perplexities: of the target, then of the draft, if any.
+        agreement: share of tokens for which both models have the same argmax; None without a draft.
         alpha: mean of sum_v min(p(v), q(v)) = 1 - TV at temperature 1; None without a draft.
     """
 
@@ -96,9 +96,9 @@ class Judgement:
 
 
 def windows(ids: Sequence[int], context: int, stride: int) -> list[Text]:
-    """The windows of a text, in which every token but the very first is scored once.
+    """Split a text into windows that score every token but the very first once.
 
-    A window feeds ``context`` tokens and also scores the next one, so it holds one token more.
+    A window feeds ``context`` tokens and also scores the next one, so it has one token more.
 
     Args:
         ids: two or more.
@@ -126,10 +126,10 @@ def judge(
     batch_size: int = 8,
     on_done: Callable[[int], None] | None = None,
 ) -> Judgement:
-    """Perplexities and agreement over the windows of a text; every window is read once by each model.
+    """Score the windows of a text, each once by each model.
 
     Args:
-        draft: has the target's tokens; None: the target alone.
+        draft: with the target's vocabulary; None: the target alone.
         texts: windows, at most one token longer than either model's context.
         num_bytes: of the scored tokens, in UTF-8.
         on_done: called with the number of windows just done, for a progress bar.

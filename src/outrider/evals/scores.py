@@ -1,11 +1,11 @@
-"""The scores of two arms compared document by document, and joint claims about many scores.
+"""Paired comparison of two arms' scores by document, and joint claims about many scores.
 
-The input is the harness's results; nothing is run here. A claim about one score has its own error rate of 5%. For
-several there are two claims, each with an error probability of at most 5%, however the scores depend on each other:
+The input is the harness's results; nothing runs here. A claim about one score has its own error rate of 5%. For several
+there are two claims, each with an error probability of at most 5%, however the scores depend on each other:
 
-- All are equivalent, if each of them is by its own test. If one is not in truth, its test alone has to err
-  (intersection-union test, Berger 1982), so no correction is needed.
-- Some differ, and these: by Holm's procedure over all that are compared.
+- All are equivalent, if each is by its own test. If one truly is not, its test alone has to err (intersection-union
+  test, Berger 1982), so no correction is needed.
+- Some differ, and which: by Holm's procedure over all that are compared.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LEVEL = 0.05  # of each claim, and of ``PairedDifference.is_equivalent``
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """The harness's results for one task by one arm.
+    """Harness results of one arm for one task.
 
     Attributes:
-        metrics: its aggregates, by ``metric,filter``; and ``sample_len``, the number of documents.
-        samples: its record of every document, once for each filter.
+        metrics: aggregates by ``metric,filter``; and ``sample_len``, the number of documents.
+        samples: a record of every document, once for each filter.
         stats: of the generation; None if nothing was generated.
     """
 
@@ -43,12 +43,12 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task by both arms.
+    """Results of both arms for a task.
 
     Attributes:
         plain: the target without a draft.
         other: the second arm; None if it could not differ, and was not run.
-        arm: its name, "speculative" (the same target with a draft) or "against" (another target).
+        arm: name of the second arm, "speculative" (the same target with a draft) or "against" (another target).
     """
 
     name: str
@@ -59,14 +59,14 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class MetricScore:
-    """One metric of one task or group.
+    """Score of one metric of a task or group.
 
     Attributes:
-        task: its name, or that of the group.
-        filter: with which the harness extracts the answer from the text.
+        task: name of the task or group.
+        filter: the harness's filter, which extracts the answer from the text.
         plain, other: as aggregated by the harness; None for an arm that was not run.
         paired: other minus plain, in the mean of the documents' own numbers (weighted as the group specifies);
-            None if there is one arm, or if the score is not made of these numbers (BLEU over a corpus, say).
+            None for a single arm, or if the score is not a mean over documents (such as corpus BLEU).
         weighting: of the tasks in a group: "size" or "equal"; None for a task.
         is_different: whether it differs, by Holm's procedure over all scores that are compared.
     """
@@ -103,7 +103,7 @@ class MetricScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoreVerdict:
-    """The joint claims about all scores that are compared; each of the two errs with probability ``LEVEL`` at most.
+    """Joint claims about all compared scores; each of the two errs with probability ``LEVEL`` at most.
 
     Attributes:
         differing: by label.
@@ -115,7 +115,7 @@ class ScoreVerdict:
 
     @property
     def is_equivalent(self) -> bool:
-        """All are."""
+        """Whether all scores are."""
         return self.num_equivalent == self.num_compared
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class ScoreVerdict:
 
 
 def verdict(scores: Sequence[MetricScore]) -> ScoreVerdict | None:
-    """For the scores returned by ``compare``; None if none could be compared."""
+    """Joint verdict on the output of ``compare``; None if no score could be compared."""
     compared = [(score, score.paired) for score in scores if score.paired is not None]
     if not compared:
         return None
@@ -141,10 +141,10 @@ def verdict(scores: Sequence[MetricScore]) -> ScoreVerdict | None:
 
 
 def compare(results: Sequence[TaskResult], groups: Sequence[Group], margin: float) -> list[MetricScore]:
-    """The scores of both arms, paired by document: those of the tasks, then those of the groups.
+    """Compare the scores of both arms, paired by document: tasks first, then groups.
 
     Args:
-        groups: of the harness. One with a task that is not among the results has no score.
+        groups: of the harness. A group whose tasks are incomplete has no score.
         margin: means closer than this are equivalent, in the unit of each metric.
     """
     scores = [score for result in results for score in _task_scores(result, margin)]
@@ -181,13 +181,13 @@ def _task_scores(result: TaskResult, margin: float) -> list[MetricScore]:
 
 
 def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) -> list[MetricScore]:
-    """The aggregates of a group, as in the harness: weighted means over its tasks, including those of its subgroups.
+    """Aggregate a group as the harness does: weighted means over its tasks, including those of subgroups.
 
     Args:
-        results: of its tasks; a task in two of its subgroups occurs twice, and counts twice.
+        results: of its tasks; a task in two subgroups occurs twice, and counts twice.
     """
     plain = {result.name: dict(result.plain.metrics) for result in results}
-    # Tasks that were run once have the same score in both arms.
+    # Tasks run once have the same score in both arms.
     other = {result.name: dict((result.other or result.plain).metrics) for result in results}
     first, second = group.aggregate(plain), group.aggregate(other)
     is_by_size = {one.metric: one.weight_by_size for one in group.aggregate_metric_list or ()}
@@ -215,15 +215,15 @@ def _group_scores(group: Group, results: Sequence[TaskResult], margin: float) ->
 def _group_paired(
     members: Sequence[TaskResult], weights: Sequence[float], metric: str, filter_: str, margin: float
 ) -> PairedDifference | None:
-    """The difference of two weighted means of tasks, over the documents of all generated tasks.
+    """Paired difference of weighted means, over the documents of all generated tasks.
 
     With weights w that add to 1, n documents of a task and N of all, a document's number times N w/n makes the weighted
     mean of means a mean over documents. Their variance then includes that between tasks, which are not drawn at random:
-    the interval is somewhat too wide. In tasks that are scored once the arms do not differ; they only contribute their
+    the interval is somewhat too wide. Tasks run once do not differ between arms; they only contribute their
     weights.
 
     Returns:
-        None if no task is generated, or if a score is not the mean of its documents' numbers.
+        None if no task generates, or if a score is not the mean of its documents' numbers.
     """
     pairs, shares = [], []
     for result, weight in zip(members, weights, strict=True):
@@ -249,7 +249,7 @@ def _group_paired(
 
 
 def _pairs(result: TaskResult, metric: str, filter_: str) -> tuple[list[float], list[float]] | None:
-    """A metric's numbers for the same documents by both arms; None unless both have them."""
+    """Numbers of a metric by document in both arms; None unless both have them."""
     if result.other is None:
         return None
     arms = (result.plain.samples, result.other.samples)
@@ -262,12 +262,12 @@ def _pairs(result: TaskResult, metric: str, filter_: str) -> tuple[list[float], 
 
 
 def _span(pairs: tuple[list[float], list[float]]) -> float:
-    """The assumed largest difference between a document's numbers."""
+    """Assumed largest difference between a document's numbers."""
     return max(1.0, max(map(max, pairs)) - min(map(min, pairs)))
 
 
 def documents_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
-    """Every document: the texts of the arms, and its numbers in each metric."""
+    """JSON of every document: the arms' outputs, and its numbers in each metric."""
     documents = []
     for result in results:
         arms = {"plain": result.plain.samples}
@@ -295,12 +295,12 @@ def documents_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
 
 
 def _metrics(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The metrics of a task, each with its filter."""
+    """Pairs of metric and filter of a task."""
     return list(dict.fromkeys((metric, sample["filter"]) for sample in samples for metric in sample["metrics"]))
 
 
 def _numbers(samples: Sequence[Mapping[str, Any]], metric: str, filter_: str) -> dict[int, float] | None:
-    """A metric's number for each document; None for documents without a finite one."""
+    """Numbers of a metric by document; None if any is not finite."""
     values = {
         sample["doc_id"]: sample[metric]
         for sample in samples

@@ -1,7 +1,7 @@
-"""Tasks of the harness: loaded by name, and run by one arm.
+"""Tasks of the harness: loading by name, and running both arms.
 
-A draft can only affect generated text: tasks that score the likelihood of given text are run once, by the target.
-Another target is run on all of them.
+A draft can only affect generated text: tasks that score the likelihood of given text run once, with the target. Another
+target runs all of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from outrider.records import Stats
 
 
 def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[str, Any], list[Group]]:
-    """The harness's tasks by name, and the groups whose scores are aggregates of theirs; a tag denotes the tasks that
-    carry it.
+    """Load the harness's tasks by name, with the groups that aggregate their scores. A tag selects all of its tasks.
 
     Args:
         names: of tasks, groups and tags.
@@ -41,7 +40,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[st
             raise OptionError("--include-path", str(include_path), "there is no such folder")
         manager = TaskManager(include_path=include_path, include_defaults=False)
     if manager is None or not all(_is_complete(name, manager) for name in names):
-        manager = TaskManager(include_path=include_path)  # including the harness's own: reading them takes seconds
+        manager = TaskManager(include_path=include_path)  # with the harness's own: reading them takes seconds
     tasks: dict[str, Any] = {}
     groups: dict[str, Group] = {}
     for name in names:
@@ -71,8 +70,8 @@ def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[st
 
 
 def _is_complete(name: str, manager: TaskManager) -> bool:
-    """Whether a manager that has not read the harness's own files knows all members of a task or group. (For a tag it
-    cannot know; and tasks defined inside a group count as unknown.)"""
+    """Whether a manager without the harness's own files knows all members of a task or group. (Tags, and tasks defined
+    inside a group, count as unknown.)"""
     if name in manager.all_groups:
         members = (manager.task_index[name].cfg or {}).get("task") or []
         return all(isinstance(member, str) and _is_complete(member, manager) for member in members)
@@ -80,12 +79,12 @@ def _is_complete(name: str, manager: TaskManager) -> bool:
 
 
 def is_generated(task: Any) -> bool:
-    """Whether a task's answers are generated, so that a draft can be used."""
+    """Whether a task generates, so that a draft can be used."""
     return bool(task.OUTPUT_TYPE == "generate_until")
 
 
 def most_new_tokens(tasks: Mapping[str, Any], limit: int | None, overrides: Mapping[str, Any]) -> int:
-    """An upper bound of the tokens that one arm generates for tasks.
+    """Upper bound of the tokens that one arm generates for tasks.
 
     Raises:
         OptionError: a task uses an unsupported option.
@@ -100,8 +99,8 @@ def most_new_tokens(tasks: Mapping[str, Any], limit: int | None, overrides: Mapp
 
 
 def set_fewshot(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
-    """Solved examples in each prompt; None: the task's own. As in the harness, a task with 0 keeps it, and the default
-    is none."""
+    """Set the number of solved examples per prompt; None: the task's own. As in the harness, a task with 0 keeps it,
+    and the default is 0."""
     for task in tasks.values():
         stated = task.get_config("num_fewshot")
         if stated != 0:
@@ -109,18 +108,18 @@ def set_fewshot(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
 
 
 def run_task(lm: OutriderLM, task: Any, *, limit: int | None, is_chat: bool) -> ArmResult:
-    """The harness's results for a task. The same task may be run again.
+    """Run a task in the harness. Can be repeated.
 
     Args:
         limit: documents; None for all.
-        is_chat: prompts are put into the model's chat template.
+        is_chat: format prompts with the model's chat template.
 
     Raises:
         OutriderError: see ``OutriderLM``.
     """
-    task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # the same examples in every run
+    task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # identical examples in every run
     name = task.task_name
-    said: dict[str, Any] = evaluate(
+    results: dict[str, Any] = evaluate(
         lm,
         {"tasks": {name: task}, "groups": {}},
         limit=limit,
@@ -128,7 +127,7 @@ def run_task(lm: OutriderLM, task: Any, *, limit: int | None, is_chat: bool) -> 
         fewshot_as_multiturn=is_chat,
         bootstrap_iters=0,
     )
-    return ArmResult(said["results"][name], said["samples"][name])
+    return ArmResult(results["results"][name], results["samples"][name])
 
 
 def run_in_turn(
@@ -143,11 +142,11 @@ def run_in_turn(
     is_chat: bool,
     progress: Progress,
 ) -> Iterator[TaskResult]:
-    """Each task by both arms, one task after the other, so that complete tasks can be reported.
+    """Run each task with both arms, task by task, so that finished tasks can be reported.
 
     Args:
-        other: the target with a draft, for tasks that are generated (None if there are none); or another target.
-        seed: of the first request to generate. The arms use the same seeds, and no two requests of an arm share one.
+        other: the target with a draft, for tasks that generate (None if there are none); or another target.
+        seed: of the first request to generate. The arms share their seeds; all requests of an arm have different ones.
 
     Raises:
         OutriderError: see ``OutriderLM``.

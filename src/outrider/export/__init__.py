@@ -1,1 +1,1 @@
-"""Handing a pair over to other inference engines: checks, their laws of acceptance, configurations, GGUF files."""
+"""Export of a pair to other inference engines: checks, acceptance criteria, configurations, GGUF files."""

@@ -1,4 +1,4 @@
-"""Checks of a pair before it is handed over: from configurations and tokenizers alone, no weights are loaded."""
+"""Checks of a pair before export, from configurations and tokenizers: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outrider.text.tokenizer import check_same_tokens
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A model as its files describe it.
+    """Model described by its files.
 
     Attributes:
-        config: of Hugging Face, of the text model.
+        config: Hugging Face configuration of the text model.
         architecture: like "LlamaForCausalLM".
     """
 
@@ -28,15 +28,16 @@ class DescribedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Of the configuration: rows of the embedding, padding included."""
+        """Rows of the embedding, padding included."""
         size: int = self.config.vocab_size
         return size
 
 
 def describe(spec: ModelSpec) -> DescribedModel:
-    """
+    """Read configuration and tokenizer of a model.
+
     Raises:
-        ModelError: the model cannot be had, or is not a causal language model.
+        ModelError: the model cannot be found, or is not a causal language model.
     """
     config = read_config(spec)
     architectures = config.architectures or ()
@@ -47,30 +48,30 @@ def describe(spec: ModelSpec) -> DescribedModel:
 
 
 def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int | None) -> int:
-    """Whether an engine can serve the pair.
+    """Check that an engine can serve the pair.
 
     Args:
-        context: most tokens of a text, as asked for; None for the target's.
-        vocab_gap: by how many rows the two vocabularies may differ; None for any number.
+        context: requested maximum length of a sequence; None for the target's.
+        vocab_gap: largest difference of the vocabulary sizes; None for any.
 
     Returns:
-        The most tokens of a text.
+        The maximum length of a sequence.
 
     Raises:
-        TokenizerMismatch, OptionError
+        TokenizerMismatch, OptionError: it cannot.
     """
     names = target.spec.name, draft.spec.name
     check_same_tokens(target.tokenizer, draft.tokenizer, *names)
     if vocab_gap is not None and abs(target.vocab_size - draft.vocab_size) > vocab_gap:
         raise TokenizerMismatch(
             f"{names[0]} has a vocab_size of {target.vocab_size}, {names[1]} of {draft.vocab_size}, and this engine "
-            "takes pairs of one size only: choose another draft, or pad the smaller embedding"
+            "requires equal sizes: choose another draft, or pad the smaller embedding"
         )
     most = target.context_len if context is None else context
     if most > target.context_len:
         raise OptionError("--context", most, f"{names[0]} takes {target.context_len} tokens")
     if most > draft.context_len:
         raise OptionError(
-            "--context", most, f"{names[1]} takes {draft.context_len} tokens: give --context {draft.context_len}"
+            "--context", most, f"{names[1]} takes {draft.context_len} tokens: set --context {draft.context_len}"
         )
     return most

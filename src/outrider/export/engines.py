@@ -1,8 +1,8 @@
-"""The engines that a pair can be handed to: their laws of acceptance, what they can sample, and the files they take.
+"""Engines that a pair can be exported to: acceptance criteria, supported sampling options, and configuration files.
 
 Facts were read in the sources of the versions named in ``ENGINES`` (docs/export.md cites the places). Settings that are
 not lossless are never written: SGLang's thresholds below 1, vLLM's ``fly`` and ``synthetic``, an
-``assistant_ensemble_weight``. Each ``_files`` function is a pure function of a handover; nothing is loaded here.
+``assistant_ensemble_weight``. Files are pure functions of a handover; nothing is loaded here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, Law
 from outrider.options import Sampling
 
-# Of the text models that Outrider can load, the families that are most used; in the registries of the versions below.
+# The most used text models that Outrider can load, in the registries of the versions below.
 _FAMILIES = frozenset(
     f"{name}ForCausalLM"
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Granite")
@@ -27,14 +27,14 @@ _FILTERS = frozenset({"temperature", "top_k", "top_p"})
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A pair on its way to an engine.
+    """A pair and its options for an engine.
 
     Attributes:
         target, draft: folders beside the files, or hub ids.
         k: drafted tokens per round.
-        setting: of the engine, the key of its law.
-        context: most tokens of a text.
-        k_by_rows: (rows, K), ascending: the K that is best from so many running requests on; empty if not known.
+        setting: the engine's, a key of ``ServingEngine.laws``.
+        context: maximum length of a sequence.
+        k_by_rows: (rows, K), ascending: the best K from this number of running requests on; empty if not measured.
     """
 
     target: str
@@ -51,18 +51,18 @@ class ServingEngine:
     """An inference engine.
 
     Attributes:
-        name: for people.
-        version: that was read.
-        laws: of acceptance, by the engine's own setting; one of them with the key "" where there is no choice.
-        options: fields of ``Sampling`` that it can do with a draft, exactly.
-        families: architectures that it is known to serve; None where that was not looked up.
-        vocab_gap: by how many rows the vocabularies of a pair may differ; None where it does not look.
-        files: name -> text.
-        start: the command that starts it, in the folder.
-        port: of its server, by default; None where it is a program that ends.
+        name: display name.
+        version: whose sources were read.
+        laws: acceptance criteria, by the engine's own setting; the key is "" if there is no choice.
+        options: fields of ``Sampling`` that it supports exactly with a draft.
+        families: architectures that it is known to serve; None if not looked up.
+        vocab_gap: largest difference of the vocabulary sizes of a pair; None if not checked by the engine.
+        files: returns name -> content.
+        start: command that starts it, in the folder.
+        port: default port of its server; None for a script.
         notes: for the README.
-        is_exact_sampled: whether its drafts leave the law of sampled text as it is.
-        needs_gguf: weights are taken in GGUF files, target.gguf and draft.gguf.
+        is_exact_sampled: whether sampling with a draft is lossless.
+        needs_gguf: needs GGUF files, target.gguf and draft.gguf.
     """
 
     name: str
@@ -80,13 +80,13 @@ class ServingEngine:
 
 
 def _script(*commands: Sequence[str]) -> str:
-    """A shell script that runs commands in its own folder."""
+    """Shell script that runs commands in its own folder."""
     lines = [" \\\n  ".join(_groups(command)) for command in commands]
     return "\n".join(["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', *lines, ""])
 
 
 def _groups(words: Sequence[str]) -> list[str]:
-    """The words of a command, quoted, an option with its value each."""
+    """Group the quoted words of a command: each option with its value."""
     groups = [words[0]]
     for word in words[1:]:
         quoted = word if word.startswith('"$(') else shlex.quote(word)
@@ -99,7 +99,7 @@ def _groups(words: Sequence[str]) -> list[str]:
 
 
 def _lines(values: Mapping[str, Any], show: Callable[[Any], str] = json.dumps) -> str:
-    """An object with an entry on each line."""
+    """Format an object with one entry per line."""
     entries = ",\n".join(f"  {show(key)}: {show(value)}" for key, value in values.items())
     return f"{{\n{entries}\n}}"
 
@@ -109,8 +109,8 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _request(handover: Handover) -> dict[str, Any]:
-    """The body of a request to ``/v1/completions`` with the sampling options written out: some engines take what is
-    missing from the checkpoint."""
+    """Request body for ``/v1/completions`` with explicit sampling options: some engines take missing ones from the
+    checkpoint."""
     sampling = handover.sampling
     body: dict[str, Any] = {"model": handover.target, "prompt": "Once upon a time", "max_tokens": 128}
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
@@ -132,7 +132,7 @@ def vllm_config(handover: Handover) -> dict[str, Any]:
         "rejection_sample_method": "standard",
     }
     if handover.k_by_rows:
-        # No K of the table may be larger than num_speculative_tokens; the last entry holds for all larger batches.
+        # num_speculative_tokens must be the largest K of the table; the last entry applies to all larger batches.
         firsts = [rows for rows, _ in handover.k_by_rows]
         lasts = [first - 1 for first in firsts[1:]] + [firsts[-1]]
         ks = [k for _, k in handover.k_by_rows]
@@ -154,21 +154,21 @@ def _sglang(handover: Handover) -> dict[str, str]:
     command += ["--context-length", str(handover.context)]
     command += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", handover.draft]
     command += ["--speculative-num-steps", str(handover.k), "--speculative-eagle-topk", "1"]
-    command += ["--speculative-num-draft-tokens", str(handover.k + 1)]  # the last token is counted too
+    command += ["--speculative-num-draft-tokens", str(handover.k + 1)]  # counts the last token too
     return {"serve.sh": _script(command), "request.json": _json(_request(handover))}
 
 
 def _llama_cpp(handover: Handover) -> dict[str, str]:
     sampling = handover.sampling
-    # The default port is another one in newer builds.
+    # Newer builds have another default port.
     command = ["llama-server", "--port", str(_LLAMA_CPP_PORT), "-m", "target.gguf", "-md", "draft.gguf"]
     command += ["--spec-type", "draft-simple"]
     command += ["--spec-draft-n-max", str(handover.k), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0.0"]
     command += ["--spec-draft-sampling", handover.setting, "-c", str(handover.context)]
-    # Filters after the temperature, as in Transformers; by default it comes last, and other filters are on.
+    # Filters after the temperature, as in Transformers; by default it comes last, with other filters enabled.
     command += ["--samplers", "penalties;temperature;top_k;top_p;min_p", "--temp", f"{sampling.temperature:g}"]
     command += ["--top-k", str(sampling.top_k), "--top-p", f"{sampling.top_p:g}", "--min-p", f"{sampling.min_p:g}"]
-    # Of the whole text, as in Transformers.
+    # Over the whole sequence, as in Transformers.
     command += ["--repeat-penalty", f"{sampling.repetition_penalty:g}", "--repeat-last-n", str(handover.context)]
     body = {"prompt": "Once upon a time", "max_tokens": 128}
     return {"serve.sh": _script(command), "request.json": _json(body)}
@@ -208,7 +208,7 @@ print(pipeline.generate("Once upon a time", config))
 
 
 def transformers_options(handover: Handover) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of ``generate``, and what the draft's own ``generation_config`` must hold."""
+    """Arguments of ``generate``, and entries of the draft's ``generation_config``."""
     sampling = handover.sampling
     options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature > 0:
@@ -217,7 +217,7 @@ def transformers_options(handover: Handover) -> tuple[dict[str, Any], dict[str, 
             options["min_p"] = sampling.min_p
     if sampling.logit_bias:
         options["sequence_bias"] = [[[token_id], float(bias)] for token_id, bias in sampling.logit_bias.items()]
-    # By default a draft ends as soon as it is unsure.
+    # By default a draft ends at low confidence.
     drafting = {"num_assistant_tokens": handover.k, "num_assistant_tokens_schedule": "constant"}
     return options, {**drafting, "assistant_confidence_threshold": 0.0}
 
@@ -270,7 +270,7 @@ ENGINES = {
         start="sh serve.sh",
         port=8000,
         notes=(
-            "`draft_sample_method` is written, since its default is `greedy`, another law.",
+            "`draft_sample_method` is set, since its default is `greedy`, another acceptance criterion.",
             "Requests with `min_p` or `logit_bias` are refused by vLLM while a draft is in use.",
         ),
     ),
@@ -287,7 +287,7 @@ ENGINES = {
         notes=(
             "Drafts are greedy: `--speculative-use-rejection-sampling` is refused for STANDALONE.",
             "On the CPU, on XPU and on ROCm a verify is greedy whatever the request's temperature is.",
-            "With a draft, `min_p` is not applied, and penalties do not see the tokens of the same round: leave both.",
+            "With a draft, `min_p` is not applied, and penalties ignore the tokens of the same round: use neither.",
         ),
     ),
     "llama.cpp": ServingEngine(
@@ -301,9 +301,9 @@ ENGINES = {
         start="sh serve.sh",
         port=_LLAMA_CPP_PORT,
         notes=(
-            "`--spec-draft-sampling` is written, since its default is `greedy`, another law. Builds without the option "
-            "(that of llama-cpp-python 0.3.36, say) are greedy.",
-            "Samplers are written out: llama.cpp's own defaults are top-k 40, top-p 0.95, min-p 0.05.",
+            "`--spec-draft-sampling` is set, since its default is `greedy`, another acceptance criterion. Builds "
+            "without the option (such as that of llama-cpp-python 0.3.36) are greedy.",
+            "Samplers are explicit: llama.cpp's own defaults are top-k 40, top-p 0.95, min-p 0.05.",
             "A request may override the server's sampling options.",
         ),
         needs_gguf=True,
@@ -319,8 +319,8 @@ ENGINES = {
         start="sh serve.sh",
         port=8000,
         notes=(
-            "The law is that of the default attention backend, whose drafting loop is greedy. With another backend, "
-            "or a `draft_len_schedule`, drafts are sampled.",
+            "The default attention backend drafts greedily. With another backend, or a `draft_len_schedule`, drafts "
+            "are sampled.",
             "No table of K by load is written: the keys of `draft_len_schedule` changed their meaning between "
             "versions.",
         ),

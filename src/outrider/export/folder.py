@@ -1,4 +1,4 @@
-"""The folder that is handed over: configuration, scripts, checkpoints and a README."""
+"""Exported folder: configuration, scripts, checkpoints and a README."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from outrider.system.files import write_text
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the README states of a handover.
+    """Facts for the README.
 
     Attributes:
-        outlooks: by the engine's setting; empty where no texts were judged.
-        basis: where the texts and the costs come from.
+        outlooks: predictions by the engine's setting; empty without recorded output.
+        basis: where recorded output and costs come from.
     """
 
     target: DescribedModel
@@ -34,14 +34,14 @@ class Facts:
 
 
 def location(spec: ModelSpec, name: str) -> str:
-    """How a model is named in the files: a hub id, or a link of this name beside them."""
+    """Path of a model in the files: a hub id, or a link of this name beside them."""
     return str(spec.hub) if spec.path is None else name
 
 
 def write_folder(
     output: Path, engine: ServingEngine, handover: Handover, facts: Facts, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write all files. Checkpoints are linked, hub ids named; llama.cpp gets GGUF files.
+    """Write all files. Checkpoints are linked, or referred to by hub id; llama.cpp gets GGUF files.
 
     Args:
         dtype: of GGUF files; None for that of the checkpoint.
@@ -50,8 +50,8 @@ def write_folder(
         The names of the files, links included.
 
     Raises:
-        FileError: the folder cannot be written, or has other things under these names.
-        MissingExtra, UnsupportedModel
+        FileError: the folder cannot be written, or contains other files with these names.
+        MissingExtra, UnsupportedModel: see ``write_gguf``.
     """
     files = engine.files(handover)
     models = {"target": facts.target.spec, "draft": facts.draft.spec}
@@ -69,9 +69,7 @@ def write_folder(
                 write_gguf(spec, output / f"{name}.gguf", dtype)
                 links.append(f"{name}.gguf")
             else:
-                notes.append(
-                    f"{name}.gguf is not written here, since {reason}: `convert.sh` runs llama.cpp's converter."
-                )
+                notes.append(f"{name}.gguf was not created, since {reason}: `convert.sh` runs llama.cpp's converter.")
                 commands.append(_conversion(name, spec))
         if commands:
             files["convert.sh"] = "#!/bin/sh\nset -eu\n" + "\n".join(commands) + "\n"
@@ -84,18 +82,18 @@ def write_folder(
 
 
 def _link(path: Path, spec: ModelSpec) -> str:
-    """A link to the checkpoint. Another link there is replaced, anything else is left."""
+    """Link to the checkpoint. Replaces an existing link, but nothing else."""
     assert spec.path is not None
     if path.is_symlink():
         path.unlink()
     elif path.exists():
-        raise FileError(f"{path} is there already, and is not a link: choose another folder, or remove it")
+        raise FileError(f"{path} already exists and is not a link: choose another folder, or remove it")
     path.symlink_to(spec.path.resolve(), target_is_directory=True)
     return path.name
 
 
 def _conversion(name: str, spec: ModelSpec) -> str:
-    """With llama.cpp's own converter, in its repository."""
+    """Shell commands for llama.cpp's own converter, in its repository."""
     folder = str(spec.path.resolve()) if spec.path is not None else f"{name}-checkpoint"
     command = shlex.join(["python", "convert_hf_to_gguf.py", folder, "--outfile", f"{name}.gguf"])
     fetch = [] if spec.path is not None else [shlex.join(["hf", "download", str(spec.hub), "--local-dir", folder])]
@@ -103,7 +101,7 @@ def _conversion(name: str, spec: ModelSpec) -> str:
 
 
 def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Sequence[str], names: Sequence[str]) -> str:
-    """What was written and checked, and what the engine's law promises."""
+    """README: files, acceptance, predictions and checks."""
     law = engine.laws[handover.setting]
     lines = [
         f"# {facts.target.spec.name} with the draft {facts.draft.spec.name}, for {engine.name}",
@@ -120,9 +118,9 @@ def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Seque
         lines.append("`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them.")
     lines += ["", "## Acceptance", "", f"{engine.name} accepts a drafted token with probability {law.about}."]
     if handover.sampling.temperature == 0:
-        lines.append("At temperature 0 all lossless laws of acceptance are the same.")
+        lines.append("At temperature 0 all lossless acceptance criteria are equal.")
     else:
-        lines.append("This is lossless, but tau (tokens per round) is that of this law: other engines have another.")
+        lines.append("This is lossless, but tau (tokens per round) depends on the criterion; other engines differ.")
     lines += ["", *_table(engine, handover, facts), ""]
     lines += ["## Checked", "", *(f"- {line}" for line in _checks(engine, facts)), "", "## Notes", ""]
     lines += [f"- {note}" for note in notes]
@@ -132,8 +130,8 @@ def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Seque
 def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]:
     if not facts.outlooks:
         return [
-            f"**tau is not known**, and K = {handover.k} was not chosen by it. `--log LOG` takes texts that the target "
-            "wrote (`outrider record --probs 1`), `--measure` writes some."
+            f"**tau is not known**, so K = {handover.k} was not tuned. Use `--log LOG` with recorded output of the "
+            "target (`outrider record --probs 1`), or `--measure` to generate some."
         ]
     settings = [key for key in engine.laws if key in facts.outlooks]
     outlook = facts.outlooks[handover.setting]
@@ -152,7 +150,7 @@ def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]
         lines.append(f"| {mark}{k}{mark} | {' | '.join(texts)} | {speed_up} |")
     best = outlook.best_k
     if best is None:
-        lines += ["", f"Written: K = {handover.k}. The best K is not known: give `--draft-cost` or `--measure`."]
+        lines += ["", f"Written: K = {handover.k}. The best K is not known: set `--draft-cost` or `--measure`."]
     else:
         gain = outlook.speed_up[best]
         verdict = f"Best: K = {best}, {gain:.2f} times as fast as plain decoding, by this prediction."
@@ -161,7 +159,7 @@ def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]
         lines += ["", f"Written: K = {handover.k}. {verdict}"]
     if outlook.k_by_rows:
         by_rows = ", ".join(f"{rows}: {k or 'none'}" for rows, k in outlook.k_by_rows)
-        lines.append(f"Best K by texts at once, measured on this machine: {by_rows}.")
+        lines.append(f"Best K by batch size, measured on this machine: {by_rows}.")
     return lines
 
 
@@ -175,9 +173,7 @@ def _checks(engine: ServingEngine, facts: Facts) -> list[str]:
     if engine.families is None:
         lines.append(f"Not checked: whether this version serves {' and '.join(architectures)}.")
     elif unknown := [name for name in architectures if name not in engine.families]:
-        lines.append(
-            f"**{' and '.join(unknown)}: not among the architectures looked up** in {engine.version}; it may be served."
-        )
+        lines.append(f"**{' and '.join(unknown)}: not among the architectures checked** in {engine.version}.")
     else:
         lines.append(f"{' and '.join(architectures)}: known to {engine.name} {engine.version}.")
     return lines

@@ -1,8 +1,8 @@
 """GGUF files for llama.cpp, from checkpoints of Llama, Mistral, Qwen2 and Qwen3.
 
-Weights are read and written one by one. The tokenizer is carried over where it is a byte-level BPE whose way to split
-text llama.cpp knows by a name; its own table of names is in ``llama_vocab`` (llama.cpp, src/llama-vocab.cpp, build
-11549), and the form of the file in the package ``gguf``. For all else there is llama.cpp's converter.
+Weights are converted one by one. The tokenizer is supported if it is a byte-level BPE whose pre-tokenizer llama.cpp
+knows by name; the table of names is in ``llama_vocab`` (llama.cpp, src/llama-vocab.cpp, build 11549), and the file
+format in the package ``gguf``. Use llama.cpp's converter for anything else.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ARCHITECTURES = {
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-_IGNORES_MERGES = {"llama-bpe"}  # a word that is a token is not split, whatever the merges say
+_IGNORES_MERGES = {"llama-bpe"}  # a word that is a token is not split, whatever the merges
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "Q8_0"}
 
 
 def obstacle(spec: ModelSpec) -> str | None:
-    """Why a checkpoint cannot be written here; None if it can.
+    """Reason why a checkpoint cannot be converted here; None if it can.
 
     Raises:
         ModelError: the checkpoint cannot be read.
@@ -64,20 +64,20 @@ def obstacle(spec: ModelSpec) -> str | None:
         return "its weights are not in safetensors"
     file = spec.path / "tokenizer.json"
     if not file.is_file() or _split_name(json.loads(file.read_text(encoding="utf-8"))) is None:
-        return "llama.cpp has no name here for the way in which its tokenizer splits text"
+        return "its pre-tokenizer has no known name in llama.cpp"
     return None
 
 
 def write_gguf(spec: ModelSpec, output: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint as a GGUF file, whole or not at all.
+    """Write a checkpoint as a GGUF file, atomically.
 
     Args:
-        dtype: of the matrices, float32, float16, bfloat16, or int8 for Q8_0 (a scale for each 32 numbers); None for
+        dtype: of the matrices: float32, float16, bfloat16, or int8 for Q8_0 (a scale for each 32 numbers); None for
             that of the checkpoint. Vectors are float32.
 
     Raises:
         UnsupportedModel: see ``obstacle``.
-        MissingExtra
+        MissingExtra: gguf is not installed.
     """
     if find_spec("gguf") is None:
         raise MissingExtra("gguf", "export")
@@ -122,7 +122,7 @@ def write_gguf(spec: ModelSpec, output: Path, dtype: torch.dtype | None = None) 
 
 
 def _type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """In which a tensor is written: vectors are small, and kept in float32."""
+    """Type in the file: vectors are small, and stay float32."""
     return dtype if tensor.ndim > 1 else torch.float32
 
 
@@ -133,7 +133,7 @@ def _add_info(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype)
     raw = gguf.GGMLQuantizationType[_TYPES[kind]]
     block, block_bytes = gguf.GGML_QUANT_SIZES[raw]
     if tensor.shape[-1] % block:
-        raise UnsupportedModel(f"the width of {name}, {tensor.shape[-1]}, is no multiple of {block}, as Q8_0 wants it")
+        raise UnsupportedModel(f"{name} has the width {tensor.shape[-1]}: Q8_0 requires a multiple of {block}")
     num_bytes = tensor.numel() // block * block_bytes
     writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), num_bytes, raw_dtype=raw)
 
@@ -144,12 +144,12 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> Any:
     kind = _type(tensor, dtype)
     if kind == torch.int8:
         return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
-    # NumPy does not know all of torch's types.
+    # NumPy lacks some of torch's types.
     return tensor.to(kind).contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _has_window(config: Any) -> bool:
-    """Mistral has no list of layer types: its window is of every layer."""
+    """Whether all layers have a sliding window: Mistral has no list of layer types."""
     window = getattr(config, "sliding_window", None)
     is_used = getattr(config, "use_sliding_window", True)
     return window is not None and is_used and window < context_len(config)
@@ -161,7 +161,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights, in an order that does not change. The output is left out where it is the embedding."""
+    """Yield all weights in a fixed order, without the output matrix if it is tied."""
     for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as shard:
             for name in sorted(shard.keys()):
@@ -171,7 +171,7 @@ def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rotated(name: str, tensor: Tensor, config: Any) -> Tensor:
-    """The rows of the projections to queries and keys in the order in which llama.cpp rotates them."""
+    """Permute the rows of query and key projections to llama.cpp's RoPE order."""
     if _ARCHITECTURES[config.architectures[0]] != "llama":
         return tensor
     for part, num_heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
@@ -182,7 +182,7 @@ def _rotated(name: str, tensor: Tensor, config: Any) -> Tensor:
 
 
 def _rope_factors(config: Any) -> Tensor | None:
-    """By which the frequencies of the rotary embedding are divided, None where they are not. [head_dim / 2]"""
+    """Divisors of the RoPE frequencies; None without scaling. [head_dim / 2]"""
     if config.rope_parameters["rope_type"] == "default":
         return None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -209,9 +209,9 @@ def _add_sizes(writer: GGUFWriter, config: Any) -> None:
 
 
 def _split_name(tokenizer: Mapping[str, Any]) -> str | None:
-    """llama.cpp's name for the way in which a tokenizer (its JSON) splits text; None if it is not known here."""
+    """llama.cpp's name for the pre-tokenizer of a tokenizer (its JSON); None if unknown."""
     model, steps = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
-    normalizer = (tokenizer["normalizer"] or {"type": "NFC"})["type"]  # which is none for text as it is usually written
+    normalizer = (tokenizer["normalizer"] or {"type": "NFC"})["type"]  # NFC leaves usual text unchanged
     if model["type"] != "BPE" or model.get("byte_fallback") or normalizer != "NFC":
         return None
     *first, last = steps.get("pretokenizers", [steps])
@@ -249,7 +249,7 @@ def _add_vocabulary(writer: GGUFWriter, spec: ModelSpec, config: Any) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     special = gguf.SpecialVocab(spec.path, load_merges=True, n_vocab=config.vocab_size)
-    # What a prompt really begins and ends with, whatever tokenizer_config.json says.
+    # As the tokenizer behaves, whatever tokenizer_config.json says.
     ids = tokenizer("a").input_ids
     special.add_special_token = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
     special.add_to_gguf(writer, quiet=True)

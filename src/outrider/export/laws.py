@@ -1,13 +1,13 @@
-"""The laws by which engines accept drafted tokens, and what a recording says of each.
+"""Acceptance criteria of engines, and what a recording predicts for each.
 
-All are lossless, and at temperature 0 they are the same. At higher temperatures they differ in how many tokens stand:
+All are lossless, and equal at temperature 0. At higher temperatures they differ in how many tokens are accepted:
 
-- *ratio*: drafts are sampled from q and stand with min(1, p/q): sum min(p, q) on average;
-- *greedy*: drafts are the draft's likeliest tokens, q is one-hot: p at the argmax of q;
-- *match*: drafts are sampled, and stand if the target, sampling for itself, draws the same: sum p q.
+- *ratio*: drafts are sampled from q and accepted with probability min(1, p/q): sum min(p, q) on average;
+- *greedy*: drafts are the draft's argmax, q is one-hot: p at the argmax of q;
+- *match*: drafts are sampled, and accepted if the target, sampling independently, draws the same: sum p q.
 
-Engines that sample drafts do so under options of their own, which change q and thereby tau. Which engine does what was
-read in its source (engines.py cites it).
+Engines that sample drafts do so under options of their own, which change q and thereby tau. The criteria were read in
+the engines' sources (engines.py cites them).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KS = tuple(range(1, 9))
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """How drafts are made and accepted.
+    """Drafting and acceptance in an engine.
 
     Attributes:
         name: "ratio", "greedy" or "match".
-        about: in words, for a README.
-        acceptance: of ``outrider.replay.replay.LAWS``.
-        is_greedy: the draft takes its likeliest token.
-        draft_sampling: from the options of a request to those under which the draft is sampled.
+        about: description for the README.
+        acceptance: one of ``outrider.replay.replay.LAWS``.
+        is_greedy: the draft takes its argmax.
+        draft_sampling: maps a request's options to those of the draft.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Law:
     def expected(
         self, records: Iterable[Record], header: Header, draft: LM, ks: Sequence[int]
     ) -> dict[int, ExpectedRounds]:
-        """tau of each K on recorded texts.
+        """Expected rounds of each K on recorded sequences.
 
         Raises:
             OptionError: the recording lacks the probabilities needed.
@@ -58,30 +58,36 @@ class Law:
         return dict(summarise(replayed, ks).expected)
 
 
-RATIO = Law("ratio", "sum min(p, q): drafts are sampled under the request's options and stand with min(1, p/q)")
+RATIO = Law(
+    "ratio",
+    "sum min(p, q): drafts are sampled under the request's options and accepted with probability min(1, p/q)",
+)
 RATIO_BY_TEMPERATURE = Law(
     "ratio",
-    "sum min(p, q): drafts are sampled at the request's temperature, without its filters, and stand with min(1, p/q)",
+    "sum min(p, q): drafts are sampled at the request's temperature, without its filters, and accepted with "
+    "probability min(1, p/q)",
     draft_sampling=lambda sampling: Sampling(temperature=sampling.temperature),
 )
 RATIO_OF_TEN = Law(
     "ratio",
-    "sum min(p, q): drafts are sampled from the draft's ten likeliest tokens at the request's temperature and stand "
-    "with min(1, p/q)",
+    "sum min(p, q): drafts are sampled from the draft's ten likeliest tokens at the request's temperature and accepted "
+    "with probability min(1, p/q)",
     draft_sampling=lambda sampling: Sampling(temperature=sampling.temperature, top_k=10),
 )
-GREEDY = Law("greedy", "p at the draft's argmax: drafts are the draft's likeliest tokens", is_greedy=True)
-EQUALITY = Law("match", "sum p q: a sampled draft stands if the target, sampling for itself, draws the same", MATCH)
+GREEDY = Law("greedy", "p at the draft's argmax: drafts are greedy", is_greedy=True)
+EQUALITY = Law(
+    "match", "sum p q: a sampled draft is accepted if the target, sampling independently, draws the same", MATCH
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a law promises for a pair.
+    """Predicted performance of a pair under an acceptance criterion.
 
     Attributes:
         tau: by K.
-        speed_up: over plain decoding, by K; empty where the costs of rounds are not known.
-        k_by_rows: (rows, K), ascending: the best K for so many texts at once, 0 for none; empty where not measured.
+        speed_up: over plain decoding, by K; empty if the costs of rounds are not known.
+        k_by_rows: (rows, K), ascending: the best K for each batch size, 0 for none; empty if not measured.
     """
 
     tau: Mapping[int, ExpectedRounds]
@@ -90,11 +96,11 @@ class Outlook:
 
     @property
     def best_k(self) -> int | None:
-        """The fastest, with the least K among equals; None where nothing is known of costs."""
+        """Fastest K, the smallest among equals; None without costs."""
         return max(self.speed_up, key=lambda k: (self.speed_up[k], -k), default=None)
 
     def merit(self, k: int | None) -> float:
-        """By which laws are compared: at this K, or at the best one."""
+        """Speed-up (tau without costs) at this K, or at the best one, for comparing criteria."""
         k = k or self.best_k or max(self.tau)
         if k in self.speed_up:
             return self.speed_up[k]
@@ -103,15 +109,14 @@ class Outlook:
 
 
 def by_draft_cost(expected: Mapping[int, ExpectedRounds], draft_cost: float | None) -> Outlook:
-    """The outlook if a draft step takes ``draft_cost`` of the time of a target step, and a verify as much as a step, as
-    it is where reading the weights takes the time: tau / (K c + 1). None leaves the speed-up open."""
+    """Predict with c = ``draft_cost`` and v = 1, as in memory-bound decoding: tau / (K c + 1). None: tau only."""
     taus = {k: one.tau for k, one in expected.items() if one.tau is not None}
     speed_up = {} if draft_cost is None else {k: tau.value / (k * draft_cost + 1) for k, tau in taus.items()}
     return Outlook(expected, speed_up)
 
 
 def by_measured_costs(expected: Mapping[int, ExpectedRounds], costs: Sequence[Costs]) -> Outlook:
-    """The outlook from timed rounds of one draft at several numbers of rows, the least of them first."""
+    """Predict from timed rounds of one draft at several batch sizes, ascending."""
     found = []
     for one in costs:
         (name,) = one.drafts

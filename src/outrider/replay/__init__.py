@@ -1,1 +1,1 @@
-"""Recorded output of a target, and drafts judged by it."""
+"""Recorded output of a target, and evaluation of drafts on it."""

@@ -1,7 +1,7 @@
-"""Bounds on functions of p and q at a position of a text where only the largest probabilities of p are known.
+"""Bounds on functions of p and q at a position where only the largest probabilities of p are known.
 
-Known are p at the text's token x, the N largest probabilities, and hence the mass m of the others. Each of these is at
-most P, the smallest of the known N. Bounded are:
+Known are p at the sequence's token x, the N largest probabilities, and hence the mass m of the others. Each of these is
+at most P, the smallest of the known N. Bounded are:
 
 - the overlap sum_v min(p(v), q(v)), whose mean is alpha;
 - g = 1 / sum_v max(p(v), c q(v)) with c = p(x)/q(x): the probability that the argmax of log q plus Gumbel noise is x,
@@ -35,12 +35,12 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class KnownProbs:
-    """The known part of p at M places.
+    """Known part of p at M places.
 
     Attributes:
-        ids, probs: the token that stands there, and p of it. [M], [M]
+        ids, probs: the sequence's token and its p. [M], [M]
         top_ids, top_probs: the N most probable tokens, largest first. [M, N], [M, N]
-        tail: the mass of all others. [M]
+        tail: mass of all others. [M]
     """
 
     ids: Tensor
@@ -56,14 +56,14 @@ class KnownProbs:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Both ends of the overlap and of g, at M places; equal where p is known in full."""
+    """Lower and upper bounds of the overlap and of g at M places; equal where p is known in full."""
 
     overlap: tuple[Tensor, Tensor]  # [M], [M]
     agreement: tuple[Tensor, Tensor]  # [M], [M]
 
 
 def bounds(draft_probs: Tensor, known: KnownProbs) -> Bounds:
-    """The least and the most that overlap and g can be.
+    """Bound the overlap and g.
 
     Args:
         draft_probs: q, rows that sum to 1. [M, V]
@@ -74,11 +74,11 @@ def bounds(draft_probs: Tensor, known: KnownProbs) -> Bounds:
     top_probs = wide(known.top_probs)
     q_x = q.gather(1, ids)
     is_listed = torch.zeros_like(q, dtype=torch.bool).scatter_(1, known.top_ids, True)
-    is_alone = ~is_listed.gather(1, ids)  # x is not among the N, and is known all the same  [M, 1]
+    is_alone = ~is_listed.gather(1, ids)  # x is known, though not among the N  [M, 1]
     is_unknown = ~is_listed.scatter(1, ids, True)
     mass = (wide(known.tail)[:, None] - torch.where(is_alone, p_x, 0.0)).clamp_min(0.0)
     cap = top_probs[:, -1:]
-    q_unknown = torch.where(is_unknown, q, torch.inf).sort(dim=1).values  # known ones go to the end, as infinite
+    q_unknown = torch.where(is_unknown, q, torch.inf).sort(dim=1).values  # known ones sort last, as infinite
 
     def known_sum(of: Tensor, of_x: Tensor) -> Tensor:
         return of.sum(dim=1, keepdim=True) + torch.where(is_alone, of_x, 0.0)
@@ -103,7 +103,7 @@ def bounds(draft_probs: Tensor, known: KnownProbs) -> Bounds:
 
 
 def _excess(weights: Tensor, mass: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the most that sum_v (p(v) - weight(v))+ can be.
+    """Bound sum_v (p(v) - weight(v))+ from below and above.
 
     Args:
         weights: ascending; infinite where p is known. [M, V]

@@ -1,4 +1,4 @@
-"""Reading a log: records one by one, on demand, checked against their checksums."""
+"""Log reader: loads records on demand and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.system.files import read_bytes, read_text
 
 
 class Log:
-    """A log for reading. Its records are read on demand, and not kept.
+    """Log opened for reading. Records are loaded on demand, and not kept.
 
     Attributes:
         header: shared by all records.
@@ -45,10 +45,10 @@ class Log:
 
     @classmethod
     def open(cls, path: Path) -> Log:
-        """
+        """Read header and index.
+
         Raises:
-            FileError: there is no log, or its header or its index is damaged. A half-written last line is not damage:
-                it does not count yet.
+            FileError: there is no log, or its header or index is damaged. An incomplete last line is ignored.
         """
         header = read_header(path)
         *lines, _ = read_index(path)
@@ -61,10 +61,10 @@ class Log:
         return (self.read(index) for index in range(len(self)))
 
     def check_shards(self, num_records: int) -> None:
-        """Whether the shards of the first records exist, without reading them.
+        """Check that the shards of the first records exist, without reading them.
 
         Raises:
-            FileError
+            FileError: a shard is missing.
         """
         there: set[int] = set()
         for line in self.lines[:num_records]:
@@ -74,9 +74,10 @@ class Log:
             there.add(line.shard)
 
     def read(self, index: int) -> Record:
-        """
+        """Load a record.
+
         Raises:
-            FileError: the record has changed since it was written.
+            FileError: the record is damaged.
             IndexError: there is no such record.
         """
         if not 0 <= index < len(self):
@@ -112,7 +113,7 @@ class Log:
 def read_header(path: Path) -> Header:
     file = path / HEADER
     if not file.is_file():
-        raise FileError(f"{path} is not a log: it has no {HEADER}; make one with outrider record")
+        raise FileError(f"{path} is not a log: it has no {HEADER}; create one with outrider record")
     try:
         document = json.loads(read_text(file))
         checksum = document.pop("sha256")
@@ -126,21 +127,19 @@ def read_header(path: Path) -> Header:
 
 
 def read_index(path: Path) -> list[bytes]:
-    """Its lines; the last is empty or half-written."""
+    """Lines of the index; the last is empty or incomplete."""
     file = path / INDEX
     return read_bytes(file).split(b"\n") if file.exists() else [b""]
 
 
 def parse_line(path: Path, index: int, text: bytes) -> Line:
-    """A line of the index, with values of the right types; the checksum is checked with the tensors."""
+    """Parse a line of the index and check its types; its checksum is verified with the tensors."""
     try:
         row = json.loads(text)
         line = Line(**row)
         kinds: tuple[Any, ...] = (int, str, (str, type(None)), int, str, int, int, int, str)
-        are_right = all(
-            isinstance(getattr(line, one.name), kind) for one, kind in zip(fields(Line), kinds, strict=True)
-        )
-        if are_right and line.index == index and line.finish_reason in get_args(FinishReason):
+        is_valid = all(isinstance(getattr(line, one.name), kind) for one, kind in zip(fields(Line), kinds, strict=True))
+        if is_valid and line.index == index and line.finish_reason in get_args(FinishReason):
             return line
     except (ValueError, TypeError, RecursionError):
         pass

@@ -1,10 +1,10 @@
-"""Logs of a target's output, on disk: a folder with a header, an index and shards of tensors.
+"""Log format for a target's output: a folder with a header, an index and shards of tensors.
 
-    log.json                 schema, target, sampling options, vocabulary; with a checksum of its own
-    index.jsonl              one line for each prompt, in order: all but the tensors, and a checksum of the record
+    log.json                 schema, target, sampling options, vocabulary; with its own checksum
+    index.jsonl              one line per prompt, in order: all but the tensors, and a checksum of the record
     shard-00000.safetensors  the tensors of some records, "INDEX.NAME" each
 
-The format is described in docs/record-and-replay.md. This module does not read or write files (log.py and log_writer.py
+The format is described in docs/record-and-replay.md. This module does no input or output (log.py and log_writer.py
 do), and does not know models, nor where records come from.
 """
 
@@ -37,18 +37,18 @@ _SAMPLING = (
     "max_new_tokens",
     "ignore_eos",
 )
-# Written only where they are used: logs of earlier versions lack them.
+# Written only if set: logs of earlier versions lack them.
 _LATER_SAMPLING = ("presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class TopProbs:
-    """p, after the processors of the sampling options, at the n tokens of a text.
+    """p, after the sampling options, at the n tokens of an output.
 
     Attributes:
-        token_probs: of the text's own tokens. [n]
+        token_probs: of the generated tokens. [n]
         top_ids, top_probs: the N most probable tokens, largest first. [n, N], [n, N]
-        tail: the mass of all others. [n]
+        tail: mass of all others. [n]
     """
 
     token_probs: Tensor
@@ -63,12 +63,12 @@ class TopProbs:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The target's answer to one prompt.
+    """The target's output for one prompt.
 
     Attributes:
         prompt: its text; for a chat, the user's message.
-        category: of the prompt, if it has one.
-        probs: None where they were not recorded.
+        category: of the prompt, if any.
+        probs: None if not recorded.
     """
 
     index: int
@@ -87,17 +87,17 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The properties shared by all records of a log.
+    """Properties shared by all records of a log.
 
     Attributes:
         target: name of the model.
         sampling: without a seed.
-        num_probs: N, None where no probabilities were recorded.
+        num_probs: N; None if no probabilities were recorded.
         vocab_size: V.
-        context_len: the target's; a text ends where it is full.
-        tokenizer: a fingerprint of the meaning of ids (see outrider.text.tokenizer), None without a tokenizer.
-        settings: other options that the text depends on.
-        provenance: of the recording. The contents do not depend on it, and it may differ when a log is resumed.
+        context_len: the target's.
+        tokenizer: fingerprint of its vocabulary (see outrider.text.tokenizer); None without a tokenizer.
+        settings: other options that the output depends on.
+        provenance: of the recording; ignored when a log is resumed.
     """
 
     target: str
@@ -114,14 +114,14 @@ class Header:
         assert self.sampling.seed is None and self.sampling.logprobs is None
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """Most tokens that may follow a prompt."""
+        """Limit of output tokens for a prompt."""
         return min(self.sampling.max_new_tokens, self.context_len - num_prompt_tokens)
 
     def to_json(self) -> dict[str, Any]:
         sampling = {name: getattr(self.sampling, name) for name in _SAMPLING}
         sampling |= {name: value for name in _LATER_SAMPLING if (value := getattr(self.sampling, name))}
         sampling["stop"] = list(self.sampling.stop)
-        if self.sampling.logit_bias is not None:  # as text: JSON has no -inf
+        if self.sampling.logit_bias is not None:  # as strings: JSON has no -inf
             sampling["logit_bias"] = {str(i): repr(float(bias)) for i, bias in self.sampling.logit_bias.items()}
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {"schema": SCHEMA, **values, "sampling": sampling, "eos_ids": list(self.eos_ids)}
@@ -138,7 +138,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the index. ``sha256`` is of the line's other fields and the record's tensors."""
+    """Line of the index. ``sha256`` covers its other fields and the record's tensors."""
 
     index: int
     prompt: str
@@ -168,7 +168,7 @@ class Line:
 
 
 def tensors_of(record: Record) -> dict[str, Tensor]:
-    """By name, in the order of the checksum."""
+    """Tensors by name, in the order of the checksum."""
     tensors = {
         "prompt_ids": torch.tensor(record.prompt_ids, dtype=torch.int32),
         "token_ids": torch.tensor(record.token_ids, dtype=torch.int32),

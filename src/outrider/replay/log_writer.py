@@ -1,7 +1,7 @@
-"""Writing a log, or resuming an interrupted one.
+"""Log writer, which can resume an interrupted log.
 
-A shard is written whole, and forced to disk, before its lines are added to the index, so that the index never refers to
-missing data, and a log whose recording was interrupted at any moment can be read and resumed.
+A shard is written and synced to disk before its lines are appended to the index, so that the index never refers to
+missing data, and a log that was interrupted at any moment can be read and resumed.
 """
 
 from __future__ import annotations
@@ -34,37 +34,36 @@ from outrider.system.ranks import current_ranks
 _LINE_BEGINS = b'{"index": '
 _PART = re.compile(r"(log\.json|shard-\d{5,}\.safetensors)\.\w+\.part")  # left by an interrupted write
 _MIN_SHARD = 32  # records
-_MOST_SHARD_BYTES = 2**28  # after which a shard with fewer records is full; bounds the memory
+_MOST_SHARD_BYTES = 2**28  # limit for shards of fewer records; bounds the memory
 
 
 class LogWriter:
-    """Writes a log, or resumes an interrupted one. (Of the processes of a job the first does; the others count.)
+    """Writes a log, or resumes an interrupted one. In a distributed job only the first process writes.
 
     Args:
         path: a folder, created if it does not exist.
         expected: (prompt, category, seed) of each record that will be written.
 
     Raises:
-        FileError: ``path`` holds something else: a log of another run, no log at all, or one that is damaged other than
-            at its end. It is left unchanged.
+        FileError: ``path`` holds another run, no log, or a log that is damaged before its end. It is left unchanged.
     """
 
     def __init__(
         self, path: Path, header: Header, expected: Sequence[tuple[str, str | None, int]], batch_size: int = 1
     ) -> None:
         self._path = path
-        self._waiting: list[Record] = []
+        self._pending: list[Record] = []
         self._shard_size = max(batch_size, _MIN_SHARD)
         self.num_finished, self._next_shard = current_ranks().of_first(lambda: self._open(path, header, expected))
 
     def _open(self, path: Path, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> tuple[int, int]:
-        """Begin or resume. Returns the number of records that are there, and of the next shard."""
+        """Begin or resume. Returns the number of existing records, and the index of the next shard."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             names = {file.name for file in path.iterdir() if _PART.fullmatch(file.name) is None}
             if names and (names - {HEADER, INDEX} or read_index(path) != [b""]):
-                return self._go_on(header, expected)
-            if names:  # an empty log, of a run whose options were refused later, say; no other file
+                return self._resume(header, expected)
+            if names:  # an empty log, for example of a run whose options were refused later
                 read_header(path)
             self._begin(header)
             return 0, 0
@@ -79,7 +78,7 @@ class LogWriter:
         to_disk(self._path / HEADER)
         to_disk(self._path)
 
-    def _go_on(self, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> tuple[int, int]:
+    def _resume(self, header: Header, expected: Sequence[tuple[str, str | None, int]]) -> tuple[int, int]:
         path = self._path
         old = read_header(path)
         differing = [
@@ -108,29 +107,29 @@ class LogWriter:
         to_disk(file)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Accept the next records, in order. They are on disk after ``flush``, or when a shard is full.
+        """Append the next records, in order. They reach the disk on ``flush``, or when a shard is full.
 
         Raises:
-            FileError
+            FileError: the write failed.
         """
-        self._waiting += records
-        num_bytes = sum(tensor.nbytes for record in self._waiting for tensor in tensors_of(record).values())
-        if len(self._waiting) >= self._shard_size or num_bytes >= _MOST_SHARD_BYTES:
+        self._pending += records
+        num_bytes = sum(tensor.nbytes for record in self._pending for tensor in tensors_of(record).values())
+        if len(self._pending) >= self._shard_size or num_bytes >= _MOST_SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write the waiting records as a shard. If interrupted, it has no effect and can be repeated.
+        """Write the pending records as a shard. If interrupted, it has no effect and can be repeated.
 
         Raises:
-            FileError
+            FileError: the write failed.
         """
-        if not self._waiting:
+        if not self._pending:
             return
-        tensors = {f"{r.index}.{name}": tensor for r in self._waiting for name, tensor in tensors_of(r).items()}
-        lines = [Line.of(record, self._next_shard) for record in self._waiting]
+        tensors = {f"{r.index}.{name}": tensor for r in self._pending for name, tensor in tensors_of(r).items()}
+        lines = [Line.of(record, self._next_shard) for record in self._pending]
         text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines).encode()
         shard, index = shard_path(self._path, self._next_shard), self._path / INDEX
-        before = self._waiting, self.num_finished, self._next_shard
+        before = self._pending, self.num_finished, self._next_shard
         size: int | None = None
         try:
             if current_ranks().is_first:
@@ -142,25 +141,25 @@ class LogWriter:
                     stream.write(text)
                 to_disk(index)
                 to_disk(self._path)
-            self._waiting, self.num_finished, self._next_shard = (
+            self._pending, self.num_finished, self._next_shard = (
                 [],
                 self.num_finished + len(lines),
                 self._next_shard + 1,
             )
         except BaseException as error:  # including Ctrl-C
-            self._waiting, self.num_finished, self._next_shard = before
+            self._pending, self.num_finished, self._next_shard = before
             try:
                 if size is not None:
                     self._cut_index(size)
             except OSError:
-                pass  # report the failure of the write instead
+                pass  # report the failed write instead
             if isinstance(error, OSError):
                 raise FileError(f"cannot write {self._path}: {error.strerror}") from None
             raise
 
 
 def _num_good(log: Log) -> int:
-    """The number of records from which a log can be resumed: without unreadable ones at its end.
+    """Count the records without unreadable ones at the end, where a log can be resumed.
 
     Raises:
         FileError: a shard before the last is missing. Those after it may be intact, and are kept.

@@ -1,11 +1,11 @@
 """Files of the *decoding-speculative-decoding* project (Yan, Agarwal, Venkataraman, arXiv 2402.01528).
 
 - A target log: the printed output ids of each prompt, ``tensor([[1, 2, 3]])`` or ``tensor([[1, 2, 3]],
-  device='cuda:0')``, over several lines if long, one after the other. It contains no prompts.
-- Rounds: a line for each, ``[n]`` or ``[n1, n2]``: the number of tokens of each row of the batch so far, counted from
-  the row's beginning, including the correction or bonus of each round. It does not mark where a prompt ends.
+  device='cuda:0')``, on several lines if long. It contains no prompts.
+- Rounds: one line each, ``[n]`` or ``[n1, n2]``: the cumulative number of tokens of each row of the batch, including
+  corrections and bonuses. It does not mark the ends of prompts.
 
-This module reads and writes text; it knows no models.
+This module knows no models.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from outrider.system.files import read_text
 _TENSOR = re.compile(r"\s*tensor\(\s*(\[[^()]*\])\s*(?:,\s*(?:device|dtype)\s*=\s*[^(),]+)*\)", re.DOTALL)
 _ROW = re.compile(r"\[([^\[\]]*)\]")
 _SHAPE = re.compile(r"\[\s*\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*\s*\]|\[[^\[\]]*\]")
-_MAX_DIGITS = 18  # of a number that fits 64 bits
+_MAX_DIGITS = 18  # of a number that fits in 64 bits
 _ROUND = re.compile(r"\[\s*\d+(?:\s*,\s*\d+)*\s*\]")
 
 
 def read_tensors(path: Path) -> list[tuple[int, ...]]:
-    """The token ids of each text: each row of each tensor is one.
+    """Read sequences of token ids, one for each row of each tensor.
 
     Raises:
-        FileError: with the line number; ids are left out (``...``), or the file has other content.
+        FileError: with the line number; ids are elided (``...``), or the file has other content.
     """
     text = read_text(path)
     texts: list[tuple[int, ...]] = []
@@ -50,7 +50,7 @@ def read_tensors(path: Path) -> list[tuple[int, ...]]:
 
 
 def _ids(path: Path, text: str, begin: int, row: str) -> tuple[int, ...]:
-    """The ids of a row, which begins at ``begin`` in the text of the file."""
+    """Parse the ids of a row, which begins at ``begin`` in the file's text."""
 
     def error(at: int, what: str) -> FileError:
         # Lines are counted only here: counting for each row would take quadratic time.
@@ -72,17 +72,17 @@ def _ids(path: Path, text: str, begin: int, row: str) -> tuple[int, ...]:
 
 
 def tensor_text(texts: Iterable[Sequence[int]]) -> str:
-    """A target log of these texts, a tensor each."""
+    """Format a target log, one tensor for each sequence."""
     return "".join(f"tensor([[{', '.join(map(str, ids))}]])\n" for ids in texts)
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignRounds:
-    """The rounds of such a file.
+    """Rounds read from such a file.
 
     Attributes:
-        prompts: of each text, the number of tokens that each of its rounds committed.
-        is_guessed: whether the ends of texts were guessed.
+        prompts: tokens committed by each round, for each sequence.
+        is_guessed: whether the ends of sequences were guessed.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -90,17 +90,17 @@ class ForeignRounds:
 
 
 def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRounds:
-    """Rounds from lines of cumulative counts.
+    """Read rounds from lines of cumulative counts.
 
-    A batch of texts ends where a count is less than the one before it. That is a guess: it misses the end of a batch if
-    the first round of the next batch commits at least as many tokens as the previous one had in total. If every text
-    has at least ``tokens_per_prompt`` tokens, a batch ends when all rows have that many, and nothing is guessed. A
-    count that stays the same belongs to a finished row.
+    A batch ends where a count decreases. That is a guess: it misses the end of a batch if the first round of the next
+    batch commits at least as many tokens as the previous one had in total. If every sequence has at least
+    ``tokens_per_prompt`` tokens, a batch ends when all rows have that many, and nothing is guessed. A count that stays
+    the same belongs to a finished row.
 
     Raises:
         FileError: with the line number.
     """
-    batches: list[list[list[int]]] = []  # of each batch, the counts of each line
+    batches: list[list[list[int]]] = []  # counts, by batch and line
     last: list[int] | None = None
     last_number = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
@@ -125,8 +125,8 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
         most = max(new - old for new, old in zip(counts, before, strict=True))
         if most > MAX_NUM_DRAFT_TOKENS + 1:
             raise FileError(
-                f"{path}, line {number}: a round of {most} tokens, but K is at most {MAX_NUM_DRAFT_TOKENS}: leave the "
-                "tokens of the prompt out of the counts"
+                f"{path}, line {number}: a round of {most} tokens, but K is at most {MAX_NUM_DRAFT_TOKENS}: do not "
+                "count prompt tokens"
             )
         batches[-1].append(counts)
         last, last_number = counts, number
@@ -144,17 +144,17 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> ForeignRoun
 
 def _ended_early(path: Path, line: int, num_tokens: int, tokens_per_prompt: int) -> FileError:
     return FileError(
-        f"{path}, line {line}: a text ended after {num_tokens} tokens, not {tokens_per_prompt}: "
-        "leave out --tokens-per-prompt, and the ends are guessed"
+        f"{path}, line {line}: a sequence ended after {num_tokens} tokens, not {tokens_per_prompt}: "
+        "omit --tokens-per-prompt to guess the ends"
     )
 
 
 def round_lines(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[str]:
-    """Lines of cumulative counts.
+    """Yield lines of cumulative counts.
 
     Args:
-        prompts: of each text, the number of tokens that each of its rounds committed.
-        batch_size: the number of texts in a line.
+        prompts: tokens committed by each round, for each sequence.
+        batch_size: sequences per line.
     """
     for begin in range(0, len(prompts), batch_size):
         group = prompts[begin : begin + batch_size]

@@ -1,8 +1,7 @@
-"""Which draft, which K, or none: predictions for this machine, from measurements on it.
+"""Plan: predict the best draft and K, or none, for this machine from measurements on it.
 
-Replay gives the number of rounds that a text takes (outrider.replay.replay); timed rounds of the real loop on random
-text give their duration. Together they give tokens per second for every draft and K, without running any pair on a
-text.
+Replay gives the number of rounds per sequence (outrider.replay.replay); rounds of the real loop, timed on random
+tokens, give their duration. Together they predict tokens per second for every draft and K; no pair generates anything.
 Two effects are left out: the prefill, and that the rows of a batch do not end together, which costs speculation more
 than plain decoding.
 """
@@ -25,12 +24,12 @@ from outrider.stats.counts import RoundCounts
 from outrider.stats.intervals import Interval, bounded_mean, paired_ratio
 
 _NUM_PASSES = 8  # over all drafts and K
-NUM_STEPS = _NUM_PASSES + 1  # of a progress bar
+NUM_STEPS = _NUM_PASSES + 1  # of the progress bar
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The setting in which rounds are timed: the number of rows, and of tokens in each."""
+    """Batch in which rounds are timed: number of rows, and of tokens in each."""
 
     num_rows: int
     context: int
@@ -38,8 +37,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Averages over the timed rounds of a draft and K, in seconds. ``round_s`` is the median of the sum, not the sum of
-    the medians. (For models with states they are means, see ``average_of``.)"""
+    """Median seconds of the timed rounds of a draft and K. ``round_s`` is the median of the sum, not the sum of the
+    medians. (For models with states: means, see ``average_of``.)"""
 
     round_s: float
     draft_s: float
@@ -56,13 +55,13 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost of rounds in one setting.
+    """Measured costs of rounds in one setting.
 
     Attributes:
         prefill_s: of the target, for all rows.
         plain: a round without drafts.
         rounds: by draft and K.
-        lookup_s: for drafts that look their tokens up, the time that a round spends on it even if nothing is found.
+        lookup_s: time per round that a look-up drafter takes even without a match.
     """
 
     setting: Setting
@@ -80,12 +79,12 @@ class Costs:
         return {k for _, k in self.rounds}
 
     def draft_step_s(self, draft: str) -> float:
-        """t_draft(1): of a draft that drafts token by token, from its longest round."""
+        """t_draft(1): seconds of one draft step, from the round with the largest K."""
         k = max(k for name, k in self.rounds if name == draft)
         return self.rounds[draft, k].draft_s / k
 
     def target_s(self) -> dict[int, float]:
-        """t_target(T): T -> seconds of a step of the target on T tokens per row, with the verdict. T = 1 is plain."""
+        """t_target(T): T -> seconds of a target step on T tokens per row, with verification. T = 1 is plain."""
         by_width: dict[int, list[float]] = {1: [self.plain.verify_s]}
         for (_, k), cost in self.rounds.items():
             by_width.setdefault(k + 1, []).append(cost.verify_s)
@@ -132,15 +131,15 @@ def measure_costs(
 
 @dataclass(frozen=True, slots=True)
 class PairChoice:
-    """A draft and a K, with the prediction for them.
+    """Prediction for a draft and a K.
 
     Attributes:
-        tau: tokens per round, including rounds cut short by the end of a text; with an interval over the texts.
-        speed_up: over plain decoding, text by text, as measured arms are compared; the interval is over the texts, and
-            does not cover the costs.
+        tau: tokens per round, including rounds truncated by the end of a sequence; with an interval over sequences.
+        speed_up: over plain decoding, paired by sequence like measured arms; the interval is over sequences, and does
+            not cover the costs.
         tokens_per_s: of all rows together.
-        if_free: the speed-up if the draft took no time.
-        if_agreeing: the speed-up if every drafted token were accepted.
+        if_free: speed-up if the draft took no time.
+        if_agreeing: speed-up if every drafted token were accepted.
     """
 
     draft: str
@@ -154,10 +153,10 @@ class PairChoice:
 
 
 def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]]) -> list[PairChoice]:
-    """All drafts and K, the fastest first.
+    """Predictions for all drafts and K, fastest first.
 
     Args:
-        counts: the expected rounds of each draft and K, text by text.
+        counts: expected rounds of each draft and K, by sequence.
     """
     found = []
     for (draft, k), texts in counts.items():
@@ -165,7 +164,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
         plain_s = [num * costs.plain.round_s for num in tokens]
         seconds = [_seconds(costs, draft, k, one, lambda cost: cost.round_s) for one in texts]
         free_s = [_seconds(costs, draft, k, one, lambda cost: cost.round_s - cost.draft_s) for one in texts]
-        # With full agreement a text takes a round for every K + 1 tokens.
+        # With full acceptance every round commits K + 1 tokens.
         agreeing_s = [-(-num // (k + 1)) * costs.rounds[draft, k].round_s for num in tokens]
         found.append(
             PairChoice(
@@ -183,8 +182,8 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
 
 
 def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callable[[RoundCost], float]) -> float:
-    """The total time of rounds. Those near the end of a text draft fewer tokens; the times of other K are interpolated.
-    Rounds that were cut short had drafted as many as any."""
+    """Total time of rounds. Those near the end of a sequence draft fewer tokens; the times of other K are interpolated.
+    Truncated rounds had drafted in full."""
     lookup_s, plain = costs.lookup_s.get(draft, 0.0), costs.plain
     nothing = RoundCost(plain.round_s + lookup_s, lookup_s, plain.verify_s)
     timed = {0: nothing} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}

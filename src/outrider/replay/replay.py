@@ -1,8 +1,8 @@
-"""Replay: drafts are judged against a target's recorded output, without running the target.
+"""Replay: evaluate drafts on a target's recorded output, without running the target.
 
-A draft model reads each recorded text once; that gives q for every token. Together with the recorded p it determines
-the law of rounds over this text, for every K at once (see outrider.replay.renewal). A drafter that looks its tokens up
-proposes after every token of the text, by its own code.
+A draft model reads each recorded sequence once; that gives q for every token. With the recorded p it determines the
+distribution of rounds over this sequence, for every K at once (see outrider.replay.renewal). A look-up drafter
+proposes after every token of the sequence, by its own code.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
 
 MATCH = "match"
-"""A drafted token stands if the target, which samples for itself, draws the same: with probability sum p q. It is
-lossless for any draft, and no better than ``rejection``; other programs accept like this."""
+"""A drafted token is accepted if the target, sampling independently, draws the same: with probability sum p q. Lossless
+for any draft, and no better than ``rejection``; some other engines accept like this."""
 LAWS = (*RULES, MATCH)
-"""The laws of acceptance that can be predicted: those of the rules, and of other programs."""
+"""Acceptance criteria that can be predicted: those of the rules, and of other engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,9 @@ class ReplayedRecord:
     """A draft's rounds over one record.
 
     Attributes:
-        laws: K -> the law of the rounds. Two laws if p is not known well enough: with acceptance as rare as
-            possible, and as frequent as possible. They are made on demand: those of all K up to 1024 would take
-            gigabytes for a long text.
-        overlap: for each judged token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
+        laws: K -> the distribution of rounds with the least and with the most possible acceptance; the same object if
+            p is known well enough. Computed on demand: all K up to 1024 would take gigabytes for a long sequence.
+        overlap: for each scored token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
             itself, which has the same mean over the tokens drawn there; None without a q or a p.
     """
 
@@ -66,12 +65,12 @@ class ReplayedRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRounds:
-    """The expectation for a draft and a K over all records.
+    """Expected rounds of a draft and a K over all records.
 
     Attributes:
         prompts: expected counts of each record.
         tau: with an interval over the records; None if no round is whole.
-        upper: the same with acceptance as frequent as possible; None if the numbers are exact.
+        upper: with the most possible acceptance; None if the numbers are exact.
     """
 
     k: int
@@ -86,11 +85,11 @@ class ExpectedRounds:
 
 @dataclass(frozen=True, slots=True)
 class AlphaRange:
-    """alpha over the records' texts, each number with an interval over the records.
+    """alpha over the recorded sequences; each number has an interval over the records.
 
     Attributes:
         low, high: bounds from the recorded part of p.
-        estimate: the mean of min(1, q/p) over the texts' own tokens. Given the tokens before, its mean is
+        estimate: mean of min(1, q/p) over the recorded tokens. Given the tokens before, its mean is
             sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)), so it only needs p at that token.
     """
 
@@ -104,7 +103,7 @@ class AlphaRange:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A draft over all records.
+    """Results of a draft over all records.
 
     Attributes:
         expected: by K.
@@ -118,10 +117,10 @@ class Summary:
 def load_draft(
     name: str, header: Header, *, device: str = "auto", dtype: str = "auto", models_file: Path | None = None
 ) -> Drafter:
-    """A draft to be replayed against a log.
+    """Load a draft to replay on a log.
 
     Raises:
-        OptionError: it is not a draft.
+        OptionError: the name is not a draft.
         TokenizerMismatch: its tokens differ from the log's.
         ModelError, DeviceError: it cannot be loaded.
     """
@@ -154,14 +153,14 @@ def replay(
     draft_sampling: Sampling | None = None,
     batch_size: int = 8,
 ) -> Iterator[ReplayedRecord]:
-    """Judge a draft against records, ``batch_size`` at a time.
+    """Replay a draft on records, in batches.
 
     Args:
-        law: of acceptance, one of LAWS.
-        draft_sampling: the options under which a draft model drafts, where they are not the target's.
+        law: acceptance criterion, one of LAWS.
+        draft_sampling: options of a draft model, if they differ from the target's.
 
     Raises:
-        OptionError: the law is unknown, there is no draft, or the log lacks the probabilities needed.
+        OptionError: the criterion is unknown, there is no draft, or the log lacks the probabilities needed.
     """
     if law not in LAWS:
         raise OptionError("acceptance", law, f"choose one of {', '.join(LAWS)}")
@@ -175,7 +174,7 @@ def replay(
             "draft",
             drafter.name,
             f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities "
-            "that judging a draft model needs: record it again with --probs 1 (for alpha and for gumbel, --probs 20 "
+            "that replaying a draft model needs: record it again with --probs 1 (for alpha and for gumbel, --probs 20 "
             "or more)",
         )
     remaining = iter(records)
@@ -189,7 +188,7 @@ def replay(
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
-    """The expectation over all records; each is released after counting."""
+    """Aggregate all records; each is released after counting."""
     low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
     is_exact = dict.fromkeys(ks, True)
@@ -217,10 +216,10 @@ def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
 def _replay_model(
     records: Sequence[Record], header: Header, lm: LM, law: str, sampling: Sampling, is_one_hot: bool
 ) -> Iterator[ReplayedRecord]:
-    judged = _judge(records, header, lm, sampling)
-    for record, places in zip(records, judged, strict=True):
+    scored = _score(records, header, lm, sampling)
+    for record, places in zip(records, scored, strict=True):
         low, high = places.log_ratios, places.log_ratios
-        if is_one_hot or law == MATCH:  # under every law a token of a one-hot q stands if it is the text's
+        if is_one_hot or law == MATCH:  # a one-hot q is accepted where it equals the recorded token
             low, high = places.log_probs, places.log_probs
         elif law == GUMBEL.name:
             low, high = places.agreement
@@ -235,7 +234,7 @@ def _laws(law: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[
 
     Args:
         low, high: arguments of ``survival``. [n], [n]
-        room: the most tokens that a round may draft. [n]
+        room: draft limit of a round. [n]
     """
     num_drafted = np.minimum(k, room)
     least = RoundLaw.of(survival(law, low, k), num_drafted)
@@ -244,15 +243,15 @@ def _laws(law: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[
 
 
 def _room(record: Record, header: Header) -> Integers:
-    """The most tokens that a round may draft after each number of tokens. [n]"""
+    """Draft limit of a round beginning after each number of tokens. [n]"""
     room: Integers = header.max_new_tokens(len(record.prompt_ids)) - np.arange(len(record.token_ids)) - 1
     return room
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """For each token of a text log q, log(q/p), both ends of log g, and the overlap as in ``ReplayedRecord``. Beyond
-    the draft's context the logarithms are -inf, and there is no overlap."""
+    """log q, log(q/p), bounds of log g for each recorded token, and the overlap as in ``ReplayedRecord``. Beyond the
+    draft's context the logarithms are -inf, and there is no overlap."""
 
     log_probs: Floats  # [n]
     log_ratios: Floats  # [n]
@@ -260,15 +259,15 @@ class _Places:
     overlap: tuple[Floats, Floats, Floats] | None  # [at most n], ...
 
 
-def _judge(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling) -> list[_Places]:
-    """A draft model on the texts, drafting under these options."""
+def _score(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling) -> list[_Places]:
+    """Score the recorded sequences with a draft model under its options."""
     settings = Settings.of([sampling.with_ends(header.eos_ids)], header.vocab_size, lm.device)
     own_logs = [np.full(len(record.token_ids), -np.inf) for record in records]
     logs = [np.full_like(one, -np.inf) for one in own_logs]
     agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
     overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
     num_done = [0] * len(records)
-    # The last token of a text is not fed, so it may lie one beyond the draft's context, as in the loop.
+    # The last token is not fed, so it may lie one beyond the draft's context, as in the loop.
     cut = [(*record.prompt_ids, *record.token_ids)[: lm.context_len + 1] for record in records]
     places = [row for row, record in enumerate(records) if len(cut[row]) > len(record.prompt_ids)]
     texts = [Text(cut[row], len(records[row].prompt_ids)) for row in places]
@@ -314,8 +313,7 @@ def _joined(parts: Sequence[Floats]) -> Floats:
 
 
 def _known(record: Record, header: Header, part: slice, ids: Tensor) -> KnownProbs | None:
-    """The recorded part of p, if any. For a greedy text it is complete: one-hot at the text's own token, by
-    definition."""
+    """Recorded part of p, if any. At temperature 0 it is one-hot at the recorded token."""
     if header.sampling.temperature == 0:
         ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
         return KnownProbs(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
@@ -337,8 +335,8 @@ def _numpy(values: Tensor) -> Floats:
 
 
 def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequence[int]) -> ReplayedRecord:
-    """A drafter with a one-hot q: under every law a drafted token is accepted if and only if it equals the text's
-    token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
+    """Replay a drafter with a one-hot q: under every criterion a drafted token is accepted if and only if it equals the
+    recorded token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
     text = (*record.prompt_ids, *record.token_ids)
     prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
     found: dict[int, tuple[Integers, Integers]] = {}
@@ -358,6 +356,6 @@ def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tup
 
 
 def _num_matching(proposed: Sequence[int], following: Sequence[int]) -> int:
-    """The number of proposed tokens that match the text, before the first mismatch."""
+    """Number of proposed tokens before the first mismatch."""
     pairs = zip(proposed, following, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,8 +1,8 @@
-"""Files of rounds, and their analysis: tokens committed per round, acceptance by position, by prompt.
+"""Rounds read from files, and their analysis: tokens committed per round, acceptance by position, by prompt.
 
-Three kinds of lines are read: those of ``outrider replay --output``, those of ``outrider generate --output``, whose
-rounds follow from the origins of the tokens, and those of the decoding-speculative-decoding project (see
-outrider.replay.other_formats). This module knows no models.
+Reads three formats: ``outrider replay --output``; ``outrider generate --output``, whose rounds follow from the origins
+of the tokens; and that of the decoding-speculative-decoding project (see outrider.replay.other_formats). This module
+knows no models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.system.files import read_text
 
 @dataclass(frozen=True, slots=True)
 class RecordedArm:
-    """How rounds were made, where the file states it."""
+    """Draft, K and acceptance rule, where the file states them."""
 
     draft: str | None = None
     k: int | str | None = None
@@ -37,7 +37,7 @@ class RecordedArm:
 
 @dataclass(frozen=True, slots=True)
 class PromptRounds:
-    """The rounds over one prompt."""
+    """Rounds of one prompt."""
 
     index: int
     category: str | None
@@ -58,7 +58,7 @@ class RoundsFile:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The acceptance of a position, conditional and unconditional, with Wilson's intervals, which treat the rounds as
+    """Acceptance rate of a position, conditional and unconditional, with Wilson intervals, which treat the rounds as
     independent."""
 
     position: Position
@@ -81,12 +81,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """The analysis of rounds.
+    """Analysis of rounds.
 
     Attributes:
         tau: over all rounds, with an interval over the prompts; None without rounds.
-        prompt_tau: the mean of the prompts' own values.
-        by_category: the same for each category, where prompts have one.
+        prompt_tau: mean over the prompts' own tau.
+        by_category: analysis of each category, if prompts have one.
     """
 
     prompts: tuple[PromptRounds, ...]
@@ -135,7 +135,7 @@ def round_row(
     is_truncated: bool,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """A line of ``outrider replay --output``.
+    """Line of ``outrider replay --output``.
 
     Args:
         rounds: (drafted, accepted) of each whole round.
@@ -154,16 +154,16 @@ def round_row(
 
 
 def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None) -> RoundsFile:
-    """Rounds from a file of any of the three kinds, recognised by its first character and keys.
+    """Read rounds from a file in any of the three formats, detected by its first character and keys.
 
     Args:
-        tokens_per_prompt, k: for lines of cumulative counts, which contain neither the ends of prompts nor the numbers
-            of drafted tokens.
+        tokens_per_prompt, k: for cumulative counts, which contain neither the ends of prompts nor the numbers of
+            drafted tokens.
 
     Raises:
         FileError: with the line number.
     """
-    # Not splitlines(), which also splits at characters that may occur within a line of JSON.
+    # Not splitlines(), which also splits at characters that may occur inside JSON strings.
     lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise FileError(f"{path} has no rounds in it")
@@ -191,10 +191,10 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
 
 
 def _check(arm: RecordedArm, prompt: PromptRounds) -> None:
-    """Whether these can be rounds: well-formed JSON may still come from elsewhere.
+    """Check that the counts are consistent: well-formed JSON may still come from elsewhere.
 
     Raises:
-        ValueError
+        ValueError: they are not.
     """
 
     def is_count(value: object, most: int = 2**63 - 1) -> bool:
@@ -202,21 +202,20 @@ def _check(arm: RecordedArm, prompt: PromptRounds) -> None:
 
     for text in (arm.draft, arm.acceptance, prompt.category):
         if text is not None:
-            str.encode(text)  # half a character could not be printed
+            str.encode(text)  # a lone surrogate could not be printed
     counts = prompt.counts
     numbers = [*counts.accepted, *counts.drafted, prompt.index, counts.num_truncated, counts.num_generated_tokens]
-    is_right = (
+    is_valid = (
         (arm.k is None or arm.k == "auto" or is_count(arm.k, MAX_NUM_DRAFT_TOKENS))
         and all(map(is_count, numbers))
         and max(len(counts.accepted), len(counts.drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
         and sum(counts.drafted) == counts.num_rounds
-        # At least as many rounds drafted i tokens or more as accepted that many; and of those that drafted i, at most
-        # all were fully accepted.
+        # No more rounds accept i tokens than draft i or more, and no more are fully accepted than draft i.
         and all(position.num_drafted >= position.num_accepted for position in counts.positions)
         and len(counts.accepted) <= len(counts.drafted)
         and all(full <= drafted for full, drafted in zip(counts.full, counts.drafted, strict=False))
     )
-    if not is_right:
+    if not is_valid:
         raise ValueError
 
 
@@ -229,9 +228,8 @@ def _from_rounds(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
 
 
 def _from_origins(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
-    """A round consists of its accepted tokens and the correction or bonus after them. Accepted tokens at the end
-    without either belong to a round that was cut short. The counts tell how many tokens were drafted after a rejected
-    one."""
+    """Reconstruct rounds from the origins of tokens: each ends with its correction or bonus. Accepted tokens at the end
+    without either belong to a truncated round. Tokens drafted after a rejection are in the file's counts only."""
     settings, stats = row["settings"], row["stats"]
     rounds, num_accepted = [], 0
     for origin in row["origins"]:
@@ -262,12 +260,12 @@ def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> Ro
     notes = []
     if found.is_guessed:
         notes.append(
-            "the ends of prompts are guessed from decreases; if all have the same number of tokens, give it by "
+            "the ends of prompts are guessed from decreases; if all have the same number of tokens, set "
             "--tokens-per-prompt"
         )
     if k is None:
         notes.append(
-            f"the number of drafted tokens per round, {num_drafted}, is guessed from the most accepted; give it by -k"
+            f"the number of drafted tokens per round, {num_drafted}, is guessed from the most accepted; set -k"
         )
     prompts = tuple(
         PromptRounds(index, None, RoundCounts.of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))

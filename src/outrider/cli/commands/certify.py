@@ -137,7 +137,7 @@ def certify(
 
     from outrider.bench.plots import check_plot_file
     from outrider.certify.page import render_certificate
-    from outrider.certify.run import LEAST_NUM_TOKENS, fly
+    from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
     from outrider.certify.run import certify as judge
 
     if html is not None:
@@ -150,7 +150,7 @@ def certify(
     if stored is not None and stored != checksums:
         what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != checksums[name])
         raise FileError(f"{again}: the {what} have changed, so it cannot be run again")
-    pilot = fly(job)
+    pilot = run_pilot(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
     with _progress(num_tokens) as on_tokens:
