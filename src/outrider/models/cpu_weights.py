@@ -79,13 +79,13 @@ def narrowed(model: nn.Module, stored: torch.dtype) -> None:
     rows with them by our kernel."""
     from outrider.kernels.narrow_weight import NarrowWeight
 
-    made: dict[int, nn.Parameter] = {}
+    narrow: dict[int, nn.Parameter] = {}
     for layer in narrow_layers(model).values():
         weight = layer.weight
-        if id(weight) not in made:  # else two layers share it
+        if id(weight) not in narrow:  # else two layers share it
             numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
-            made[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
-        layer.weight = made[id(weight)]
+            narrow[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
+        layer.weight = narrow[id(weight)]
 
 
 def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:

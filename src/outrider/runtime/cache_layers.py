@@ -204,7 +204,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("a slot layer is made with its storage")
+        raise AssertionError("a slot layer is constructed with its storage")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, H, T, D] at the positions given to ``SlotCache.at``; return all places in view."""
@@ -309,7 +309,7 @@ class StateSlotLayer(StateLayer, SlotLayer):
         StateLayer.__init__(self, states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a slot layer is made with its storage")
+        raise AssertionError("a slot layer is constructed with its storage")
 
     def get_max_length(self) -> int:
         return SlotLayer.get_max_length(self)

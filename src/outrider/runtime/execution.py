@@ -194,31 +194,31 @@ class PreparedExecution(ABC):
         key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
         must_wait = self.waits or is_repeatable
         with self._preparing:
-            made = self._programs.get(key)
-            error = self._failure(step, made) if must_wait else None
-            if made is None:
-                made = self._programs[key] = self._prepare(call, must_wait and error is None)
+            program = self._programs.get(key)
+            error = self._failure(step, program) if must_wait else None
+            if program is None:
+                program = self._programs[key] = self._prepare(call, must_wait and error is None)
                 if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
-        if not must_wait and (not made.done() or made.exception() is not None):
+        if not must_wait and (not program.done() or program.exception() is not None):
             with self._beside():
                 return step(lm, *static, *arguments)
-        if error is None and not made.done():
-            self._hurry(made)
-        if error is None or made.done():
-            error = made.exception()
+        if error is None and not program.done():
+            self._hurry(program)
+        if error is None or program.done():
+            error = program.exception()
         if error is not None:
             raise CompileError(str(error))  # raised again and again, one error would keep all frames alive
-        return made.result().run(call.tensors, call.stores)
+        return program.result().run(call.tensors, call.stores)
 
-    def _failure(self, step: Step, made: Future[Program] | None) -> BaseException | None:
+    def _failure(self, step: Step, program: Future[Program] | None) -> BaseException | None:
         """Why this program could not be prepared. While that is not known: why the most recently used one of this step
         could not, since a caller that waits would most likely wait for the same failure."""
-        if made is None or not made.done():
+        if program is None or not program.done():
             used = (other for (its_step, *_), other in reversed(self._programs.items()) if its_step is step)
-            made = next((other for other in used if other.done()), None)
-        return None if made is None else made.exception()
+            program = next((other for other in used if other.done()), None)
+        return None if program is None else program.exception()
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @contextmanager
-def noted_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Record the inputs of decoder layers in a dictionary while the model runs. The hooks exist for this run only, and
     are traced and captured with it."""
     states: dict[int, Tensor] = {}

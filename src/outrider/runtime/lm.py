@@ -25,8 +25,8 @@ from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.execution import EagerExecution, Execution, Step
-from outrider.runtime.hidden_states import noted_states
-from outrider.runtime.mixers import noted, token_by_token, with_finite_numbers
+from outrider.runtime.hidden_states import recorded_states
+from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
@@ -112,7 +112,7 @@ class LM:
         whole.is_stepped = False
         cache = SlotCache.empty(self.layer_shapes, 1, 2)
         columns = torch.arange(2, device=self.device)[None]
-        with self.lock, torch.inference_mode(), noted(self.model, cache.state_layers) as found:
+        with self.lock, torch.inference_mode(), find_mixers(self.model, cache.state_layers) as found:
             whole._feed(torch.zeros_like(columns), columns, cache, 2)
         return tuple(found)
 
@@ -236,7 +236,7 @@ class LM:
         is_single = self.is_stepped or positions.shape[1] == 1
         cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
         # One forward at a time: hooks and tracing change the model for all threads.
-        with self.lock, noted_states(self.model, features) as states, ExitStack() as stack:
+        with self.lock, recorded_states(self.model, features) as states, ExitStack() as stack:
             if self.is_stepped:
                 stack.enter_context(token_by_token(self.mixers))
             if keeps_finite:

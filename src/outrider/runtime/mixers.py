@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def noted(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
+def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
     """Find the mixers, which share no name, class or child: the modules that run while a state is updated.
 
     Args:

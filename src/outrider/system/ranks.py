@@ -68,17 +68,17 @@ class Ranks:
         """
         if self.size == 1:
             return make()
-        made: Any = None
+        value: Any = None
         failure: OutriderError | None = None
         if self.is_first:
             try:
-                made = make()
+                value = make()
             except OutriderError as error:
                 failure = error
-        made, failure = self.shared((made, failure))
+        value, failure = self.shared((value, failure))
         if failure is not None:
             raise failure
-        result: _Value = made
+        result: _Value = value
         return result
 
     def of_all(self, value: _Value) -> list[_Value]:
