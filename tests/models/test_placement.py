@@ -36,7 +36,7 @@ def test_names_with_a_form() -> None:
     plain, quantized = resolve("fable"), resolve("fable:int8")
     assert plain.is_same_model(quantized) and Placement().over(plain) != Placement().over(quantized)
     assert resolve("fable:none").quantization == "none"
-    with pytest.raises(outrider.UsageError, match="ends in two forms"):
+    with pytest.raises(outrider.UsageError, match="ends in two quantizations"):
         resolve("fable:int8:nf4")
     with pytest.raises(outrider.UsageError, match="no model is called 'fable:int9'"):
         resolve("fable:int9")
