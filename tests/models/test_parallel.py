@@ -73,7 +73,7 @@ def test_quantized_shares(found: list[dict[str, Any]]) -> None:
 
 def test_processes_that_part_end_with_an_error(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert one["parted"].startswith("RankError: the processes of this job have come to different tokens")
+        assert one["parted"].startswith("RankError: the processes of this job have generated different tokens")
 
 
 def test_what_the_processes_refuse(found: list[dict[str, Any]]) -> None:
