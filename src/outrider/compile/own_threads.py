@@ -18,7 +18,7 @@ import torch
 
 @contextmanager
 def num_threads_here(number: int) -> Iterator[None]:
-    """Run the operations of this thread on so many threads. Without OpenMP the number stays as it is."""
+    """Run the operations of this thread on ``number`` threads. Without OpenMP the number stays as it is."""
     openmp, mkl = _setters()
     with ExitStack() as stack:
         if openmp is not None:

@@ -30,7 +30,7 @@ MAX_FEW_ROWS = 8  # rewritten as sums
 # Weights are read as several concurrent streams, for which memory bandwidth is higher than for one.
 _MOST_PARTS = 4
 _LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, where streams do not matter
-_MANY_ROWS = 5  # so many rows are bound by loading the rows; two parts load each once for two sums
+_MANY_ROWS = 5  # with this many, loading the rows is the limit; two parts load each once for two sums
 
 MAX_SUMS = MAX_FEW_ROWS * _MOST_PARTS  # of one product, to be fused to one loop
 

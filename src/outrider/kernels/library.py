@@ -93,7 +93,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def check_threads(num_threads: int) -> None:
-    """Load the kernels for programs with so many threads.
+    """Load the kernels for programs with ``num_threads`` threads.
 
     Raises:
         CompileError: sums by such programs would be wrong here (threads.cpp).

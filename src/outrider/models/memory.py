@@ -39,7 +39,7 @@ class Sizes:
         return self.num_params * BYTES_PER_NUMBER[dtype]
 
     def cache_bytes(self, dtype: str, num_tokens: int, batch_size: int, *, is_prepared: bool = False) -> int:
-        """Bytes of the cache for keys and values of so many sequences of so many tokens, allocated at once.
+        """Bytes of the cache for keys and values of ``batch_size`` sequences of ``num_tokens``, allocated at once.
 
         Args:
             is_prepared: compiled or captured, where fewer lengths occur.

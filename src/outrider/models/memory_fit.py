@@ -85,7 +85,7 @@ def check_fits(name: str, needed: int, room: DeviceMemory, smaller: Callable[[],
 
 
 def fastest_with_room(needed: int) -> torch.device | None:
-    """CUDA device with the highest memory bandwidth among those with twice so many bytes free (for caches too); the
+    """CUDA device with the highest memory bandwidth among those with twice the bytes free (for caches too); the
     first one of equals. None if there is none.
 
     The time of a draft step is that of reading its weights.

@@ -37,7 +37,7 @@ def num_shares(name: str, placed: Placement, *, is_target: bool) -> int:
 def check_shares(
     name: str, size: int, placed: Placement, device: torch.device, config: Any, method: str | None
 ) -> None:
-    """Refuse a model that so many processes cannot share.
+    """Refuse a model that ``size`` processes cannot share.
 
     Args:
         config: of the model.
@@ -48,7 +48,9 @@ def check_shares(
         UnsupportedModel: there is no plan for its kind, or its heads cannot be divided.
     """
     if placed.device_map != "none":
-        raise OptionError("device_map", placed.device_map, f"{name} is shared by {size} processes: choose one")
+        raise OptionError(
+            "device_map", placed.device_map, f"{name} is shared by {size} processes: choose sharing or a map"
+        )
     if method is not None or placed.quantization in ("8bit", "nf4"):
         raise OptionError(
             "quantization",

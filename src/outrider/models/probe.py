@@ -25,7 +25,7 @@ _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
 _LENGTH = 8
 _LENGTH_WITH_STATES = 3 * STRIDE + 7  # puts the anchor some tokens before those compared
-_BEHIND = 0, 5  # rows of one forward are shorter by so many tokens: their anchors differ
+_BEHIND = 0, 5  # tokens by which rows of one forward are shorter: their anchors differ
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 _NUM_CHANGES = 3  # variants of the other tokens
 # For equal products of equal shape: all known kernels give equal bits.

@@ -19,8 +19,8 @@ class Visibility:
 
     Attributes:
         layer_types: of its attention layers.
-        window: tokens that a token sees in sliding attention, itself included.
-        chunk: in chunked attention a token sees its own chunk of so many tokens, up to itself.
+        window: number of tokens that a token sees in sliding attention, itself included.
+        chunk: size of the chunks in chunked attention, where a token sees its own chunk up to itself.
         ignored_window: a window that the configuration states and the modelling code does not apply.
     """
 

@@ -62,7 +62,7 @@ class SlotCache(Cache):
         capacity: L.
         state_layers: layers with states that are kept at an anchor.
         num_token_stores: tensors per token, the first of ``storage``.
-        bound: for programs: no row that is fed is further behind its sequence than so many tokens.
+        bound: for programs: the most tokens that a fed row is behind its sequence.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class SlotCache(Cache):
     ) -> None:
         """
         Args:
-            most_behind: no row is further behind its sequence than so many tokens. None: each forward reads this from
-                the anchors, which synchronizes host and device.
+            most_behind: the most tokens that a row is behind its sequence. None: each forward reads this from the
+                anchors, which synchronizes host and device.
         """
         self.shapes = tuple(shapes)
         self.storage = tuple(storage)

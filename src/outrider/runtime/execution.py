@@ -52,11 +52,11 @@ class Execution(Protocol):
     waits: bool
 
     def round_length(self, length: int) -> int:
-        """Length of a view or cache for so many tokens."""
+        """Length of a view or cache for ``length`` tokens."""
         ...
 
     def round_rows(self, num_rows: int) -> int:
-        """Batch size for so many unfinished rows."""
+        """Batch size for ``num_rows`` unfinished rows."""
         ...
 
     def round_drafts(self, num_wanted: int, k: int) -> int:

@@ -122,7 +122,7 @@ class LM:
         return any(shape.num_heads for shape in self.layer_shapes)
 
     def check_rollback(self, k: int) -> None:
-        """Raises OptionError: so many tokens cannot be rolled back."""
+        """Raises OptionError: k tokens cannot be rolled back."""
         widths = [state.width for shape in self.layer_shapes for state in shape.states if state.width]
         most = WINDOW - max(widths, default=0)
         if widths and k > most:

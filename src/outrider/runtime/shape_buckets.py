@@ -13,7 +13,7 @@ def power_of_two(number: int) -> int:
 
 
 def eager_length(length: int) -> int:
-    """Length of an eager cache or view for so many tokens."""
+    """Length of an eager cache or view for ``length`` tokens."""
     return -(-length // _EAGER_STEP) * _EAGER_STEP
 
 

@@ -45,7 +45,7 @@ def open_locked(path: Path) -> FileIO:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Run the context in one process at a time; the others wait. If files cannot be locked, none waits.
+    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits.
 
     Args:
         path: a lock file, removed at the end.

@@ -1,7 +1,7 @@
 """Disk cache of files that are executed: compiled programs and kernels.
 
-Whoever can write such a file can do all that the user may do, so a file is used only if nobody but the user or root can
-have written it. A damaged one would crash the process, so each begins with a checksum of the rest. The size of the
+Whoever can write such a file can do all that the user may do, so a file is used only if nobody but the user and root
+can have written it. A damaged one would crash the process, so each begins with a checksum of the rest. The size of the
 folder is bounded: the least recently used files are evicted.
 """
 
