@@ -54,7 +54,7 @@ def test_padding_is_masked_before_the_softmax() -> None:
 
 
 def test_a_draft_of_fewer_tokens_is_refused() -> None:
-    with pytest.raises(TokenizerMismatch, match=f"knows 90 tokens, but {NUM_WORDS} are needed"):
+    with pytest.raises(TokenizerMismatch, match=f"has logits for 90 tokens, but {NUM_WORDS} are needed"):
         outrider.load(random_llama(TARGET_WIDTH), random_llama(90, eos_token_id=None), tokenizer=word_tokenizer())
 
 

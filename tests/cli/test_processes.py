@@ -79,7 +79,7 @@ def test_output_is_that_of_one_process(folder: Path, tmp_path: Path, outrider: O
     assert _texts(tmp_path / "two") == _texts(tmp_path / "one")
     refused = outrider(*_generate(folder, "w1", "-n", 4)).error
     assert refused.endswith(
-        "shared needs so many processes, not 1: torchrun --nproc-per-node 2 -m outrider COMMAND ..."
+        "shared needs that many processes, not 1: torchrun --nproc-per-node 2 -m outrider COMMAND ..."
     )
 
 

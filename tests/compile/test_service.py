@@ -278,7 +278,7 @@ def test_a_process_that_was_killed() -> None:
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
         process.make(CompileJob(b"", "", 1))
-    assert process.close() == "was ended by signal 9 (the memory may be full)"
+    assert process.close() == "was killed by signal 9 (the memory may be full)"
 
 
 @pytest.mark.slow  # two processes load torch
@@ -350,11 +350,11 @@ def test_progress_is_told_to_its_end(
     for order in orders:
         assert order.program.result(LIMIT_S) == "a program"
     end_s = time.monotonic() + LIMIT_S
-    while "left" not in caplog.text:
+    while "are ready" not in caplog.text:
         assert time.monotonic() < end_s
         time.sleep(0.01)
     *compiling, last = [record.message for record in caplog.records if record.name == "outrider.compile.service"]
-    assert last == "nothing is left to compile (2 programs)"
+    assert last == "all 2 programs are ready"
     assert [message.partition(" (")[0] for message in compiling] == ["compiling draft_steps of target"] * 2
 
 

@@ -73,13 +73,13 @@ def test_quantized_shares(found: list[dict[str, Any]]) -> None:
 
 def test_processes_that_part_end_with_an_error(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert one["parted"].startswith("RankError: the processes of this job have come to different tokens")
+        assert one["parted"].startswith("RankError: the processes of this job have generated different tokens")
 
 
 def test_what_the_processes_refuse(found: list[dict[str, Any]]) -> None:
     for one in found:
         refused = one["refused"]
-        assert refused["compiled"].startswith("CompileError: shared cannot be compiled: it is shared by 2 processes")
+        assert refused["compiled"].startswith("CompileError: shared cannot be compiled: 2 processes share it")
         assert "run it without torchrun" in refused["alone"]
         assert "not 2: torchrun --nproc-per-node 3" in refused["three"]
         assert refused["device map"].startswith("OptionError: device_map = 'auto' is invalid")

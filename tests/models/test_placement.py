@@ -36,7 +36,7 @@ def test_names_with_a_form() -> None:
     plain, quantized = resolve("fable"), resolve("fable:int8")
     assert plain.is_same_model(quantized) and Placement().over(plain) != Placement().over(quantized)
     assert resolve("fable:none").quantization == "none"
-    with pytest.raises(outrider.UsageError, match="ends in two forms"):
+    with pytest.raises(outrider.UsageError, match="ends in two quantizations"):
         resolve("fable:int8:nf4")
     with pytest.raises(outrider.UsageError, match="no model is called 'fable:int9'"):
         resolve("fable:int9")
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.Monkey
     assert "--dtype bfloat16 (11.2 MiB), --quantize int8 (8.7 MiB), --quantize int4" in str(error.value)
     assert outrider.load("fable:int8", device="cpu").target.name == "fable:int8"
     with_free(3)
-    with pytest.raises(DeviceError, match="nothing here; --device-map spreads a model over several devices"):
+    with pytest.raises(DeviceError, match="nothing here; or spread it over several devices"):
         outrider.load("fable", device="cpu")
 
 

@@ -37,14 +37,14 @@ def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.Monk
     model: Any = random_llama()
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda past_key_values=None, **rest: forward(**_without_mask(rest)))
-    with pytest.raises(UnsupportedModel, match="gives other logits block by block than in one forward"):
+    with pytest.raises(UnsupportedModel, match="its cache cannot be rolled back, or it sees later tokens"):
         outrider.load(model)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     {
-        "gpt_neo": "gives other logits block by block",
+        "gpt_neo": "its cache cannot be rolled back",
         "minimax_m3_vl_text": "has layers of type minimax_m3_sparse",
         "moshi": "states a window of 16 tokens that its modelling code does not apply",
     }.items(),
@@ -88,7 +88,7 @@ def load(model_class: type, config_class: type, dtype: torch.dtype, **options: A
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_model_that_is_wrong_only_beyond_its_window_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedModel, match=r"odd \(llama\) gives other .*: beyond the 20 tokens of its window"):
+    with pytest.raises(UnsupportedModel, match=r"odd \(llama\) cannot be used: beyond its window of 20 tokens"):
         load(OwnWindow, tf.LlamaConfig, dtype)
 
 
@@ -163,7 +163,7 @@ def build(model: Any) -> None:
 def test_an_improbable_token_hides_nothing(logit: float, scale: float, dtype: torch.dtype) -> None:
     model = masked(logit, scale=scale).to(dtype)
     build(model)
-    with pytest.raises(UnsupportedModel, match="block by block"):
+    with pytest.raises(UnsupportedModel, match="its cache cannot be rolled back"):
         build(masked(logit, NoPositions, scale).to(dtype))
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(rounded_together)
@@ -179,7 +179,7 @@ def test_a_token_that_is_impossible_block_by_block_only_is_refused() -> None:
         return logits.index_fill(-1, torch.tensor([4]), -torch.inf) if logits.shape[1] == 1 else logits
 
     model.lm_head.register_forward_hook(without_token)
-    with pytest.raises(UnsupportedModel, match="block by block"):
+    with pytest.raises(UnsupportedModel, match="its cache cannot be rolled back"):
         build(model)
 
 
@@ -192,7 +192,7 @@ def test_a_cache_that_keeps_rejected_tokens_in_its_states_fails_to_load(monkeypa
     hybrid_lm(model)
     settle = SlotCache.settle
     monkeypatch.setattr(SlotCache, "settle", lambda cache, num_committed: settle(cache, num_committed + 99))
-    with pytest.raises(UnsupportedModel, match="its states do not go on where they were left"):
+    with pytest.raises(UnsupportedModel, match="its states do not continue where they were left"):
         hybrid_lm(model)
 
 
@@ -218,7 +218,7 @@ def test_rows_that_share_a_state_fail_to_load(monkeypatch: pytest.MonkeyPatch) -
         return update(layer, new.flip(0), *args, **options)
 
     monkeypatch.setattr(StateLayer, "update_recurrent_state", of_another_row)
-    with pytest.raises(UnsupportedModel, match="rows of different lengths"):
+    with pytest.raises(UnsupportedModel, match="its states depend on other rows or on padding"):
         hybrid_lm(model)
 
 
@@ -231,7 +231,7 @@ def test_states_that_have_seen_padding_fail_to_load(monkeypatch: pytest.MonkeyPa
         settle(cache, num_committed + 99)
 
     monkeypatch.setattr(SlotCache, "settle", with_padding)
-    with pytest.raises(UnsupportedModel, match="gives other logits block by block"):
+    with pytest.raises(UnsupportedModel, match="cannot be used: its states"):
         hybrid_lm(model)
 
 

@@ -126,4 +126,4 @@ def test_where_nothing_can_be_kept_it_goes_on(folder: PrivateFolder, caplog: pyt
     folder.path.chmod(0o600)
     folder.keep("one", b"program")
     assert folder.read("one") is None
-    assert len(caplog.messages) == 1 and "cannot keep" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "cannot cache" in caplog.messages[0]

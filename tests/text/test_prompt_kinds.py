@@ -201,13 +201,13 @@ def test_an_image_that_is_not_there_is_refused() -> None:
     config.eos_token_id = None
     decoder = load(random_model(Gemma3ForConditionalGeneration, config, 0), tokenizer=word_tokenizer())
     for prompt in ("w1 w50 w2", [1, 50, 2]):
-        with pytest.raises(PromptError, match="the prompt has the token 50, the place of an image, and none can be"):
+        with pytest.raises(PromptError, match="the prompt has the token 50, the placeholder of an image, which is not"):
             decoder.generate([prompt])
     assert len(decoder.generate("w1 w2", max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
     named = PreTrainedTokenizerFast(
         tokenizer_object=word_tokenizer().backend_tokenizer, extra_special_tokens={"audio_token": "w60"}
     )
-    with pytest.raises(PromptError, match="the token 60, the place of a sound"):
+    with pytest.raises(PromptError, match="the token 60, the placeholder of a sound"):
         decoder_of(named).generate("w60 w1")
 
 

@@ -1,1 +1,1 @@
-"""Programs compiled ahead of time and CUDA graphs: made, kept and run."""
+"""Programs compiled ahead of time and CUDA graphs: prepared, cached and run."""

@@ -1,8 +1,7 @@
-"""Compiled: steps as programs for the CPU.
+"""Compiled: steps as ahead-of-time programs for the CPU.
 
-A program is compiled ahead of time from the model's own code. It has no guards to check and no Python inside; and it
-shares the weights of the model in memory. Another process makes it (service.py, worker.py), and it is kept on disk
-(program_cache.py).
+A program is compiled from the model's own code. It has no guards and no Python inside, and it shares the weights of the
+model in memory. Another process compiles it (service.py, worker.py), and it is cached on disk (program_cache.py).
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from outrider.runtime.execution import Call, PreparedExecution, Program
 
 
 class CompiledExecution(PreparedExecution):
-    """Runs steps as programs compiled ahead of time. Making one takes half a minute, or some milliseconds if it is
-    found on disk."""
+    """Runs steps as programs compiled ahead of time. Compiling one takes half a minute, loading one from disk some
+    milliseconds."""
 
     name = "compiled"
-    favoured_k: tuple[int, ...] = (0, 2, 4)  # each is two or three programs
+    favoured_k: tuple[int, ...] = (0, 2, 4)  # each K takes two or three programs
     lookahead = 0
 
     def __init__(self, *, waits: bool = True, service: CompileService | None = None) -> None:
@@ -36,10 +35,10 @@ class CompiledExecution(PreparedExecution):
         return SlotCache.allocate(shapes, num_rows, capacity)
 
     def turn(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # each run makes results of its own
+        return nullcontext()  # each run allocates its results
 
     def _key_of(self, stores: Sequence[Tensor]) -> None:
-        return None  # they are inputs of the program
+        return None  # caches are inputs of the program
 
     def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
         return self._service.order(call, is_urgent=is_urgent).program

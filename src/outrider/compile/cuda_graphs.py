@@ -1,13 +1,13 @@
 """Captured: steps as CUDA graphs.
 
-Eager, a step of a large model is a thousand kernels, each of which Python and the driver must start. A CUDA graph
-records them once and starts them all with one call. It reads and writes where it was recorded: so inputs are copied to
-fixed places first, results are found at fixed places, and caches take turns on storage that stays (as much as was ever
+A step of a large model is a thousand kernels, each of which Python and the driver launch. A CUDA graph captures them
+once and launches them all with one call. It reads and writes the addresses of the capture: so inputs are copied to
+static buffers first, results lie in static buffers, and caches reuse storage that stays allocated (as much as was ever
 in use at once by caches of one size).
 
-A model that is spread over several devices cannot be recorded.
+A model that is spread over several devices cannot be captured.
 
-On other devices the recording is left out and the step is called instead, on the same fixed places: for tests.
+On other devices nothing is captured: the step is called on the same static buffers. This is for tests.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -31,13 +31,13 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.execution import Call, PreparedExecution, Program, put_together
 
-_TURN = threading.RLock()  # one for all models: drafts and verdicts of a round take the same turn
-_NUM_WARM_UPS = 2  # libraries choose algorithms and take workspace on first use, which must not happen in a recording
+_TURN = threading.RLock()  # one for all models: draft and verify steps of a round share it
+_NUM_WARM_UPS = 2  # libraries pick algorithms and allocate workspace on first use: not while capturing
 
 
 class CapturedExecution(PreparedExecution):
-    """Runs steps as CUDA graphs. Recording one takes as long as a few eager runs; nothing is kept on disk, and each has
-    memory of its own for what the step makes on the way."""
+    """Runs steps as CUDA graphs. Capturing one takes as long as a few eager runs; nothing is cached on disk, and each
+    graph has its own memory pool."""
 
     name = "captured"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -46,17 +46,17 @@ class CapturedExecution(PreparedExecution):
     def __init__(self) -> None:
         super().__init__()
         self._free: dict[Any, list[tuple[Tensor, ...]]] = {}
-        self._side: Any = None  # the stream of recordings; libraries keep workspace for each stream that they see
+        self._side: Any = None  # capture stream; libraries keep a workspace for each stream
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """On storage that no other cache is using: graphs know it by its address."""
+        """Cache on storage that no other cache is using: graphs know storage by its address."""
         free = self._free.setdefault((tuple(shapes), num_rows, capacity), [])
         try:
             storage = free.pop()
         except IndexError:
             storage = SlotCache.allocate(shapes, num_rows, capacity).storage
         for store in storage:
-            store.zero_()  # a masked place still takes part in 0 * value, which must not be NaN
+            store.zero_()  # since 0 * value of a masked place must not be NaN
         cache = SlotCache(shapes, storage, capacity)
         weakref.finalize(cache, free.append, storage).atexit = False
         return cache
@@ -65,24 +65,24 @@ class CapturedExecution(PreparedExecution):
         return _TURN
 
     def _key_of(self, stores: Sequence[Tensor]) -> tuple[int, ...]:
-        return tuple(store.data_ptr() for store in stores[:1])  # the others are always found beside the first
+        return tuple(store.data_ptr() for store in stores[:1])  # the first identifies them all
 
     def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
-        made: Future[Program] = Future()
+        program: Future[Program] = Future()
         try:
-            made.set_result(self._record(call))
+            program.set_result(self._record(call))
         except OutOfMemoryError:
             raise
         except Exception as error:  # what arbitrary models and drivers may raise has no common type
             reason = " ".join(str(error).split())[:300]
             message = f"{call.lm.name} cannot be captured here: {type(error).__name__}: {reason}"
-            made.set_exception(CompileError(message))
-        return made
+            program.set_exception(CompileError(message))
+        return program
 
     def _record(self, call: Call) -> Program:
         inputs, stores = [tensor.clone() for tensor in call.tensors], call.stores
-        # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are put together anew
-        # in each run, since they may remember what they made of their tensors: see noise.py.)
+        # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are rebuilt in each
+        # run, since they may keep what they derived from their tensors: see noise.py.)
         fixed = Call(call.step, call.lm, call.static, put_together(call.arguments, iter(inputs), iter(stores)))
         run = partial(fixed.on, inputs, stores)
         lm = call.lm
@@ -95,11 +95,11 @@ class CapturedExecution(PreparedExecution):
                     self._side = self._side or torch.cuda.Stream()
                     return _Graph(inputs, stores, lm.model, run, self._side)
         finally:
-            _copy(states, call.states)  # as they were before it was tried
+            _copy(states, call.states)  # undo the warm-up runs
 
 
 class _Graph:
-    """One recorded step, on the current device."""
+    """One captured step, on the current device."""
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class _Graph:
         finally:
             torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # In memory of its own: with a pool in common, one graph's intermediate values would lie over another's results.
-        # On the stream of this device, since torch makes only one of its own, on whichever device comes first.
+        # No shared pool: one graph's intermediate values would overwrite another's results.
+        # This device's stream: torch makes only one by itself, on whichever device comes first.
         with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
             self._results = call()
 
@@ -131,7 +131,7 @@ class _Graph:
 
 
 class _UnrecordedGraph:
-    """The same without a recording."""
+    """Calls the step on static buffers, without a capture."""
 
     def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:
         self._inputs, self._call = inputs, call

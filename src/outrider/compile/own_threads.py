@@ -1,7 +1,7 @@
-"""The number of threads on which one thread's operations run.
+"""Number of threads for the operations of one thread.
 
-``torch.set_num_threads`` is for the process: a thread that first touches torch takes the number over and keeps it. The
-libraries below (OpenMP, and MKL where torch has it) also know a number for each thread.
+``torch.set_num_threads`` is for the process: a thread adopts the number when it first uses torch, and keeps it. The
+libraries below (OpenMP, and MKL where torch has it) also have a number for each thread.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 
 @contextmanager
 def num_threads_here(number: int) -> Iterator[None]:
-    """Run the operations of this thread on so many threads. Where OpenMP is not found the number stays as it is."""
+    """Run the operations of this thread on ``number`` threads. Without OpenMP the number stays as it is."""
     openmp, mkl = _setters()
     with ExitStack() as stack:
         if openmp is not None:
             stack.callback(openmp, torch.get_num_threads())
             openmp(number)
         if mkl is not None:
-            stack.callback(mkl, mkl(number))  # which gives the number before; 0 is that of the process
+            stack.callback(mkl, mkl(number))  # returns the previous number; 0 is that of the process
         yield
 
 
 @cache
 def _setters() -> tuple[Any, Any]:
-    """The functions of the libraries that torch is linked to; None for one that is not there."""
+    """Setters of the libraries that torch is linked to; None for a missing one."""
     names = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         library = ctypes.CDLL(str(path))

@@ -1,11 +1,11 @@
-"""Calls without weights: as bytes for the process that compiles them, and as keys of the programs that come of them.
+"""Pickling of calls without weights: bytes for the compile process, and keys of the compiled programs.
 
-What is packed is the model as it is in memory (its modules, its configuration), with the shapes of its weights in the
-place of their values. So no model is read a second time, and no weight is in memory twice. Values of very small tensors
-are packed as well, since Inductor writes them into the code.
+A call is packed with the model as it is in memory (modules and configuration), and shapes of weights instead of values.
+So no model is read and no weight is stored a second time. Values of very small tensors are packed too, since Inductor
+inlines them.
 
-Code is not packed: the other process imports the same. So ``key_of`` covers the source of all that is traced, and
-``code_of`` shows whether the classes in this process still are those of their files.
+Code is not packed: the other process imports the same. So ``key_of`` covers the source of all traced code, and
+``code_of`` shows whether the classes in this process still match their files.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from outrider.runtime.execution import Call, put_together
 from outrider.runtime.tensor_parts import stored_tensors
 
 MAX_INLINED = 64
-"""Numbers; far more than the largest tensor that Inductor writes into its code."""
+"""Numbers; far more than the largest tensor that Inductor inlines."""
 
-_UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forward looks at
-_STEPS = ("runtime", "sampling", "drafters", "decoding")  # our packages with code that is traced
+_UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forward reads
+_STEPS = ("runtime", "sampling", "drafters", "decoding")  # our packages with traced code
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names that they have in programs. Those that consist of several tensors (quantized
-    ones) are taken apart, under the names that Inductor gives to the parts."""
+    """Parameters and buffers by their names in programs. Quantized ones are flattened into several tensors, under the
+    names that Inductor gives to the parts."""
     found: dict[str, Tensor] = {}
     for name, tensor in (
         *model.named_parameters("model", remove_duplicate=False),
@@ -58,12 +58,12 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def pack(call: Call) -> bytes:
-    """The same call gives the same bytes in every process.
+    """Pickle a call: the same bytes in every process.
 
     Raises:
-        Exception: of any kind, where part of the model cannot be pickled.
+        Exception: of any kind, if part of the model cannot be pickled.
     """
-    # Values of arguments are of no account, and they may be views of more than the step sees.
+    # Values of arguments do not matter, and arguments may be views of more than the step sees.
     examples = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in call.tensors]
     arguments = put_together(call.arguments, iter(examples), iter(call.stores))
     with call.lm.lock:  # hooks change the model while it runs
@@ -77,8 +77,8 @@ def pack(call: Call) -> bytes:
 
 
 def unpack(data: bytes) -> Call:
-    """The call, on tensors that take no memory as long as nothing is written to them. torch's default dtype becomes the
-    one with which it was packed, since traced code may depend on it."""
+    """Unpickle a call. Its tensors take no memory until they are written to. torch's default dtype becomes the one at
+    packing, since traced code may depend on it."""
     default_dtype, step, make_lm, parts, static, arguments, values = _Unpacker(io.BytesIO(data)).load()
     torch.set_default_dtype(default_dtype)
     call = Call(step, make_lm(*parts), static, arguments)
@@ -90,7 +90,7 @@ def unpack(data: bytes) -> Call:
 
 
 def key_of(model: nn.Module, packed: bytes, num_threads: int) -> str:
-    """A hash of all that the program of a call follows from."""
+    """Hash of all that the program of a call depends on."""
     machine = platform.python_version(), processor(), compiler(), num_threads
     libraries = torch.__version__, transformers.__version__, _our_source()
     facts = repr((machine, libraries, code_of(model))).encode()
@@ -98,15 +98,15 @@ def key_of(model: nn.Module, packed: bytes, num_threads: int) -> str:
 
 
 def code_of(model: nn.Module) -> str:
-    """A hash of the code of a model's modules, and of the functions that it calls by name: as it is in their files, and
-    as it is in memory."""
+    """Hash of the code of a model's modules, and of the functions that it calls by name: both in their files and in
+    memory."""
     modules = list(model.modules())
     kinds = {type(module) for module in modules}
     words = {repr((kind.__module__, kind.__qualname__, *map(_name, _functions(kind.forward)))) for kind in kinds}
     paths = {inspect.getfile(kind) for kind in kinds}
     found: set[FunctionType] = set()
     new = {function for kind in kinds for function in _functions(kind.forward)}
-    # Those that hooks put there while a model runs are local, and are not packed.
+    # Not the local functions that hooks install while a model runs: they are not packed.
     own = {function for module in modules for function in _functions(vars(module).get("forward"))}
     new |= {function for function in own if "<locals>" not in function.__code__.co_qualname}
     while new:
@@ -125,7 +125,7 @@ def code_of(model: nn.Module) -> str:
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """A function, and those that it is wrapped around."""
+    """A function and those that it wraps."""
     found = []
     while value is not None:
         value = getattr(value, "__func__", getattr(value, "func", value))
@@ -140,7 +140,7 @@ def _name(function: FunctionType) -> str:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """With those that are written inside it."""
+    """A code object and those nested in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -150,13 +150,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _words(code: CodeType) -> Iterator[Any]:
     for one in _codes(code):
         values = [value for value in one.co_consts if not isinstance(value, CodeType)]
-        # The order of a set differs from process to process.
+        # The order of a set differs between processes.
         yield one.co_code, one.co_names, [sorted(map(repr, v)) if isinstance(v, frozenset) else repr(v) for v in values]
 
 
 def _called_by(function: FunctionType) -> list[tuple[str, FunctionType]]:
-    """The functions that a function may call by a name of its module, or of another that it names; without those of
-    torch and Python, which go with their versions."""
+    """Functions that a function may call by a name of its module, or of another module that it names; without those of
+    torch and Python, which are covered by their versions."""
     names = sorted({name for code in _codes(function.__code__) for name in code.co_names})
     values = [function.__globals__.get(name) for name in names]
     spaces = [function.__globals__, *(vars(value) for value in values if isinstance(value, ModuleType))]
@@ -180,7 +180,8 @@ def _our_source() -> str:
 
 
 class _Packer(pickle.Pickler):
-    """
+    """Pickles without the values of weights.
+
     Args:
         bare: tensors whose values are left out.
     """
@@ -189,10 +190,10 @@ class _Packer(pickle.Pickler):
         super().__init__(buffer, protocol=5)
         self._unused = [id(value) for name in _UNUSED if (value := getattr(model, name, None)) is not None]
         self._bare = {tensor.untyped_storage().data_ptr() for tensor in bare}
-        self._numbers: dict[int, int] = {}  # of storages, in the order in which they are met
+        self._numbers: dict[int, int] = {}  # of storages, in order of appearance
 
     def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, torch.UntypedStorage):  # of float8 and other newer types; torch.load makes it one of bytes
+        if isinstance(value, torch.UntypedStorage):  # float8 and newer types; torch.load gives bytes
             value = torch.storage.TypedStorage(wrap_storage=value, dtype=torch.uint8, _internal=True)
         if isinstance(value, torch.storage.TypedStorage):
             storage = value._untyped_storage
@@ -200,7 +201,7 @@ class _Packer(pickle.Pickler):
             number = self._numbers.setdefault(place, len(self._numbers))
             content = None if place in self._bare else bytes(storage.tolist())
             return "storage", number, value.dtype, storage.nbytes(), content
-        if type(value) in (set, frozenset):  # whose order differs from process to process
+        if type(value) in (set, frozenset):  # whose order differs between processes
             return "set", type(value), sorted(value, key=repr)
         return ("unused",) if id(value) in self._unused else None
 
@@ -219,8 +220,8 @@ class _Unpacker(pickle.Unpickler):
         match identity:
             case "storage", number, dtype, num_bytes, content:
                 if number not in self._storages:
-                    made = torch.UntypedStorage(num_bytes if content is None else list(content))
-                    self._storages[number] = made
+                    storage = torch.UntypedStorage(num_bytes if content is None else list(content))
+                    self._storages[number] = storage
                 return torch.storage.TypedStorage(wrap_storage=self._storages[number], dtype=dtype, _internal=True)
             case "set", kind, items:
                 return kind(items)

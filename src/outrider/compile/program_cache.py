@@ -1,7 +1,7 @@
-"""Compiled programs: on disk, and ready to run.
+"""Cache of compiled programs on disk, and programs loaded from it.
 
-On disk there is a file for each graph that was compiled, and for each call the name of its graph. A call that is known
-needs neither tracing nor Inductor: its program is loaded in some milliseconds.
+The disk has one file per compiled graph, and for each call the name of its graph. A known call needs neither tracing
+nor Inductor: its program is loaded in some milliseconds.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NAME_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """What comes of a call.
+    """Result of compiling a call.
 
     Attributes:
-        name: a hash of its graph.
+        name: hash of its graph.
         package: the compiled graph, as Inductor packs it.
-        constants: tensors that the trace has found beside the weights, by name, as ``torch.save`` writes them.
+        constants: tensors that the trace found beside the weights, by name, in the format of ``torch.save``.
     """
 
     name: str
@@ -43,7 +43,7 @@ class CompiledProgram:
 
 
 def find(key: str) -> CompiledProgram | None:
-    """What was made of a call before, if it is there, in order and nobody else's."""
+    """Program cached for a call; None if there is none that is undamaged and trusted."""
     kept = _folder().read(f"{key}.call")
     if kept is None:
         return None
@@ -52,13 +52,13 @@ def find(key: str) -> CompiledProgram | None:
     return None if package is None else CompiledProgram(name, package, constants)
 
 
-def keep(key: str, made: CompiledProgram) -> None:
-    """Note what was made of a call."""
-    _folder().keep(f"{key}.call", made.name.encode() + made.constants)
+def keep(key: str, program: CompiledProgram) -> None:
+    """Cache the program of a call."""
+    _folder().keep(f"{key}.call", program.name.encode() + program.constants)
 
 
 def package_of(name: str) -> bytes | None:
-    """A compiled graph."""
+    """Compiled graph from the cache, if it is there."""
     return _folder().read(f"{name}.pt2")
 
 
@@ -72,8 +72,8 @@ def _folder() -> PrivateFolder:
 
 @contextmanager
 def _unpacked_in(folder: str) -> Iterator[None]:
-    """The loader unpacks into the system's temporary folder, and a process that a signal ends leaves that there. Once
-    it is loaded, a library needs no file."""
+    """Let the loader unpack into this folder. By default it uses the system's temporary folder, where a process that
+    is killed leaves the files. A library that is loaded needs no file."""
     with _LOADING:
         usual = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = folder
@@ -86,20 +86,20 @@ def _unpacked_in(folder: str) -> Iterator[None]:
 
 
 class LoadedProgram:
-    """A compiled graph with the weights of a model, which it points to."""
+    """Compiled graph that points to the weights of a model."""
 
-    def __init__(self, made: CompiledProgram, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: CompiledProgram, weights: Mapping[str, Tensor]) -> None:
         with tempfile.TemporaryDirectory() as folder, _unpacked_in(folder):
             path = Path(folder) / "program.pt2"
-            path.write_bytes(made.package)
-            # Inductor's own way to load it would import Inductor, which takes seconds.
+            path.write_bytes(program.package)
+            # Inductor's own loader would import Inductor, which takes seconds.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        others = torch.load(io.BytesIO(made.constants), weights_only=True)
+        others = torch.load(io.BytesIO(program.constants), weights_only=True)
         names = self._loader.get_constant_fqns()
         strange = sorted(set(names) - weights.keys() - others.keys())
         if strange:
-            raise TypeError(f"the program wants {strange[0]}, which is no weight of the model")
-        # They must live as long as it does.
+            raise TypeError(f"the program needs {strange[0]}, which is not a weight of the model")
+        # The program does not own them.
         self._constants = {name: (weights[name] if name in weights else others[name]).detach() for name in names}
         self._loader.load_constants(self._constants, False, True, True)
 

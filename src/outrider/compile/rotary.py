@@ -1,4 +1,4 @@
-"""Rotary frequencies that Transformers chooses in each forward, by the highest position in it."""
+"""Rotary frequencies that Transformers recomputes in each forward from the highest position."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CHOSEN = ("dynamic", "longrope")
 
 @contextmanager
 def constant_frequencies(model: nn.Module) -> Iterator[None]:
-    """Leave frequencies as they are: code that reads positions on the host can be neither traced nor recorded. Nothing
-    else changes, since a context ends where other frequencies begin (models/loading.py)."""
+    """Keep frequencies constant: code that reads positions on the host can be neither traced nor captured. Results do
+    not change, since the context ends where other frequencies begin (models/loading.py)."""
     kinds = [
         (attributes, attributes["rope_type"]) for attributes in map(vars, model.modules()) if "rope_type" in attributes
     ]
@@ -28,7 +28,7 @@ def constant_frequencies(model: nn.Module) -> Iterator[None]:
 
 
 def _constant(kind: Any) -> Any:
-    """Of all layers, or for each type of a layer."""
+    """Rope type with constant frequencies, or a dictionary of them by layer type."""
     if isinstance(kind, dict):
         return {name: _constant(one) for name, one in kind.items()}
     return "default" if kind in _CHOSEN else kind

@@ -1,7 +1,6 @@
-"""Programs to order: from disk, or from a process that compiles them while this one goes on.
+"""Compiles steps in the background: loads programs from disk, or has another process compile them.
 
-The work of this process (to pack a call, to look on disk, to load what is made) is done in threads, and whoever orders
-a program gets a future of it.
+Threads of this process pack calls, look on disk and load programs; callers get futures.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from outrider.errors import CompileError
 from outrider.runtime.execution import Call, Program
 
 _LOG = logging.getLogger(__name__)
-_HEAD_START_S = 0.3  # of a text that does not wait: it is to begin before anything else takes time
-_IDLE_S = 20.0  # after which a process ends that has nothing to do; it holds some hundred megabytes
-_NICENESS = 10  # of a process that compiles beside a text, on a single core
+_HEAD_START_S = 0.3  # for requests that do not wait: they start before compiling takes time
+_IDLE_S = 20.0  # after which an idle process ends; it holds some hundred megabytes
+_NICENESS = 10  # of a process that compiles during generation, on a single core
 
 
 @dataclass(slots=True, eq=False)
 class ProgramOrder:
-    """A program that is wanted.
+    """Order for a program.
 
     Attributes:
         call: until it is packed, since it holds a cache.
-        is_urgent: somebody waits for it.
+        is_urgent: a caller waits for it.
         what: the step and its model.
-        num_threads: of torch where it runs.
-        program: to come.
+        num_threads: of torch where the program runs.
+        program: future result.
         was_found: it was on disk.
-        process: that makes it now.
+        process: compiles it now.
     """
 
     call: Call | None
@@ -69,7 +68,7 @@ class ProgramOrder:
 
 
 class CompileService:
-    """Takes orders. What it has made belongs to those who ordered it.
+    """Compiles steps in other processes. Callers own the programs.
 
     Attributes:
         num_orders: so far.
@@ -84,13 +83,13 @@ class CompileService:
     ) -> None:
         """
         Args:
-            is_beside: texts are generated meanwhile.
-            on_order: is shown every order.
+            is_beside: sequences are generated meanwhile.
+            on_order: called with every order.
         """
         self.num_orders = 0
         self._is_beside, self._on_order = is_beside, on_order
         self._num_compiling = 0
-        self._threads = [self._look_up, *[self._compile] * num_processes]  # that have not been started
+        self._threads = [self._look_up, *[self._compile] * num_processes]  # not yet started
         self._changed = threading.Condition()
         self._open: list[ProgramOrder] = []
         self._new: list[ProgramOrder] = []
@@ -99,7 +98,7 @@ class CompileService:
 
     @property
     def num_open(self) -> int:
-        """Orders of programs that are not there yet."""
+        """Number of programs that are ordered and not ready."""
         return len(self._open)
 
     def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
@@ -116,9 +115,8 @@ class CompileService:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Held during a step that does not wait: while something is compiled, it leaves one processor to that. (The
-        threads of an operation wait for each other. Where one of them has no processor for a moment, all wait: a text
-        is twenty times as slow then.)"""
+        """Run an eager step on one thread fewer while something is compiled. (The threads of an operation wait for each
+        other: where one of them has no core for a moment, all wait, and generation is twenty times slower.)"""
         full = torch.get_num_threads()
         if self._num_compiling == 0 or full == 1:
             yield
@@ -127,7 +125,7 @@ class CompileService:
             yield
 
     def hurry(self, program: Future[Program]) -> None:
-        """Somebody waits for it now."""
+        """Raise the priority of a program: a caller waits for it now."""
         with self._changed:
             for order in self._open:
                 if order.program is program:
@@ -136,7 +134,7 @@ class CompileService:
                         order.process.hurry()
 
     def _take(self, orders: list[ProgramOrder], timeout_s: float | None = None) -> ProgramOrder | None:
-        """The first one, or the first that is urgent."""
+        """Remove and return the first urgent order, else the first."""
         with self._changed:
             if not self._changed.wait_for(lambda: orders, timeout_s):
                 return None
@@ -144,7 +142,7 @@ class CompileService:
             orders.remove(order)
             return order
 
-    # The two threads keep no order while they wait for the next: its model would stay in memory.
+    # The two threads keep no order while they wait for the next: it would keep its model in memory.
 
     def _look_up(self) -> None:
         while True:
@@ -155,20 +153,20 @@ class CompileService:
             del order
 
     def _find(self, order: ProgramOrder) -> None:
-        """A program that is on disk. The others are handed on."""
+        """Load a program from disk, or queue it for compilation."""
         if not order.is_urgent:
             time.sleep(max(0.0, order.ordered_s + _HEAD_START_S - time.monotonic()))
         assert order.call is not None
         packed, model = pack(order.call), order.lm.model
         order.call = None
         order.key = key_of(model, packed, order.num_threads)
-        made = program_cache.find(order.key)
-        if made is not None:
+        compiled = program_cache.find(order.key)
+        if compiled is not None:
             order.was_found = True
             try:
-                self._finish(order, made)
+                self._finish(order, compiled)
                 return
-            except Exception as error:  # whatever the loader makes of a file that another release has written
+            except Exception as error:  # a loader may raise anything for a file of another release
                 order.was_found = False
                 _LOG.warning("a program on disk cannot be loaded (%s): compiling it again", type(error).__name__)
         order.job = CompileJob(packed, code_of(model), order.num_threads)
@@ -190,10 +188,10 @@ class CompileService:
             del order
 
     def _make(self, order: ProgramOrder, process: Process | None) -> Process | None:
-        """Returns the process, if it is still there."""
+        """Compile a program. Returns the process if it is still alive."""
         assert order.job is not None
-        num_made = self.num_orders - self.num_open
-        _LOG.info("compiling %s (%d of %d programs are there)", order.what, num_made, self.num_orders)
+        num_ready = self.num_orders - self.num_open
+        _LOG.info("compiling %s (%d of %d programs ready)", order.what, num_ready, self.num_orders)
         with self._changed:
             self._num_compiling += 1
         try:
@@ -201,39 +199,39 @@ class CompileService:
             order.process = process
             if order.is_urgent:
                 process.hurry()
-            made = process.make(order.job)
-        except Exception as error:  # it has ended, or there can be none here
+            compiled = process.make(order.job)
+        except Exception as error:  # it has ended, or could not be started
             reason = f"cannot be started: {error}" if process is None else process.close()
-            self._fail(order, f"the process that compiles {reason}")
+            self._fail(order, f"the compile process {reason}")
             return None
         finally:
             order.process = None
             with self._changed:
                 self._num_compiling -= 1
-        if isinstance(made, str):
-            self._fail(order, made)
+        if isinstance(compiled, str):
+            self._fail(order, compiled)
             return process
         with self._failing(order):
-            program_cache.keep(order.key, made)
-            self._finish(order, made)
+            program_cache.keep(order.key, compiled)
+            self._finish(order, compiled)
         if self._is_beside and not self._open:
-            _LOG.info("nothing is left to compile (%d programs)", self.num_orders)
+            _LOG.info("all %d programs are ready", self.num_orders)
         return process
 
     @contextmanager
     def _failing(self, order: ProgramOrder) -> Iterator[None]:
-        """What goes wrong here is why there is no program."""
+        """Report an error as the reason why there is no program."""
         try:
             yield
-        except Exception as error:  # what arbitrary models raise has no common type
+        except Exception as error:  # errors of arbitrary models have no common type
             self._fail(order, reason_of(error))
 
-    def _finish(self, order: ProgramOrder, made: CompiledProgram) -> None:
-        # Programs call its functions by name.
+    def _finish(self, order: ProgramOrder, compiled: CompiledProgram) -> None:
+        # Programs call functions of this library by name.
         from outrider.kernels.library import check_threads
 
         check_threads(order.num_threads)
-        program = LoadedProgram(made, weights_of(order.lm.model))
+        program = LoadedProgram(compiled, weights_of(order.lm.model))
         self._close(order)
         order.program.set_result(program)
 
@@ -252,14 +250,14 @@ class CompileService:
 
 
 class Process:
-    """One that makes programs (worker.py)."""
+    """Process that compiles programs (worker.py)."""
 
     def __init__(self, is_beside: bool) -> None:
         self._connection, theirs = Pipe()
         self._output = tempfile.TemporaryFile()
         number = theirs.fileno()
-        # It imports what this process has imported, and compiles without a pool of processes of its own.
-        # (-P: nothing from the current folder, unless this process has it among its own.)
+        # It has this process's import path, and compiles without a process pool of its own.
+        # (-P: not the current folder, unless it is on that path.)
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from outrider.compile.worker import serve; serve({number})"],
@@ -268,40 +266,40 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            start_new_session=True,  # Ctrl-C is for this process; and the other one ends with all that it has started
+            start_new_session=True,  # Ctrl-C is for this process alone; the other ends with all its children
         )
         theirs.close()
-        with suppress(OSError):  # not everywhere is it allowed
+        with suppress(OSError):  # not allowed everywhere
             if is_beside and sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
                 os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
             elif is_beside:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
     def hurry(self) -> None:
-        """Somebody waits for it."""
+        """Raise its priority: a caller waits for it."""
         with suppress(OSError):
             if sys.platform == "linux" and os.sched_getscheduler(self._process.pid) == os.SCHED_IDLE:
                 os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
 
     def make(self, job: CompileJob) -> CompiledProgram | str:
-        """A program, or why there is none. Raises EOFError, OSError: it has ended."""
+        """Compile a program; return it, or the reason why there is none. Raises EOFError, OSError: the process died."""
         self._connection.send(job)
         answer: CompiledProgram | str = self._connection.recv()
         return answer
 
     def close(self) -> str:
-        """End it; or tell how it has ended. (It ends when nobody can send it anything any more.)"""
+        """End the process and say how it ended. (It exits when its connection is closed.)"""
         self._connection.close()
         code = self._process.wait()
         with self._output:
             self._output.seek(0)
             lines = self._output.read().decode(errors="replace").splitlines()
         if code < 0:
-            return f"was ended by signal {-code} (the memory may be full)"
-        return f"has failed: {lines[-1][:300] if lines else f'exit code {code}'}"
+            return f"was killed by signal {-code} (the memory may be full)"
+        return f"failed: {lines[-1][:300] if lines else f'exit code {code}'}"
 
 
 @lru_cache
 def shared_service(waits: bool) -> CompileService:
-    """The service of this process: one for steps that wait for their programs, one for those that go on meanwhile."""
+    """Service of this process: one for steps that wait for their programs, one for those that run eagerly meanwhile."""
     return CompileService(is_beside=not waits)

@@ -1,7 +1,7 @@
-"""The process that makes programs: calls come in (``CompileJob``), compiled graphs go out (``CompiledProgram``).
+"""Process that compiles programs: receives calls (``CompileJob``), sends compiled graphs (``CompiledProgram``).
 
-torch.export traces the model's own code, and Inductor compiles the graph ahead of time. What it makes is kept on disk
-under a hash of the graph, so that it can never be stale; two processes that want the same make it once.
+torch.export traces the model's own code, and Inductor compiles the graph ahead of time. The result is cached on disk
+under a hash of the graph, so that it is never stale; two processes that need the same program compile it once.
 
 It ends with the process that started it, at once and with all compilers that it runs.
 """
@@ -36,13 +36,13 @@ from outrider.runtime.execution import Call
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 
-_FEW_NUMBERS = 2**15  # a loop over fewer takes less time than to share it among threads
-_BYTES_PER_THREAD = 2 * 2**20  # weights; with less to read, waking another thread costs more than it saves
+_FEW_NUMBERS = 2**15  # numbers; a shorter loop is faster on one thread
+_BYTES_PER_THREAD = 2 * 2**20  # of weights; for fewer, waking another thread costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """A program to be made.
+    """Program to compile.
 
     Attributes:
         packed: the call.
@@ -56,10 +56,10 @@ class CompileJob:
 
 
 def serve(number: int) -> None:
-    """Make one program after the other. A ``CompiledProgram`` is sent back for each, or the reason why there is none.
+    """Compile one program after the other. Sends a ``CompiledProgram`` for each, or the reason why there is none.
 
     Args:
-        number: of the open file of a connection.
+        number: file descriptor of a connection.
     """
     connection = Connection(number)
     jobs: SimpleQueue[CompileJob] = SimpleQueue()
@@ -69,7 +69,7 @@ def serve(number: int) -> None:
             while True:
                 jobs.put(connection.recv())
         except (EOFError, OSError):
-            # Compilers of C++ are of this group, too, and take away what they have half written.
+            # C++ compilers are in this process group too, and delete their unfinished files.
             os.killpg(0, signal.SIGTERM)
             time.sleep(1.0)
             os.killpg(0, signal.SIGKILL)
@@ -79,25 +79,25 @@ def serve(number: int) -> None:
         job = jobs.get()
         try:
             answer: CompiledProgram | str = make(job)
-        except Exception as error:  # what arbitrary models and compilers may raise has no common type
+        except Exception as error:  # errors of arbitrary models and compilers have no common type
             answer = reason_of(error)
         connection.send(answer)
 
 
 def reason_of(error: Exception) -> str:
-    """Why there is no program."""
+    """Why there is no program, in one line."""
     kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())[:300]
 
 
 def make(job: CompileJob) -> CompiledProgram:
-    """Trace and compile; or take it from disk, in order and nobody else's."""
+    """Trace and compile a call; or load its program from disk, if it is undamaged and trusted."""
     from outrider.kernels.library import check_threads
 
     check_threads(job.num_threads)
     call = unpack(job.packed)
     if code_of(call.lm.model) != job.code:
-        raise TypeError("the code of its modules is not that of their files: it was changed while it ran")
+        raise TypeError("the code of its modules differs from their files: the files were changed while it ran")
     torch.set_num_threads(job.num_threads)  # traced code may ask for it
     num_threads = _num_threads(call.lm.model)
     options = {
@@ -114,7 +114,7 @@ def make(job: CompileJob) -> CompiledProgram:
     name = _digest(exported, {**weights, **exported.constants}, options)
     constants = io.BytesIO()
     torch.save({key: value for key, value in exported.constants.items() if key not in weights}, constants)
-    with alone(cache_folder("locks") / name):  # others wait for what this process makes
+    with alone(cache_folder("locks") / name):  # other processes wait for this one
         package = package_of(name)
         if package is None:
             with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def make(job: CompileJob) -> CompiledProgram:
 
 
 class _TracedModule(nn.Module):
-    """A step as a module of tensors alone, which is what torch.export takes. The model is in it for its weights."""
+    """A step as a module of tensors alone, as torch.export requires. The model is in it for its weights."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -138,8 +138,8 @@ class _TracedModule(nn.Module):
 
 
 def check_constants(constants: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """A tensor that is neither parameter nor buffer goes with the program, with its values. There are none here if it
-    shares memory with a weight.
+    """Check that no constant of the trace shares memory with a weight. Constants (neither parameter nor buffer) are
+    stored with the program, with their values.
 
     Raises:
         TypeError
@@ -165,8 +165,8 @@ def _kernel_options(num_threads: int) -> dict[str, Any]:
 
 
 def _set_attention(lm: Any, num_threads: int) -> None:
-    """Our kernel in the place of torch's, where it is for the same types. Other attention is written out, and is
-    compiled into the loops around it."""
+    """Use our attention kernel in place of torch's sdpa, for its types. Other attention is decomposed, and fused into
+    the surrounding loops."""
     from outrider.kernels.attention import KEY_DTYPES, register
     from outrider.kernels.library import library
 
@@ -175,7 +175,7 @@ def _set_attention(lm: Any, num_threads: int) -> None:
 
 
 def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
-    """A hash of all that the compiled code follows from."""
+    """Hash of all that the compiled code depends on."""
     digest = hashlib.sha256()
     settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
     digest.update(repr((torch.__version__, processor(), compiler(), settings)).encode())
@@ -186,7 +186,7 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
                 kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
                 digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
     digest.update(repr(exported.graph_signature).encode())
-    # Inductor writes the values of very small tensors into the code, and treats tensors that share memory as one.
+    # Inductor inlines the values of very small tensors, and treats tensors that share memory as one.
     first_names: dict[Any, str] = {}
     for name, value in constants.items():
         if isinstance(value, Tensor):
@@ -208,7 +208,7 @@ def _compile(exported: torch.export.ExportedProgram, options: dict[str, Any], pa
 
 @contextmanager
 def _as_torch_compiles() -> Iterator[None]:
-    """Without gradients, and without torch's warnings about itself."""
+    """No gradients, and none of torch's warnings about itself."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,9 +1,9 @@
-"""Attention of few queries in programs for the CPU: the kernel of attention.cpp, in the place of PyTorch's
+"""Attention of few queries in programs for the CPU: the kernel of attention.cpp instead of PyTorch's
 scaled-dot-product attention.
 
-Hugging Face's modelling code asks for its attention function by name. While a step is traced, models that use ``sdpa``
-get one that calls the kernel, with the same meaning of all arguments. Models with an attention of their own (soft caps,
-sinks), and calls that are not of the kernel's types, do without it.
+Hugging Face's modelling code looks up its attention function by name. While a step is traced, models that use ``sdpa``
+get one that calls the kernel, with the same arguments. Models with their own attention (soft caps, sinks), and calls
+with other types, do not use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from outrider.kernels.library import library
 
-# As programs see it.
+# Declaration for compiled programs.
 ATTENTION_SHIM = (
     "AOTITorchError aoti_torch_cpu_few_query_attention(AtenTensorHandle query, AtenTensorHandle key, "
     "AtenTensorHandle value, AtenTensorHandle mask, double scale, int64_t num_threads, AtenTensorHandle* result)"
@@ -31,15 +31,15 @@ KEY_DTYPES = (torch.float32, torch.bfloat16)
 def few_query_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, num_threads: int
 ) -> Tensor:
-    """softmax(scale * query key' + mask) value, where consecutive heads share keys and values.
+    """Attention softmax(scale * query key' + mask) value, where consecutive heads share keys and values (GQA).
 
     Args:
         query: float32. [B, H, T, D]
         key, value: of one type among KEY_DTYPES; G divides H. [B, G, L, D], [B, G, L, E]
-        mask: float32, to be added. [B or 1, H or 1, T, L]
+        mask: float32, additive. [B or 1, H or 1, T, L]
 
     Returns:
-        float32, summed in float32; zeros where a query may look nowhere. [B, T, H, E]
+        float32, accumulated in float32; zeros for a query whose keys are all masked. [B, T, H, E]
     """
     kernel = library()
     assert kernel is not None and query.dtype == mask.dtype == torch.float32 and key.dtype == value.dtype in KEY_DTYPES
@@ -72,7 +72,7 @@ ATTENTION = torch.ops.outrider.few_query_attention.default
 
 
 def register(num_threads: int) -> str:
-    """The name under which models find the kernel's attention function."""
+    """Register the kernel with Transformers; return the name of the attention implementation."""
     name = f"outrider_{num_threads}"
     AttentionInterface.register(name, partial(_attention, num_threads))
     return name
@@ -89,7 +89,7 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As ``sdpa_attention_forward``: [B, H, T, D] -> [B, T, H, D]"""
+    """Replacement of ``sdpa_attention_forward``: [B, H, T, D] -> [B, T, H, D]"""
     is_known = query.dtype == key.dtype == value.dtype in KEY_DTYPES and query.shape[1] % key.shape[1] == 0
     if not is_known or attention_mask is None or dropout or others.get("position_bias") is not None:
         found: tuple[Tensor, None] = sdpa_attention_forward(

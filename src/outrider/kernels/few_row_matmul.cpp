@@ -1,14 +1,14 @@
-// Products of a few rows with weight matrices, read once, in the layout in which checkpoints have them.
+// Products of few rows with weight matrices, which are read once, in the layout of checkpoints.
 //
 // y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums in
-// float32. A few rows are bound by reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS
+// float32. Few rows are bound by reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS
 // rows of x at once: each weight is loaded (and widened) once for all rows, each number of x once for all channels, and
-// the sums stay in registers. The rows of the weights come from CHANNELS distant parts of the matrix, since memory gives
-// more to several streams than to one, and are prefetched.
+// the sums stay in registers. The rows of the weights come from CHANNELS distant parts of the matrix, since memory
+// bandwidth is higher for several streams than for one, and are prefetched.
 //
-// Each sum is formed in an order that depends on the width alone: by lanes, then across the lanes in a fixed tree. So a
-// row's result depends neither on other rows nor on their number, nor on the number of threads. Where the processor has
-// tiles, weights of 8 bits go by them (int8_tiles.h).
+// The order of each sum depends on the width alone: by lanes, then across the lanes in a fixed tree. So a row's result
+// depends neither on other rows, nor on their number, nor on the number of threads. On processors with AMX tiles, 8-bit
+// weights use them (int8_tiles.h).
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -20,27 +20,27 @@
 namespace {
 
 #if NUM_REGISTERS == 32
-// Channels in one loop over so many rows of x.
+// Channels per loop for a number of rows of x.
 constexpr int channels_for(int64_t num_rows) { return num_rows <= 6 ? 4 : 3; }
 constexpr int64_t MOST_ROWS = 8;  // in one loop
 #else
 constexpr int channels_for(int64_t num_rows) { return num_rows <= 2 ? 4 : 2; }
 constexpr int64_t MOST_ROWS = 6;
 #endif
-constexpr int64_t TILE_ROWS = 6;  // where there are more than MOST_ROWS
-constexpr int MANY_CHANNELS = channels_for(1), FEW_CHANNELS = channels_for(MOST_ROWS);  // there are no others
-// The most rows of x in a loop over so many channels.
+constexpr int64_t TILE_ROWS = 6;  // if there are more than MOST_ROWS
+constexpr int MANY_CHANNELS = channels_for(1), FEW_CHANNELS = channels_for(MOST_ROWS);  // the only two values
+// Maximum rows of x in a loop over a number of channels.
 constexpr int rows_for(int channels) {
   int most = MOST_ROWS;
   while (channels_for(most) != channels) most--;
   return most;
 }
-// Of each stream, by measurement: at 2 KB one thread reads narrow weights at half its speed now and then.
+// Per stream, by measurement: with 2 KB one thread sometimes reads narrow weights at half its speed.
 template <typename Weight>
 constexpr int ahead_bytes() { return sizeof(Weight) < sizeof(float) ? 6144 : 2048; }
 constexpr int LINE_BYTES = 64;
 
-// The products of ROWS rows of x with CHANNELS rows of the weights, which are `apart` rows from one another.
+// Products of ROWS rows of x with CHANNELS rows of the weights, spaced `apart` rows.
 template <int ROWS, int CHANNELS, typename Weight>
 INLINE void tile(const float* x, const Weight* weights, int64_t width, int64_t apart, float* y, int64_t num_channels) {
   Floats sums[ROWS][CHANNELS] = {};
@@ -72,7 +72,7 @@ INLINE void tile(const float* x, const Weight* weights, int64_t width, int64_t a
   }
 }
 
-// The tile of `num_rows` rows of x, of at most ROWS.
+// One tile of `num_rows` <= ROWS rows of x.
 template <int ROWS, int CHANNELS, typename Weight>
 INLINE void tile_of(int64_t num_rows, const float* x, const Weight* weights, int64_t width, int64_t apart, float* y,
                     int64_t num_channels) {
@@ -83,7 +83,7 @@ INLINE void tile_of(int64_t num_rows, const float* x, const Weight* weights, int
   }
 }
 
-// All rows of x, in tiles of equal size, of at most ROWS, but for the last.
+// All rows of x, in tiles of at most ROWS rows, equal but for the last.
 template <int ROWS, int CHANNELS, typename Weight>
 INLINE void tiles(int64_t num_rows, int64_t most, const float* x, const Weight* weights, int64_t width, int64_t apart,
                   float* y, int64_t num_channels) {
@@ -95,7 +95,7 @@ INLINE void tiles(int64_t num_rows, int64_t most, const float* x, const Weight* 
   }
 }
 
-// This thread's channels, in CHANNELS parts that are read at the same time, and those left over.
+// This thread's channels, in CHANNELS parts that are read concurrently, and the remainder.
 template <int CHANNELS, typename Weight>
 void share(int64_t num_rows, int64_t most, const float* x, const Weight* weights, int64_t width, int64_t begin,
            int64_t end, float* y, int64_t num_channels) {
@@ -122,7 +122,7 @@ void product(int64_t num_rows, const float* x, const Weight* weights, int64_t wi
 
 extern "C" {
 
-// Products of the same rows x [T, I] with several matrices [O, I] of so many bits a weight, side by side in y
+// Products of the same rows x [T, I] with several matrices [O, I] of `bits` per weight, concatenated in y
 // [T, sum of O]. All are contiguous.
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t bits, float* y,
@@ -155,7 +155,7 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
   }
 }
 
-// The operator outrider::few_row_matmul, as programs compiled ahead of time call it.
+// The operator outrider::few_row_matmul, as compiled programs call it.
 AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, int64_t num_weights,
                                             int64_t num_threads, AtenTensorHandle* result) {
   std::vector<const void*> matrices(num_weights);

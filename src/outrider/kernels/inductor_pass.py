@@ -1,13 +1,13 @@
-"""Products of a few rows with a large matrix, in programs for the CPU.
+"""Inductor pass: products of few rows with a large matrix, in programs for the CPU.
 
-A forward of T tokens multiplies T rows with each weight matrix. For small T that is bound by reading the matrix once,
+A forward of T tokens multiplies T rows with each weight matrix. For small T this is bound by reading the matrix once,
 but general matrix libraries are made for large T: on the CPU their call overhead and packing cost several times the
-reading. Products with weights of a type that our kernel knows (library.py) become calls of it, those of the same
-rows one call. The others are written as T sums over the same rows of the matrix: the compiler makes one loop of them
-that reads each number once, keeps T sums in registers, and fuses what comes before and after into the same parallel
-region. Measured in docs/log/2026.md.
+reading. Products with weights of a type that our kernel supports (library.py) become calls of it, those of the same
+rows one call. The others are rewritten as T sums over the same rows of the matrix: the compiler fuses them to one loop
+that reads each number once, keeps T sums in registers, and takes neighbouring operations into the same parallel region.
+Measured in docs/log/2026.md.
 
-This is a pass over the graph that torch's Inductor is about to lower; it knows nothing of models.
+The pass rewrites the graph that torch's Inductor is about to lower; it knows nothing of models.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from outrider.kernels.attention import ATTENTION
 from outrider.kernels.library import WEIGHT_DTYPES
 
-MAX_KERNEL_ROWS = 48  # beyond it a matrix library is about as fast
-MAX_FEW_ROWS = 8  # of sums
+MAX_KERNEL_ROWS = 48  # with more rows a matrix library is about as fast
+MAX_FEW_ROWS = 8  # rewritten as sums
 
-# Weights are read as several parts at the same time: memory gives more to several streams than to one.
+# Weights are read as several concurrent streams, for which memory bandwidth is higher than for one.
 _MOST_PARTS = 4
-_LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, which has no such preference
-_MANY_ROWS = 5  # so many rows are bound by loading them, and two parts load each of them once for two sums
+_LARGE_BYTES = 2 * 2**20  # smaller weights tend to be in the processor's cache, where streams do not matter
+_MANY_ROWS = 5  # with this many, loading the rows is the limit; two parts load each once for two sums
 
-MAX_SUMS = MAX_FEW_ROWS * _MOST_PARTS  # of one product, which are to be one loop
+MAX_SUMS = MAX_FEW_ROWS * _MOST_PARTS  # of one product, to be fused to one loop
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (_aten.view.default, _aten.reshape.default)
@@ -43,7 +43,7 @@ class FewRowMatmulPass(CustomGraphPass):
     """Rewrites ``mm``, ``addmm`` and ``bmm`` of few rows on the CPU.
 
     Args:
-        num_threads: of the kernel; None where there is none.
+        num_threads: of the kernel; None if there is no kernel.
     """
 
     def __init__(self, num_threads: int | None) -> None:
@@ -64,7 +64,7 @@ class FewRowMatmulPass(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> str:
-        """Part of the keys under which compiled code is kept: to be changed with the pass."""
+        """Part of Inductor's cache keys: change it with the pass."""
         return f"outrider-few-row-matmul-12-{self._num_threads}"
 
 
@@ -79,8 +79,8 @@ class _Product:
 
 
 def _product_of(node: fx.Node) -> _Product | None:
-    """The product that a node is, if the kernel can form it."""
-    if node.target is KERNEL:  # of a weight that is kept as it is stored (narrow_weight.py)
+    """The product of a node, if the kernel can compute it."""
+    if node.target is KERNEL:  # of a NarrowWeight (narrow_weight.py)
         x, weights, _ = cast(Any, node.args)
         return _Product(node, x, weights[0], None)
     if node.op != "call_function" or node.kwargs or node.target not in (_aten.mm.default, _aten.addmm.default):
@@ -98,7 +98,7 @@ def _product_of(node: fx.Node) -> _Product | None:
 
 
 def _weight_of(matrix: fx.Node) -> fx.Node | None:
-    """The weights [O, I] of which a matrix [I, O] is the transpose, perhaps widened, if the kernel can read them."""
+    """Weights [O, I] whose transpose [I, O] is this matrix, possibly widened, if the kernel can read them."""
     weight: Any = matrix
     num_transposed = 0
     while weight.target is _aten.permute.default or _is_widened(weight):
@@ -120,7 +120,7 @@ def _call_the_kernel(graph: fx.Graph, num_threads: int) -> None:
     alike: dict[Any, list[_Product]] = {}
     for product in products:
         rows: Any = product.rows
-        source = rows.args[0] if rows.target in _VIEWS else rows  # each product may have a view of its own
+        source = rows.args[0] if rows.target in _VIEWS else rows  # each product may have its own view
         alike.setdefault((source, rows.meta["val"].shape, product.weight.meta["val"].dtype), []).append(product)
     for products in alike.values():
         rows = products[0].rows
@@ -131,7 +131,7 @@ def _call_the_kernel(graph: fx.Graph, num_threads: int) -> None:
             result = _converted(graph, _call(graph, KERNEL, x, weights, num_threads), dtype)
         ends = list(accumulate(weight.meta["val"].shape[0] for weight in weights))
         for product, (start, end) in zip(products, pairwise([0, *ends]), strict=True):
-            with graph.inserting_before(product.node):  # where its bias is there
+            with graph.inserting_before(product.node):  # after its bias
                 part = _call(graph, _aten.slice.Tensor, result, -1, start, end)
                 if product.bias is not None:
                     part = _call(graph, _aten.add.Tensor, part, product.bias)
@@ -150,14 +150,14 @@ def _converted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _contiguous(graph: fx.Graph, numbers: fx.Node) -> fx.Node:
-    """Numbers that are written out."""
+    """Numbers, materialized."""
     shape = list(numbers.meta["val"].shape)
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     return _call(graph, _prims.inductor_force_stride_order.default, numbers, strides)
 
 
 def _write_out_what_layers_share(graph: fx.Graph) -> None:
-    """Masks, and the angles of rotary embeddings, which each layer would compute anew."""
+    """Materialize masks and rotary angles, which each layer would compute again."""
     angles = _aten.cos.default, _aten.sin.default
     shared: dict[Any, None] = {node: None for node in graph.nodes if node.target in angles}
     shared |= {node.args[3]: None for node in graph.nodes if node.target is ATTENTION}
@@ -176,10 +176,10 @@ def _write_as_sums(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Nod
     if x.device.type != "cpu" or num_rows > MAX_FEW_ROWS or not x.is_floating_point():
         return
     if is_weight and matrix.meta["val"].stride(0) != 1:
-        return  # not the transpose of rows that can be read one after the other
+        return  # not the transpose of contiguous rows
 
     with graph.inserting_before(node):
-        # Write the rows out first, else whatever made them (a norm, a softmax) is computed anew in every sum.
+        # Materialize the rows first, else what produced them (a norm, a softmax) is recomputed in every sum.
         rows = _contiguous(graph, rows)
         num_columns = matrix.meta["val"].shape[-1]
         parts = _parts(num_columns, _num_parts(matrix.meta["val"], num_rows) if is_weight else 1)
@@ -193,7 +193,7 @@ def _write_as_sums(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Nod
                 if bias is not None:
                     total = _call(graph, _aten.add.Tensor, total, _call(graph, _aten.slice.Tensor, bias, 0, start, end))
                 sums.append(total)
-        # In one dimension, so that each sum is written to its place: one of two dimensions would be copied again.
+        # One-dimensional, so that each sum is written in place: a two-dimensional result would be copied again.
         result = _call(graph, _aten.cat.default, sums, -1) if len(sums) > 1 else sums[0]
         result = _call(graph, _aten.view.default, result, [*x.shape[:-1], num_columns])
     node.replace_all_uses_with(result)
@@ -201,14 +201,14 @@ def _write_as_sums(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Nod
 
 
 def _num_parts(weights: Any, num_rows: int) -> int:
-    """In how many parts weights are read."""
+    """Number of parts in which weights are read."""
     if weights.nbytes >= _LARGE_BYTES:
         return _MOST_PARTS
     return 2 if num_rows >= _MANY_ROWS else 1
 
 
 def _parts(num_columns: int, num_parts: int) -> list[tuple[int, int]]:
-    """Equal parts, which end up in one loop, and what is left over."""
+    """Equal parts, fused to one loop, and the remainder."""
     size = num_columns // num_parts
     bounds = [i * size for i in range(num_parts + 1)]
     return [(start, end) for start, end in pairwise([*bounds, num_columns]) if start < end]

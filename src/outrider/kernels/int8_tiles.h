@@ -1,10 +1,10 @@
-// Products of a few rows of float32 with weights of 8 bits, by the tiles of Intel's AMX, which multiply whole numbers of
-// 8 bits and sum them in 32.
+// Products of few float32 rows with 8-bit weights on the tiles of Intel's AMX, which multiply 8-bit integers and
+// accumulate in 32 bits.
 //
-// A row of x becomes whole numbers of 32 bits: its numbers times a power of two by which the largest lies below 2^30.
-// Each of these is four digits of base 256, between -128 and 127, and each digit is a column of its own: 4 T columns in
-// all, of which a tile takes 16. Sums of digits are exact, and put together in 64 bits. So only the numbers of x are
-// rounded, to 2^-31 of the power of two above the largest one of their row, and the result; and a row's result depends
+// A row of x becomes 32-bit integers: its numbers times a power of two such that the largest lies below 2^30. Each
+// integer is four digits of base 256, between -128 and 127, and each digit is a column of its own: 4 T columns in all,
+// of which a tile takes 16. Sums of digits are exact, and are combined in 64 bits. So only two things are rounded: the
+// numbers of x, to 2^-31 of the power of two above the largest one of their row, and the result. A row's result depends
 // on nothing else.
 #pragma once
 
@@ -28,9 +28,9 @@ constexpr int64_t TILE_ROWS_OF_X = TILE_COLUMNS / DIGITS;
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t MOST_TILE_WIDTH = int64_t(1) << 17;  // 2^31 / 128 / 128: sums of digits fit into 32 bits
 constexpr int X_BITS = 30;
-constexpr int64_t AHEAD = 256;  // bytes of each row of weights that are prefetched
+constexpr int64_t AHEAD = 256;  // bytes of each row of weights to prefetch
 
-// Whether products of this width go by tiles: the system must let this process use them.
+// Whether products of this width use tiles: the system must grant them to this process.
 inline bool fits_tiles(int64_t width) {
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
   static const bool is_allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
@@ -43,13 +43,13 @@ struct alignas(64) TileShapes {
   uint8_t num_rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Not _tile_loadconfig, which GCC 12 declares to read 8 bytes of it.
+// Not _tile_loadconfig, which GCC 12 declares as reading 8 bytes only.
 inline void configure_tiles() {
   static const TileShapes shapes;
   asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
 }
 
-// The digits of rows of x, in the order in which tiles want them: 64 numbers of 4 rows after one another.
+// Digits of rows of x, in the layout of tiles: 64 numbers of 4 rows after one another.
 class Digits {
  public:
   Digits(const float* x, int64_t num_rows, int64_t width)
@@ -65,12 +65,12 @@ class Digits {
   const int8_t* tile(int64_t group, int64_t chunk) const { return begin_ + (group * num_chunks + chunk) * TILE_BYTES; }
 
   const int64_t num_groups, num_chunks;
-  std::vector<int> exponents;  // of each row; IS_BAD where it is not finite
+  std::vector<int> exponents;  // of each row; IS_BAD if it is not finite
   static constexpr int IS_BAD = std::numeric_limits<int>::max();
 
  private:
   void write(const float* row, int64_t r, int64_t width) {
-    __m512i largest = _mm512_setzero_si512();  // as whole numbers, which are ordered alike, with NaN and infinity above
+    __m512i largest = _mm512_setzero_si512();  // as integers, which are ordered alike, with NaN and infinity above
     for (int64_t i = 0; i < width; i += 16) {
       __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(first(width - i), row + i));
       largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
@@ -81,18 +81,18 @@ class Digits {
     if (most < 0x7f800000u) {
       memcpy(&size, &most, sizeof size);
       std::frexp(size, &exponent);
-      exponent = std::max(exponent, -90);  // the scale is a number of float32
+      exponent = std::max(exponent, -90);  // so that float32 can hold the scale
       scale = std::ldexp(1.0f, X_BITS - exponent);
     }
     exponents[r] = exponent;
     int8_t* column = begin_ + r / TILE_ROWS_OF_X * num_chunks * TILE_BYTES + r % TILE_ROWS_OF_X * DIGITS * 4;
     const __m512i halves = _mm512_set1_epi32(0x00808080);
-    // From four digits of each of four numbers to four numbers' digits of each place.
+    // Transpose: from the four digits of four numbers to four numbers' digits of each order.
     const __m512i places = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     for (int64_t i = 0; i < width; i += 16) {
       __m512 numbers = _mm512_maskz_loadu_ps(first(width - i), row + i);
       __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(numbers, _mm512_set1_ps(scale)));
-      // Digits that are carried when they reach 128: the same as bytes with halves added before and taken away after.
+      // Digits carry when they reach 128: bytes of the number plus halves, less the halves.
       __m512i digits = _mm512_xor_si512(_mm512_add_epi32(whole, halves), halves);
       digits = _mm512_shuffle_epi8(digits, places);
       int8_t* place = column + i / 4 * 64;
@@ -109,7 +109,7 @@ class Digits {
   int8_t* begin_;
 };
 
-// The rows of y at these channels, of one group of rows of x.
+// These channels of y, for one group of rows of x.
 inline void put_together(const int32_t (*sums)[TILE_COLUMNS], const Digits& digits, int64_t group, int64_t num_rows,
                          int64_t num_here, int64_t apart, float* y, int64_t num_channels) {
   for (int64_t r = group * TILE_ROWS_OF_X; r < std::min(num_rows, (group + 1) * TILE_ROWS_OF_X); r++) {
@@ -123,11 +123,11 @@ inline void put_together(const int32_t (*sums)[TILE_COLUMNS], const Digits& digi
   }
 }
 
-// All rows of x with at most TILE_CHANNELS rows of the weights, which are `apart` rows from one another.
+// All rows of x with at most TILE_CHANNELS rows of the weights, spaced `apart` rows.
 template <bool IS_WHOLE>
 inline void tile_block(const Digits& digits, int64_t num_rows, const int8_t* weights, int64_t width, int64_t apart,
                        int64_t num_here, float* y, int64_t num_channels) {
-  constexpr int64_t GROUPS = 4;  // that share a reading of the weights
+  constexpr int64_t GROUPS = 4;  // that share one read of the weights
   alignas(64) int8_t rest[TILE_BYTES];
   alignas(64) int32_t sums[TILE_CHANNELS][TILE_COLUMNS];
   for (int64_t first = 0; first < digits.num_groups; first += GROUPS) {
@@ -173,7 +173,7 @@ inline void tile_block(const Digits& digits, int64_t num_rows, const int8_t* wei
   }
 }
 
-// Channels of one matrix, in parts that are read at the same time, and those left over.
+// Channels of one matrix, in parts that are read concurrently, and the remainder.
 inline void tile_share(const Digits& digits, int64_t num_rows, const int8_t* weights, int64_t width, int64_t begin,
                        int64_t end, float* y, int64_t num_channels) {
   configure_tiles();  // of this thread

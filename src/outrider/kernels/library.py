@@ -1,7 +1,7 @@
-"""The kernel of few_row_matmul.cpp as an operator: compiled for this processor when it is first needed.
+"""The C++ kernels as operators: compiled for this processor when first needed.
 
-Programs compiled ahead of time call it by its name in the library, which is loaded for all of the process. It is kept
-on disk like them, under a hash of its source, of the compiler and of the processor.
+Programs compiled ahead of time call them by name in the library, which is loaded for the whole process. The library is
+cached on disk, under a hash of its source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _NAMES = ("few_row_matmul.cpp", "attention.cpp", "threads.cpp", "int8_tiles.h", "vectors.h")
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-# The sources say where to multiply and add in one (vectors.h). Nothing else is contracted, though Inductor's flags may
-# allow it, so that no result depends on a compiler's taste. And the order of exceptions need not be kept.
+# The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
+# no result depends on the compiler. The order of floating-point exceptions need not be kept.
 FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
-_MOST_BYTES = 2**24  # of kernels on disk
-# As programs see it.
+_MOST_BYTES = 2**24  # on disk
+# Declaration for compiled programs.
 SHIM = (
     "AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, "
     "int64_t num_weights, int64_t num_threads, AtenTensorHandle* result)"
@@ -44,14 +44,14 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @torch.library.custom_op("outrider::few_row_matmul", mutates_args=())
 def few_row_matmul(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
-    """Products of the same few rows with several matrices, side by side, each read once.
+    """Products of the same few rows with several matrices, concatenated; each matrix is read once.
 
     Args:
         x: float32. [T, I]
         weights: of one type among WEIGHT_DTYPES. [O, I] each
 
     Returns:
-        float32, summed in float32. [T, sum of O]
+        float32, accumulated in float32. [T, sum of O]
     """
     y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
     x, weights = x.contiguous(), [weight.contiguous() for weight in weights]  # named, so that copies outlive the call
@@ -60,7 +60,7 @@ def few_row_matmul(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Te
 
 
 def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Callable[[], None]:
-    """The call of the kernel that writes these products to ``y``. All are contiguous, and must outlive it."""
+    """Kernel call that writes these products to ``y``. All tensors are contiguous and must outlive it."""
     kernel = library()
     assert kernel is not None and x.dtype == torch.float32 and weights[0].dtype in WEIGHT_DTYPES
     return partial(
@@ -83,8 +83,8 @@ def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, loaded so that programs find their functions; None where they cannot be compiled, for want
-    of a compiler or of a folder that may hold programs."""
+    """The compiled kernels, loaded so that programs find their symbols; None where they cannot be compiled: no
+    compiler, or no folder that allows executables."""
     try:
         return _library()
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
@@ -93,7 +93,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def check_threads(num_threads: int) -> None:
-    """Load the kernels for programs of so many threads.
+    """Load the kernels for programs with ``num_threads`` threads.
 
     Raises:
         CompileError: sums by such programs would be wrong here (threads.cpp).
@@ -102,7 +102,7 @@ def check_threads(num_threads: int) -> None:
     if num_threads > 1 and kernels is not None and not kernels.outrider_threads_are_numbered():
         command, *_ = compiler()
         raise CompileError(
-            f"with several threads its sums would be wrong, since {command} brings another OpenMP than PyTorch has: "
+            f"with several threads its sums would be wrong, since {command} links another OpenMP than PyTorch's: "
             "set CXX=g++, or OMP_NUM_THREADS=1"
         )
 
@@ -111,7 +111,7 @@ def _library() -> ctypes.CDLL:
     sources = [path.read_bytes() for path in SOURCES]
     name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), FLAGS, sources)).encode()).hexdigest()
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
-    # Where several processes start together, the others wait for what the first compiles.
+    # If several processes start together, the first compiles and the others wait.
     with alone(cache_folder("locks") / name), tempfile.TemporaryDirectory() as folder:
         kept = kernels.read(name)
         if kept is not None:
@@ -119,7 +119,7 @@ def _library() -> ctypes.CDLL:
             path.write_bytes(kept)
             try:
                 return _loaded(path)
-            except OSError as error:  # a library that it needs has gone, say
+            except OSError as error:  # a library that it needs is gone, for example
                 _LOG.warning("%s cannot be loaded (%s): compiling it again", kernels.path / name, error)
         path = Path(folder) / f"{name}.so"
         _compile(path)

@@ -1,11 +1,11 @@
-"""Weight matrices on the CPU that keep the type in which they are stored, and compute in a wider one.
+"""Weight matrices on the CPU that stay in their stored type and compute in a wider one.
 
-Most checkpoints are stored in bfloat16, and processors compute in float32. Widened, a matrix has twice the bytes and no
-bit of it new; and a forward of few rows takes as long as its bytes take to be read. ``NarrowWeight`` is a tensor of the
-wider type for all who look at it: layers, Transformers, torch.export. It holds the stored numbers; products of few rows
-read them as they are (library.py), and whatever else is asked of it is computed from a widened copy, which is let
-go at once. So results are those of the widened model, but for the order of sums. The numbers may be whole ones with a
-scale for each row of the matrix, and they may be of the wider type themselves: the kernel is faster for few rows.
+Most checkpoints are stored in bfloat16, and processors compute in float32. Widening a matrix doubles its bytes without
+adding information, and a forward of few rows takes as long as reading the bytes. ``NarrowWeight`` is a tensor of the
+wider type to its users: layers, Transformers, torch.export. It holds the stored numbers. Products of few rows read them
+directly (library.py); all other operations use a widened copy, freed at once. So results equal those of the widened
+model up to the order of sums. The stored numbers may be integers with a scale for each row of the matrix, or even of
+the wider type themselves: the kernel is faster for few rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_map
 from outrider.kernels.library import WEIGHT_DTYPES, few_row_matmul, into
 
 _aten = torch.ops.aten
-# Rows of products by the kernel. With more, a library is faster; for stored numbers, even if it needs a widened copy.
+# Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy.
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
 class NarrowWeight(Tensor):
-    """A matrix [O, I] of the type ``dtype``.
+    """Matrix [O, I] of the type ``dtype``.
 
     Attributes:
-        stored: its numbers, in a type that the kernel knows. [O, I]
-        scale: of each row, if the numbers are whole ones; in ``dtype``. [O, 1]
+        stored: its numbers, in a type that the kernel supports. [O, I]
+        scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
     """
 
     stored: Tensor
@@ -39,16 +39,16 @@ class NarrowWeight(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> NarrowWeight:
-        stored = stored.contiguous()  # as the kernel reads it
-        made: NarrowWeight = Tensor._make_wrapper_subclass(
+        stored = stored.contiguous()  # the kernel requires it
+        weight: NarrowWeight = Tensor._make_wrapper_subclass(
             cls, stored.shape, strides=stored.stride(), dtype=dtype, device=stored.device
         )
-        made.stored, made.scale = stored, scale
-        return made
+        weight.stored, weight.scale = stored, scale
+        return weight
 
     def wide(self) -> Tensor:
-        """A plain copy in the wider type."""
-        with torch.inference_mode(False):  # a tensor like this one, of which there may be views
+        """Plain copy in the wider type."""
+        with torch.inference_mode(False):  # a normal tensor, which may have views
             wide = self.stored.to(self.dtype)
             return wide if self.scale is None else wide * self.scale
 
@@ -69,7 +69,7 @@ class NarrowWeight(Tensor):
             result = _product(*args, **kwargs)
             if result is not None:
                 return result
-        if func == _SET_DATA:  # as a module is moved, or converted
+        if func == _SET_DATA:  # a module is moved or converted
             weight, other = args
             weight.stored, weight.scale = (other.stored, other.scale) if isinstance(other, cls) else (other, None)
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
@@ -83,7 +83,7 @@ class NarrowWeight(Tensor):
             with torch.inference_mode(False):
                 return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale)
         if any(isinstance(one, cls) for one in _written(func, args, kwargs)):
-            raise RuntimeError("a weight that is kept as it is stored cannot be written to; store='plain' loads others")
+            raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
             weight, *others = args
             return func(weight.stored, *others, **kwargs).to(weight.dtype)
@@ -92,7 +92,7 @@ class NarrowWeight(Tensor):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
     names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -101,7 +101,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:
-    """As ``functional.linear``, by the kernel: [..., I] -> [..., O]; or None if that is not for it."""
+    """``functional.linear`` by the kernel: [..., I] -> [..., O]; None if the kernel does not apply."""
     x = input
     if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -116,11 +116,11 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None
     rows, num_threads = x.reshape(num_rows, width), torch.get_num_threads()
     if type(rows) is Tensor:
-        # Past the dispatcher, which takes longer than many a product.
+        # Bypasses the dispatcher, which takes longer than many products.
         rows = rows.contiguous()  # named, so that a copy outlives the call
         result = rows.new_empty(num_rows, num_channels)
         into(result, rows, [stored], num_threads)()
-    else:  # traced, or without numbers
+    else:  # traced, or fake
         result = few_row_matmul(rows, [stored], num_threads)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]

@@ -1,8 +1,8 @@
-// Whether the threads of a process are numbered by the library that starts them.
+// Checks that OpenMP's thread numbers come from the library that starts the threads.
 //
-// Clang calls LLVM's OpenMP, and PyTorch for Linux brings GCC's. Both have omp_get_thread_num, and where both are in a
-// process the first one answers, so all threads of the other one get the number 0. Inductor gives the threads of a sum
-// places of their own by this number, so that such sums would be wrong.
+// Clang links LLVM's OpenMP, and PyTorch for Linux ships GCC's. Both export omp_get_thread_num; with both in a process
+// the first one answers, so all threads of the other one get the number 0. Inductor's parallel sums index per-thread
+// buffers by this number, so that such sums would be wrong.
 
 #include <omp.h>
 
@@ -12,8 +12,8 @@
 extern "C" int32_t outrider_threads_are_numbered() {
   static const bool are_numbered = [] {
     int64_t threads = 0, numbers = 0;
-    // In a thread that ends. GCC's OpenMP keeps the helpers of each thread that ever had some, and as soon as there are
-    // more of them than processors, all of them sleep where they would wait: rounds took up to three times as long.
+    // In a temporary thread. GCC's OpenMP keeps the helpers of each thread that ever had some, and once there are more
+    // of them than processors, all of them sleep instead of spinning: rounds took up to three times as long.
     std::thread([&] {
 #pragma omp parallel num_threads(2) reduction(+ : threads, numbers)
       {

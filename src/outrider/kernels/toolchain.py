@@ -1,4 +1,4 @@
-"""What compiled code depends on besides its source: the processor, and the C++ compiler that Inductor calls."""
+"""Processor and C++ compiler: compiled code depends on them besides its source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def processor() -> str:
-    """The processor with its instruction sets, all of which the compiler may use."""
+    """Processor and its instruction sets, all of which the compiler may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -19,8 +19,8 @@ def processor() -> str:
 
 
 def compiler() -> tuple[str, str, str | None]:
-    """The C++ compiler: its command, what it says of itself, which another release changes, and the processor that it
-    is told to compile for, if not for this one."""
+    """The C++ compiler that Inductor calls: its command, its version text, and the processor that it compiles for, if
+    not this one."""
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 

@@ -1,4 +1,4 @@
-// Vectors of float32 as wide as the processor has them, in what GCC and Clang both compile.
+// Vectors of float32 of the processor's width, in code that GCC and Clang both compile.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ INLINE Floats load(const float* from) {
   return values;
 }
 
-// Instructions are named, since GCC 12 widens the portable forms number by number, or in halves.
+// Explicit intrinsics, since GCC 12 widens the portable forms element by element, or in halves.
 
 INLINE Floats load(const BFloat16* from) {
 #if VECTOR_BYTES == 64
@@ -89,11 +89,11 @@ INLINE Floats load(const int8_t* from) {
 #endif
 }
 
-INLINE Floats all_lanes(float number) { return number - Floats{}; }  // less zero, which keeps the sign of -0
+INLINE Floats all_lanes(float number) { return number - Floats{}; }  // minus zero, which keeps the sign of -0
 
-// a * b + c, rounded once where the processor can (and twice where no processor of its level can). This is said with the
-// instruction, since compilers choose by their taste: GCC 12 avoids chains of 256-bit FMAs when it tunes for Zen, in some
-// instances of a template and not in others, so that a row's sum depended on the number of rows and threads.
+// a * b + c, rounded once where the processor can (and twice where no processor of its level can). Explicit intrinsics,
+// since compilers decide by tuning: GCC 12 avoids chains of 256-bit FMAs when it tunes for Zen, in some instances of a
+// template and not in others, so that a row's sum depended on the number of rows and threads.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if VECTOR_BYTES == 64
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -106,7 +106,7 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The first of the numbers, zeros after them.
+// The first `number` elements, then zeros.
 template <typename Number>
 INLINE Floats load_first(const Number* from, int64_t number) {
   Number padded[LANES] = {};
@@ -136,7 +136,7 @@ INLINE Four neighbours(Four a, Four b) {
 #endif
 }
 
-// The sums over the lanes of CHANNELS vectors, in the first places; the order is the same for each number of them.
+// Sums over the lanes of CHANNELS vectors, in the first lanes; the order is the same for each number of vectors.
 template <int CHANNELS>
 INLINE Four across(const Floats* sums) {
   Four first = folded(sums[0]);

@@ -1,4 +1,4 @@
-"""Which weights of a model on the CPU stay as they are stored (see kernels/narrow_weight.py), and how it is made so."""
+"""Weights on the CPU that stay in their stored type (see kernels/narrow_weight.py): which, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from outrider.models.memory import INDEX, WHOLE, indexed, only_type, skeleton, w
 from outrider.models.placement import Placement
 from outrider.models.registry import ModelSpec
 
-_LEAST_NUMBERS = 2**18  # of a matrix: products with smaller ones take no longer than the calls
-_LEAST_IN_ALL = 2**24  # smaller models are not worth the seconds in which the kernel is compiled
+_LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
+_LEAST_IN_ALL = 2**24  # smaller models do not repay the seconds of compiling the kernel
 
 
 def kept_type(
     spec: ModelSpec, placed: Placement, device: torch.device, bare: Any, stated: torch.dtype | None = None
 ) -> torch.dtype | None:
-    """The type in which the large matrices of a checkpoint stay; None if the model is to be one of plain tensors.
+    """Type in which the large matrices of a checkpoint stay; None if all weights are to be plain tensors.
 
     Args:
-        placed: neither spread over devices nor over processes; not quantized, or in int8.
-        bare: the model without its numbers, in the type of the arithmetic.
-        stated: the type that the checkpoint's configuration states, which stands for that of its files where they are
-            not on this disk; None to fetch them.
+        placed: on one device of one process; not quantized, or int8.
+        bare: the skeleton, in the compute type.
+        stated: the type that the checkpoint's configuration states, used where its files are not on this disk; None to
+            download them.
     """
     if placed.store == "plain" or device.type != "cpu" or bare.dtype != torch.float32 or not narrow_layers(bare):
         return None
@@ -37,7 +37,7 @@ def kept_type(
         return torch.float32
     if stated is not None and spec.path is None:
         return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
-    return torch.bfloat16 if only_type(_files(spec)) == "BF16" else torch.float32  # neither loses anything
+    return torch.bfloat16 if only_type(_files(spec)) == "BF16" else torch.float32  # both are lossless
 
 
 def _files(spec: ModelSpec) -> list[Path]:
@@ -46,7 +46,7 @@ def _files(spec: ModelSpec) -> list[Path]:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    # What Transformers would fetch next: one file, or those of an index.
+    # Files that Transformers would download next: one, or those of an index.
     for name in (WHOLE, INDEX):
         try:
             found = Path(hf_hub_download(str(spec.hub), name))
@@ -59,7 +59,7 @@ def _files(spec: ModelSpec) -> list[Path]:
 
 
 def narrow_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers whose weights are large matrices, by name: linear ones and embeddings. None in a small model."""
+    """Layers whose weights are large matrices (linear layers and embeddings), by name. None in a small model."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -70,26 +70,26 @@ def narrow_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Those with a product of their own (Falcon's) would widen their weights in each forward."""
+    """Whether it computes nn.Linear's own product. Others (Falcon's) would widen their weights in each forward."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def narrowed(model: nn.Module, stored: torch.dtype) -> None:
-    """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; multiply few
-    rows with them by our kernel."""
+    """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; products of
+    few rows then use our kernel."""
     from outrider.kernels.narrow_weight import NarrowWeight
 
-    made: dict[int, nn.Parameter] = {}
+    narrow: dict[int, nn.Parameter] = {}
     for layer in narrow_layers(model).values():
         weight = layer.weight
-        if id(weight) not in made:  # else two layers share it
+        if id(weight) not in narrow:  # shared weights once
             numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
-            made[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
-        layer.weight = made[id(weight)]
+            narrow[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
+        layer.weight = narrow[id(weight)]
 
 
 def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """Whole numbers [O, I] and scales [O, 1] of a weight that torchao has quantized."""
+    """Integers [O, I] and scales [O, 1] of a weight quantized by torchao; None for other weights."""
     if type(weight) is nn.Parameter:
         return None
     from torchao.quantization import Int8Tensor
@@ -99,9 +99,9 @@ def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def widened(narrow: Any, config: Any) -> Any:
-    """A model in float32 with the numbers of one in bfloat16, whose large matrices it takes as they are.
+    """Convert a bfloat16 model to float32, except its large matrices, which keep their tensors.
 
-    The model itself is made anew: buffers, and constants of its code, are of the type that it is made in.
+    The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.
     """
     from accelerate import init_empty_weights
 

@@ -1,7 +1,7 @@
-"""Kinds of models that are known not to work, refused by name before their weights are read.
+"""Kinds of models that are known not to work: refused by name before their weights are read.
 
-So are things that are no model by themselves, but are published like one: adapters, and heads that draft from the
-hidden states of their target.
+So are checkpoints that are not models by themselves: adapters, and heads that draft from the hidden states of their
+target.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 
-# Attention that a mask made of positions describes, states, and layers that keep nothing.
+# Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 _LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
-# The probe would refuse these, too, but only with their weights loaded.
+# The probe would refuse these too, but only after their weights are loaded.
 _APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 # Words in the names of a head's architectures and type, and fields that only its configuration has.
 _HEADS = {
@@ -32,12 +32,12 @@ _HEADS = {
     "speculator": "a speculator",
 }
 _FIELDS_OF_HEADS = ("draft_vocab_size", "medusa_num_heads", "hydra_num_heads", "dflash_config", "eagle_config")
-# Weights that a causal language model has not, for checkpoints whose configuration is that of their target.
+# Parts of weight names that no causal language model has, for checkpoints with the configuration of their target.
 _WEIGHTS = {"lora_": "a LoRA adapter", "medusa": "a set of Medusa heads", "fc.": "an EAGLE head"}
 
 
 def check_adapter(name: str, file: Path | None) -> None:
-    """Refuse an adapter by name, which would otherwise be left out, or fetched together with its base.
+    """Refuse an adapter by name; Transformers would ignore it, or load it together with its base.
 
     Args:
         file: its adapter_config.json, if there is one.
@@ -57,7 +57,7 @@ def check_adapter(name: str, file: Path | None) -> None:
 
 
 def check_head(name: str, stated: Mapping[str, Any]) -> None:
-    """Refuse by name what drafts for a target and is no model by itself.
+    """Refuse a draft head by name: it is not a model by itself.
 
     Args:
         stated: its config.json.
@@ -65,7 +65,7 @@ def check_head(name: str, stated: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModel
     """
-    if "vision_config" in stated:  # some of these are called Eagle, too
+    if "vision_config" in stated:  # some multimodal models are called Eagle too
         return
     names = [*(stated.get("architectures") or []), stated.get("model_type"), stated.get("speculators_model_type")]
     names += [field for field in _FIELDS_OF_HEADS if stated.get(field) is not None]
@@ -76,11 +76,11 @@ def check_head(name: str, stated: Mapping[str, Any]) -> None:
 
 
 def check_missing(name: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Refuse a checkpoint that lacks weights, by what it has instead of them.
+    """Refuse a checkpoint that lacks weights; unexpected ones show what it is.
 
     Raises:
-        UnsupportedModel: it is a part of a model that has a name.
-        ModelCorrupt: it is not.
+        UnsupportedModel: a known part of a model.
+        ModelCorrupt: anything else.
     """
     lacking = sorted(missing)
     if not lacking:
@@ -94,13 +94,13 @@ def check_missing(name: str, missing: Iterable[str], unexpected: Iterable[str]) 
 
 def _head_message(name: str, thing: str) -> str:
     return (
-        f"{name} is {thing}, which works only together with its base model: here target and draft are causal language "
-        "models of their own (or choose the draft 'ngram')"
+        f"{name} is {thing}, which works only together with its base model: target and draft must be causal language "
+        "models by themselves (or choose the draft 'ngram')"
     )
 
 
 def check_multimodal(name: str, config: Any) -> None:
-    """Refuse by name what Transformers does not load as a causal language model, though it contains one.
+    """Refuse multimodal models by name that Transformers does not load as a causal language model.
 
     Raises:
         UnsupportedModel
@@ -116,7 +116,7 @@ def check_multimodal(name: str, config: Any) -> None:
 
 
 def check_kind(name: str, config: Any) -> None:
-    """Refuse by name what is known not to work, before its weights are read."""
+    """Refuse a kind of model by name before its weights are read."""
     kind = config.model_type
     architectures = config.architectures or []
     if config.is_encoder_decoder:
@@ -128,12 +128,12 @@ def check_kind(name: str, config: Any) -> None:
     if strange:
         raise UnsupportedModel(
             f"{name} ({kind}) has layers of type {', '.join(sorted(strange))}, whose cache cannot be rolled back to an "
-            "earlier token here: attention must be to all tokens, in a sliding window or in chunks"
+            "earlier token here: attention must be full, sliding-window or chunked"
         )
     if kind in _APART:
         raise UnsupportedModel(
-            f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be taken "
+            f"{name} ({kind}) keeps its state outside of the common cache of Transformers, where it cannot be rolled "
             "back to an earlier token"
         )
     if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
-        raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which cannot place tokens by position ids")
+        raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which ignores position ids")

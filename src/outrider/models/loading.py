@@ -1,6 +1,6 @@
-"""From a name, or from objects in memory, to an LM that is known to work.
+"""Loads an LM that is known to work, from a name or from objects in memory.
 
-Whatever is known not to work is refused here by its name; all else is probed (probe.py) before it is used.
+Models that are known not to work are refused by name; all others are probed (probe.py) before use.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from outrider.text.tokenizer import vocab_size
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
-_ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of four dimensions
-_UNBOUNDED = 2**31  # context of a model that states none (or, as XLNet, -1)
+_ATTENTION = ("eager", "sdpa")  # implementations that take 4-D masks
+_UNBOUNDED = 2**31  # context of a model that states none (or -1, as XLNet does)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model and its tokenizer, as Hugging Face has them."""
+    """A Hugging Face model and its tokenizer."""
 
     name: str
     model: Any
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Tokens that end a sequence."""
         for owner in (getattr(self.model, "generation_config", None), self.model.config, self.tokenizer):
             ids = getattr(owner, "eos_token_id", None)
             if ids is not None:
@@ -74,10 +74,10 @@ class Checkpoint:
 
 
 def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False) -> Checkpoint:
-    """Read a model and its tokenizer.
+    """Load a model and its tokenizer.
 
     Args:
-        is_target: unless the placement states something else, all processes of the job share it.
+        is_target: all processes of the job share it, unless the placement states otherwise.
 
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
@@ -88,7 +88,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     size = num_shares(name, placed, is_target=is_target)
     device, device_map = pick_device(placed.device), device_map_of(placed)
     if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
-        raise OptionError("device_map", device_map, "it spreads over CUDA devices: leave out --device cpu")
+        raise OptionError("device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu")
     config = read_config(spec)
     method = "gguf" if spec.gguf else method_of(config)
     with _loading(spec, f"model on {device}"):
@@ -105,7 +105,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         needed = stored_bytes(spec)
         smaller: Callable[[], Mapping[str, int]] = dict
         stated: torch.dtype = config.dtype or torch.float32
-        if method in (None, "gguf"):  # Transformers widens GGUF files
+        if method in (None, "gguf"):  # Transformers dequantizes GGUF files
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
@@ -123,7 +123,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         limits = max_memory_of(placed.max_memory)
         check_fits(name, needed, room_of(device, device_map, limits), smaller)
         if kept is not None:
-            kept = how["dtype"] = kept_type(spec, placed, device, bare)  # by its files, which may be fetched now
+            kept = how["dtype"] = kept_type(spec, placed, device, bare)  # may download its files
         if size == 1:
             how |= {"device_map": device_map or {"": device}, "max_memory": limits}
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -142,7 +142,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         if on_disk:
             raise DeviceError(
                 f"{name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} the "
-                "first: allow more by --max-memory, or choose fewer bits by --quantize"
+                "first: raise --max-memory, or choose fewer bits with --quantize"
             )
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
@@ -150,21 +150,21 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     if device.type == "cpu" and device_map is None and size == 1 and huge_pages.are_there():
         huge_pages.move_weights(model)
     if placed.quantization != "none":
-        _tell_share(name, str(placed.quantization), quantized_share(model))
+        _report_share(name, str(placed.quantization), quantized_share(model))
     return Checkpoint(name, model, load_tokenizer(spec))
 
 
-def _tell_share(name: str, quantization: str, share: float) -> None:
-    """Raises OptionError: none of the weights could be quantized."""
+def _report_share(name: str, quantization: str, share: float) -> None:
+    """Log the quantized share of the weights. Raises OptionError: none could be quantized."""
     if share == 0:
         raise OptionError("quantization", quantization, f"{name} has no linear layers that it could be applied to")
-    # Where less is quantized than is thought, somebody is surprised by memory and speed.
+    # A low share surprises by memory and speed, so it is a warning.
     level = logging.INFO if share >= 0.5 else logging.WARNING
     _LOG.log(level, "%s: %.0f%% of the weights are quantized", name, 100 * share)
 
 
 def read_config(spec: ModelSpec) -> Any:
-    """The configuration of a model that works here. Nothing else is read.
+    """Read the configuration of a model, and nothing else; refuse kinds that do not work.
 
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra
@@ -185,7 +185,7 @@ def read_config(spec: ModelSpec) -> Any:
 
 
 def _adapter_of(spec: ModelSpec) -> Path | None:
-    """The adapter_config.json beside a model, or in place of one."""
+    """The adapter_config.json beside or instead of a model; None if there is none."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
     if spec.path is not None:
@@ -196,8 +196,8 @@ def _adapter_of(spec: ModelSpec) -> Path | None:
 
 
 def _form(spec: ModelSpec) -> dict[str, Any]:
-    """How a checkpoint is written, for ``from_pretrained``; and that no code in it is run, which Transformers would
-    otherwise ask for on standard input. Raises MissingExtra."""
+    """Arguments of ``from_pretrained`` for the format of a checkpoint. None of its code is run (Transformers would ask
+    on standard input). Raises MissingExtra."""
     if spec.gguf is None:
         return {"trust_remote_code": False}
     require_packages("gguf", f"{spec.gguf}")
@@ -205,13 +205,13 @@ def _form(spec: ModelSpec) -> dict[str, Any]:
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
-    """The type of a checkpoint's weights as they are on disk, by its configuration; float32 where it does not tell."""
+    """Type of a checkpoint's weights on disk, by its configuration; float32 if it states none."""
     dtype: torch.dtype | None = read_config(spec).dtype
     return dtype or torch.float32
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
-    """The tokenizer alone. Raises ModelNotFound, ModelCorrupt."""
+    """Load the tokenizer alone. Raises ModelNotFound, ModelCorrupt."""
     import transformers
 
     with _loading(spec, "tokenizer"):
@@ -220,7 +220,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
 
 @contextlib.contextmanager
 def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
-    """Turn what goes wrong while loading into errors of ours; keep the progress bars of small models quiet."""
+    """Translate errors of loading; show no progress bars for small models."""
     from safetensors import SafetensorError
 
     weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
@@ -231,8 +231,8 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except SafetensorError as error:
-        raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): fetch them again") from None
-    except Exception as error:  # whatever a damaged file makes the libraries stumble over
+        raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): download them again") from None
+    except Exception as error:  # for damaged files the libraries may raise anything
         reason = " ".join(str(error).split())[:300]
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(
@@ -251,7 +251,7 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Transformers shows no progress bars."""
+    """Disable Transformers' progress bars."""
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
@@ -264,10 +264,10 @@ def without_bars() -> Iterator[None]:
 
 
 def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
-    """The model as an LM of ``num_tokens`` tokens, after a probe.
+    """Build an LM of ``num_tokens`` tokens, and probe it.
 
     Raises:
-        UnsupportedModel: its architecture cannot be rolled back.
+        UnsupportedModel: its cache cannot be rolled back.
         TokenizerMismatch: it has logits for fewer tokens.
     """
     model: nn.Module = checkpoint.model
@@ -281,10 +281,10 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
         )
     width = config.get_text_config(decoder=True).vocab_size
     if width < num_tokens:
-        raise TokenizerMismatch(f"{checkpoint.name} knows {width} tokens, but {num_tokens} are needed")
+        raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
     if picks_outliers(model):
         raise UnsupportedModel(
-            f"{checkpoint.name} treats a column of activations apart as soon as one row has an outlier there, so that "
+            f"{checkpoint.name} treats a column of activations separately once one row has an outlier there, so that "
             "rows depend on each other: load it with llm_int8_threshold=0"
         )
     model.eval()
@@ -294,16 +294,16 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, types and bytes of all weights, as they are in memory.
+    """SHA-256 of names, shapes, types and bytes of all weights, as they are in memory.
 
-    All processes of a job must call it. Weights that they share are put together one by one. Quantized shares cannot
-    be, and then it is the SHA-256 of the checksums of all processes.
+    All processes of a job must call it. Weights that they share are gathered one by one. Quantized shares cannot be
+    gathered; then it is the SHA-256 of the checksums of all processes.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         for stored in stored_tensors(whole(weight.detach())):
-            # A view of bytes: NumPy does not know all of torch's types.
+            # As bytes: NumPy does not support all of torch's types.
             digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     checksums = current_ranks().of_all(digest.hexdigest())
     if len(set(checksums)) == 1:
@@ -312,25 +312,25 @@ def weights_checksum(model: nn.Module) -> str:
 
 
 def context_len(config: Any) -> int:
-    """Most tokens in a sequence."""
+    """Maximum sequence length."""
     config = config.get_text_config(decoder=True)
     stated = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or {}
-    # Some models state one rope for all layers, others one for each type of layer.
+    # Some models state one rope for all layers, others one per layer type.
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if one.get("rope_type") == "longrope":
-            # Beyond its original context such a model rotates *all* tokens of a forward otherwise, so that logits would
-            # depend on what else is in the forward: on drafted tokens, and on neighbours in the batch.
+            # Beyond its original context such a model rotates *all* tokens of a forward differently, so that logits
+            # would depend on the rest of the forward: on drafted tokens, and on other rows.
             original = one.get("original_max_position_embeddings") or stated
             stated = min(stated or original, original)
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
-        # From this position on Llama 4 scales queries, by positions that it takes from the length of the cache, which
-        # is that of the view here. Half of it leaves room for the tokens of one forward.
+        # From this position on Llama 4 scales queries by positions that it derives from the length of the cache, here
+        # that of the view. Half of it leaves room for the tokens of one forward.
         stated = min(stated, config.floor_scale // 2)
     return stated if stated > 0 else _UNBOUNDED
 
 
 def num_tokens_of(checkpoint: Checkpoint) -> int:
-    """V: the tokens that the tokenizer knows and the model has logits for. What lies beyond is padding."""
+    """V: tokens that the tokenizer has and the model has logits for. Ids beyond are padding."""
     width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
     return width if checkpoint.tokenizer is None else min(width, vocab_size(checkpoint.tokenizer))

@@ -1,8 +1,8 @@
-"""How much memory the weights of a model need, and the cache at a given context and batch. Nothing is loaded.
+"""Memory of the weights of a model, and of the cache at a given context and batch size. Nothing is loaded.
 
-For the list of all models, sizes come from files (configuration and the headers of the weights) or, for models that are
-not on this disk, from what the registry states. For one model, they come from a skeleton of it, made from its
-configuration; bench/predicted_memory.py runs the loop's steps on it.
+For the list of all models, sizes come from files (configuration and headers of the weights) or, for models that are not
+on this disk, from the registry. For one model, they come from its skeleton, built from its configuration;
+bench/predicted_memory.py runs the loop's steps on it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # beginnings of parameters
+_OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # prefixes of configuration fields
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What memory follows from. ``num_params`` counts shared weights once."""
+    """Sizes that determine memory. ``num_params`` counts shared weights once."""
 
     num_params: int
     num_layers: int
@@ -39,18 +39,18 @@ class Sizes:
         return self.num_params * BYTES_PER_NUMBER[dtype]
 
     def cache_bytes(self, dtype: str, num_tokens: int, batch_size: int, *, is_prepared: bool = False) -> int:
-        """What a generation takes in one piece for the keys and values of so many sequences of so many tokens.
+        """Bytes of the cache for keys and values of ``batch_size`` sequences of ``num_tokens``, allocated at once.
 
         Args:
             is_prepared: compiled or captured, where fewer lengths occur.
         """
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
         capacity = prepared_length(num_tokens) if is_prepared else eager_length(num_tokens)
-        return per_token * (capacity + 1) * batch_size  # a place in each row takes what padding writes
+        return per_token * (capacity + 1) * batch_size  # each row has a place for the writes of padding
 
 
 def sizes_of(spec: ModelSpec) -> Sizes | None:
-    """None where neither files nor the registry tell."""
+    """Sizes of a model; None if neither files nor the registry state them."""
     if spec.path is not None:
         try:
             return _from_files(spec.path)
@@ -63,10 +63,10 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
 def _from_files(folder: Path) -> Sizes:
     files = weight_files(folder)
     if not files:
-        raise KeyError("no safetensors to count the parameters in")
+        raise KeyError("there are no safetensors to count parameters in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if any(name.startswith(_OF_STATES) for name in config):
-        raise KeyError("the memory of states does not follow from these numbers")
+        raise KeyError("these numbers do not determine the memory of states")
 
     def first(*names: str) -> int:
         return next(int(config[name]) for name in names if config.get(name) is not None)
@@ -86,8 +86,8 @@ def _from_files(folder: Path) -> Sizes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that Transformers loads, as far as they are there. Some folders hold the weights twice: in another type, or
-    for other programs. Raises OSError, ValueError, KeyError: their index is damaged."""
+    """Weight files that Transformers loads, as far as they exist. Some folders hold the weights twice: in another type,
+    or for other programs. Raises OSError, ValueError, KeyError: their index is damaged."""
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
     if (folder / INDEX).exists():
@@ -96,23 +96,23 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: Path) -> list[str]:
-    """The names of the files over which weights are spread."""
+    """Names of the files in an index of weights."""
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def _num_params(file: Path) -> int:
-    """Numbers in a safetensors file."""
+    """Count the numbers in a safetensors file."""
     return sum(math.prod(tensor["shape"]) for tensor in _tensors(file))
 
 
 def only_type(files: list[Path]) -> str | None:
-    """The type of all numbers in safetensors files, in their own words ("BF16"); None if there are several."""
+    """Type of all numbers in safetensors files, as they name it ("BF16"); None if there are several."""
     types = {tensor["dtype"] for file in files for tensor in _tensors(file)}
     return types.pop() if len(types) == 1 else None
 
 
 def _tensors(file: Path) -> list[dict[str, Any]]:
-    """The tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    """Tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
@@ -122,11 +122,11 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> Any:
-    """The model without its numbers, where the surrounding mode or device makes none (fake, or meta)."""
+    """Model without weight values, if the surrounding mode or device creates none (fake, or meta)."""
     import transformers
     from transformers.initialization import no_init_weights
 
-    # Some initializations read numbers, of which there are none. Weights are tied where they are initialized.
+    # Some initializations read values, which do not exist. Weights are tied during initialization.
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     model.tie_weights()

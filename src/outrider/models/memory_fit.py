@@ -1,4 +1,4 @@
-"""Whether a model fits where it is to go, asked before its weights are read; which of several GPUs a draft goes to."""
+"""Checks that a model fits its devices before its weights are read, and picks a GPU for a draft."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.system.available import available_bytes, size_text
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device or several, in words, and the bytes that are free there; None where nobody tells."""
+    """One or several devices, in words, and their free bytes; None if unknown."""
 
     where: str
     free: int | None
@@ -25,10 +25,10 @@ class DeviceMemory:
 def room_of(
     device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
 ) -> DeviceMemory:
-    """The room that a placement gives a model.
+    """Memory that a placement gives a model.
 
     Args:
-        device_map, limits: what ``from_pretrained`` takes as ``device_map`` and ``max_memory``.
+        device_map, limits: ``device_map`` and ``max_memory`` of ``from_pretrained``.
     """
     if device_map is None:
         return DeviceMemory(str(device), available_bytes(device))
@@ -37,7 +37,7 @@ def room_of(
         return DeviceMemory("the devices of its map", _sum([available_bytes(one) for one in devices]))
     from accelerate.utils import get_max_memory
 
-    # Accelerate's own account: what is free on each device, and on the CPU, or the limits.
+    # By Accelerate's account: free memory of each device and the CPU, or the limits.
     free = get_max_memory(None if limits is None else dict(limits))
     return DeviceMemory("all devices together", sum(size for place, size in free.items() if place != "disk"))
 
@@ -47,12 +47,12 @@ def _sum(sizes: list[int | None]) -> int | None:
 
 
 def stored_bytes(spec: ModelSpec) -> int:
-    """Bytes of the weights of a checkpoint as they are on this disk; 0 where it is not."""
+    """Bytes of the weights of a checkpoint on this disk; 0 if it is not here."""
     return 0 if spec.path is None else sum(file.stat().st_size for file in weight_files(spec.path))
 
 
 def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int) -> dict[str, int]:
-    """Bytes of the weights in forms of fewer bits, by the options that choose them.
+    """Bytes of the weights in narrower types, by the options that choose them.
 
     Args:
         bare: the skeleton, of this type.
@@ -69,7 +69,7 @@ def check_fits(name: str, needed: int, room: DeviceMemory, smaller: Callable[[],
 
     Args:
         needed: bytes of its weights.
-        smaller: gives the bytes in other forms (see ``forms``), if they are needed.
+        smaller: returns the bytes in narrower types (see ``forms``), if they are needed.
 
     Raises:
         DeviceError: with the numbers, and what would fit.
@@ -77,7 +77,7 @@ def check_fits(name: str, needed: int, room: DeviceMemory, smaller: Callable[[],
     if room.free is None or needed <= room.free:
         return
     fitting = [f"{option} ({size_text(size)})" for option, size in smaller().items() if size <= room.free]
-    remedy = ", ".join(fitting) if fitting else "nothing here; --device-map spreads a model over several devices"
+    remedy = ", ".join(fitting) if fitting else "nothing here; or spread it over several devices (--device-map)"
     raise DeviceError(
         f"the weights of {name} need {size_text(needed)} on {room.where}, where {size_text(room.free)} are free; this "
         f"would fit: {remedy}"
@@ -85,10 +85,10 @@ def check_fits(name: str, needed: int, room: DeviceMemory, smaller: Callable[[],
 
 
 def fastest_with_room(needed: int) -> torch.device | None:
-    """The CUDA device that reads its memory fastest, among those with room for so many bytes twice (the caches come on
-    top); of equal ones the first. None where there is no such device.
+    """CUDA device with the highest memory bandwidth among those with twice the bytes free (for caches too); the
+    first one of equals. None if there is none.
 
-    Reading weights is the cost of a draft's step, so that the bandwidth of memory orders the devices.
+    The time of a draft step is that of reading its weights.
     """
     best: tuple[float, torch.device] | None = None
     for index in range(torch.cuda.device_count()):

@@ -1,6 +1,6 @@
-"""Tensor parallel: the processes of a job share each layer of a model, by the plan that Transformers has for its kind.
+"""Tensor parallelism: the processes of a job share each layer of a model, by Transformers' plan for its kind.
 
-What cannot be shared is refused here, by its configuration, before weights are read.
+Models that cannot be shared are refused by their configuration, before weights are read.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from outrider.errors import DeviceError, OptionError, UnsupportedModel
 from outrider.models.placement import Placement
 from outrider.system.ranks import current_ranks, join
 
-_ATTENTION = ("attn", "attention")  # modules of heads, as plans call them
-_SPLIT = ("colwise", "packed_colwise")  # styles that leave to each process some of a module's outputs
+_ATTENTION = ("attn", "attention")  # names of attention modules in plans
+_SPLIT = ("colwise", "packed_colwise")  # styles where each process computes part of a module's outputs
 
 
 def num_shares(name: str, placed: Placement, *, is_target: bool) -> int:
-    """Among how many processes each layer of a model is shared: where nothing is stated, a target among all of the
-    job. (A draft is small: the sums over shares would cost more time than they save.)
+    """Number of processes that share each layer of a model. By default all of the job share a target. (A draft is
+    small: all-reduces would cost more time than sharing saves.)
 
     Raises:
         OptionError, DeviceError: there are not as many processes, or devices, as stated.
@@ -31,13 +31,13 @@ def num_shares(name: str, placed: Placement, *, is_target: bool) -> int:
     if stated == size or (stated == 1 and not is_target):
         return stated
     remedy = f"torchrun --nproc-per-node {stated} -m outrider COMMAND ..." if stated > 1 else "run it without torchrun"
-    raise OptionError("tensor_parallel", stated, f"{name} needs so many processes, not {size}: {remedy}")
+    raise OptionError("tensor_parallel", stated, f"{name} needs that many processes, not {size}: {remedy}")
 
 
 def check_shares(
     name: str, size: int, placed: Placement, device: torch.device, config: Any, method: str | None
 ) -> None:
-    """Refuse a model that cannot be shared among so many processes.
+    """Refuse a model that ``size`` processes cannot share.
 
     Args:
         config: of the model.
@@ -48,7 +48,9 @@ def check_shares(
         UnsupportedModel: there is no plan for its kind, or its heads cannot be divided.
     """
     if placed.device_map != "none":
-        raise OptionError("device_map", placed.device_map, f"{name} is shared by {size} processes: choose one of both")
+        raise OptionError(
+            "device_map", placed.device_map, f"{name} is shared by {size} processes: choose sharing or a map"
+        )
     if method is not None or placed.quantization in ("8bit", "nf4"):
         raise OptionError(
             "quantization",

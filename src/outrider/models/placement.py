@@ -1,6 +1,6 @@
-"""How a model is put on this machine: its device or devices, the type of its numbers, its quantization.
+"""Placement of a model: device or devices, number type, quantization.
 
-The command line, the Python API and files of models use the same words. Nothing is loaded here.
+The command line, the Python API and model files use the same words. Nothing is loaded here.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # that Accelerate infers
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # inferred by Accelerate
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choices for one model. "auto" and None leave a choice to the model's name (``[models.NAME]``), then to the
+    """Placement options of one model. "auto" and None defer to the model's entry (``[models.NAME]``), then to the
     machine.
 
     Attributes:
         device: "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps".
-        dtype: of the arithmetic, and of all weights that are not quantized: "auto" (float32 on the CPU, else the
+        dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
             checkpoint's own), "float64", "float32", "bfloat16", "float16".
-        quantization: of the weights of linear layers, as the model is loaded: "none", "int8", "int4", "fp8", "8bit",
-            "nf4" (see quantize.py).
+        quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
+            quantize.py).
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
-        store: on the CPU, where the arithmetic is float32: "auto" keeps large matrices as the checkpoint has them, most
-            often in bfloat16, and multiplies few rows with them by a kernel that is compiled for the processor; where
-            none can be, and with "plain", all weights are tensors of ``dtype``. Results differ in the order of sums.
-        max_memory: the most that a device map may put on a device: "0=20GiB,1=20GiB,cpu=60GiB".
-        tensor_parallel: the number of processes that share each layer (``torchrun``).
+        store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and
+            multiplies few rows with them by a kernel compiled for the processor. With "plain", or if the kernel cannot
+            be compiled, all weights are tensors of ``dtype``. Results differ in the order of sums.
+        max_memory: limits of a device map: "0=20GiB,1=20GiB,cpu=60GiB".
+        tensor_parallel: number of processes that share each layer (``torchrun``).
     """
 
     device: str = "auto"
@@ -53,7 +53,7 @@ class Placement:
     store: str | None = None
 
     def over(self, spec: ModelSpec) -> Placement:
-        """These choices; where they are left open, those of the spec. All are checked.
+        """Fill in open choices from the spec, and check all.
 
         Raises:
             OptionError
@@ -80,22 +80,22 @@ class Placement:
         return placed
 
     def inheriting(self, device: str, dtype: str) -> Placement:
-        """For a draft: the target's device and dtype, where no others are chosen."""
+        """Placement of a draft: the target's device and dtype, unless chosen."""
         own_device = device if self.device == "auto" else self.device
         return replace(self, device=own_device, dtype=dtype if self.dtype == "auto" else self.dtype)
 
     def name_of(self, spec: ModelSpec) -> str:
-        """The model's name, with the quantization that the name does not imply."""
+        """Model name, with the quantization unless the name implies it."""
         if self.quantization in (None, spec.quantization) or (self.quantization, spec.quantization) == ("none", None):
             return spec.name
         return f"{spec.name.removesuffix(f':{spec.quantization}')}:{self.quantization}"
 
 
 def pick_device(name: str) -> torch.device:
-    """A device by name; ``auto`` takes CUDA, then MPS, then the CPU.
+    """Device by name; ``auto`` takes CUDA, then MPS, then the CPU.
 
     Raises:
-        DeviceError: it is not there.
+        DeviceError: it does not exist here.
     """
     if name == "auto":
         has_mps = torch.backends.mps.is_available()
@@ -133,13 +133,13 @@ def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
     places = {module: f"cuda:{value}" if isinstance(value, int) else value for module, value in read.items()}
     for place in set(places.values()):
         if place in ("auto", "disk"):
-            raise FileError(f"{path}: {place!r} is no place for a layer: name a device, like cuda:0 or cpu")
+            raise FileError(f"{path}: {place!r} is not a device: choose one like cuda:0 or cpu")
         pick_device(place)
     return places
 
 
 def max_memory_of(text: str | None) -> dict[int | str, str] | None:
-    """ "0=20GiB,cpu=60GiB" as Accelerate takes it.
+    """Parse "0=20GiB,cpu=60GiB" for Accelerate.
 
     Raises:
         OptionError

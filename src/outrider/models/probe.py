@@ -1,8 +1,8 @@
-"""A model is probed before it is used: through a SlotCache it must give the logits of one forward without a cache, and
-the logits of a token must not depend on later tokens or on other rows. States must go on from their anchors.
+"""Probe of a model before use: through a SlotCache it must give the logits of one forward without a cache, and the
+logits of a token must not depend on later tokens or on other rows. States must continue from their anchors.
 
-An architecture that cannot do that is refused here, by name, before it can generate wrong text. A list of
-architectures would be out of date with the next release of Transformers.
+Architectures that fail are refused by name, before they can generate wrong text. A list of architectures would be
+outdated by the next release of Transformers.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from outrider.sampling.probs import is_finite
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
 _LENGTH = 8
-_LENGTH_WITH_STATES = 3 * STRIDE + 7  # so that the anchor is some tokens behind those compared
-_BEHIND = 0, 5  # tokens by which rows that are fed together are shorter: their anchors differ
+_LENGTH_WITH_STATES = 3 * STRIDE + 7  # puts the anchor some tokens before those compared
+_BEHIND = 0, 5  # tokens by which rows of one forward are shorter: their anchors differ
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
-_NUM_CHANGES = 3  # of the other tokens
-# The same products of the same shape: equal to the last bit with all kernels that are known.
+_NUM_CHANGES = 3  # variants of the other tokens
+# For equal products of equal shape: all known kernels give equal bits.
 _TOLERANCE_OF_ROWS = 1e-6
-_MOST_ALONE = 10.0  # times the error among several
+_MOST_ALONE = 10.0  # times the error when fed among several
 _LEAST_LOG_PROB = -20.0  # rarer tokens are not compared
-_LEAST_SPREAD = 0.01  # nats: where hardly more than one token of each row is compared
-# What modelling code raises that expects another cache.
+_LEAST_SPREAD = 0.01  # nats, if hardly more than one token of each row is compared
+# Errors of modelling code that expects another cache.
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
-_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # as configurations call them
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # names in configurations
 _LONGEST_WINDOW = 4096
-# Parameters times tokens of the text. The first takes a thread of a CPU about a second, in float32, or two if a
-# window is thousands of tokens long; the other is reckoned, not measured: 80 TFLOP, a fraction of a second for a GPU
-# of some hundred TFLOP/s.
+# Parameters times tokens. The first takes a CPU thread about a second in float32, two if a window is thousands of
+# tokens long. The second is an estimate, not a measurement: 80 TFLOP, a fraction of a second for a GPU of some hundred
+# TFLOP/s.
 _MOST_WORK_OF_THREAD, _MOST_WORK_OF_CUDA = 2e10, 2e13
 
 
 def probe(lm: LM, kind: str) -> None:
-    """With a few tokens; and, if the model has a sliding window, with a text that goes beyond it, where that takes
-    a second or two at most.
+    """Probe a model with a few tokens; and, if it has a sliding window, with a sequence longer than the window, if that
+    takes at most a second or two.
 
     Args:
         kind: of the model, for the message.
@@ -57,7 +57,7 @@ def probe(lm: LM, kind: str) -> None:
     if ignored < lm.context_len:
         raise UnsupportedModel(
             f"{lm.name} ({kind}) states a window of {ignored} tokens that its modelling code does not apply, but its "
-            "own cache does, so that its text depends on how it was made: limit its context to the window "
+            "own cache does, so that its output depends on the cache: limit its context to the window "
             "(max_position_embeddings)"
         )
     _compare_rows(lm, kind)
@@ -70,26 +70,26 @@ def probe(lm: LM, kind: str) -> None:
     if lm.has_states:
         _compare_with_states(lm, kind)
     else:
-        # A wide view: what depends on the number of places in view, and not on positions alone, shows in it.
-        # Rows of different lengths where inputs of convolutions are kept, which padding must not spoil.
+        # A wide view shows dependence on the number of places in view instead of positions.
+        # Rows of different lengths if convolution inputs are stored, which padding must not spoil.
         has_windows = any(state.width for shape in lm.layer_shapes for state in shape.states)
-        what = "its cache cannot be rolled back, or it looks at later tokens"
+        what = "its cache cannot be rolled back, or it sees later tokens"
         _compare(lm, kind, _LENGTH, _VIEW, what, _BEHIND if has_windows else (0,))
     window = window_of(lm)
     length = min(lm.context_len, num_tokens_across(window))
     if window < length and window <= _LONGEST_WINDOW and _is_affordable(lm, length):
-        _compare(lm, kind, length, length, f"beyond the {window} tokens of its window it looks elsewhere")
+        _compare(lm, kind, length, length, f"beyond its window of {window} tokens its attention differs")
 
 
 def window_of(lm: LM) -> int:
-    """The sliding window, or the chunk, that the configuration states; 0 for none."""
+    """Sliding window or chunk that the configuration states; 0 for none."""
     config: Any = lm.model.config
     windows = [getattr(config.get_text_config(decoder=True), name, None) for name in _WINDOWS]
     return next((window for window in windows if isinstance(window, int)), 0)
 
 
 def num_tokens_across(window: int) -> int:
-    """How long a text must be to show a wrong window: a few tokens beyond it, there is hardly more to see than
+    """Length of a sequence that reveals a wrong window: a few tokens beyond it, differences are hardly larger than
     rounding."""
     return window + window // 4 + 8
 
@@ -101,8 +101,9 @@ def _is_affordable(lm: LM, num_tokens: int) -> bool:
 
 
 def _compare_with_states(lm: LM, kind: str) -> None:
-    """The same for states. If a single token that goes on from a state is given other logits than among several, beyond
-    rounding, it is fed among several from now on; if several do not go on from a state, one at a time."""
+    """Compare block-wise forwards of a model with states. If a single token that continues from a state gets other
+    logits than among several, beyond rounding, feed it among several from now on; if several do not continue correctly,
+    feed them one at a time."""
     alone = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
     lm.least_columns = 2
     among = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
@@ -110,36 +111,36 @@ def _compare_with_states(lm: LM, kind: str) -> None:
     if lm.is_stepped or alone <= max(_MOST_ALONE * among, _TOLERANCE_OF_ROWS):
         lm.least_columns = 1
     if lm.is_stepped:
-        _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, "its states do not go on where they were left")
-    what = "rows of different lengths change each other's states, or padding does"
+        _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, "its states do not continue where they were left")
+    what = "its states depend on other rows or on padding"
     _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
 
 
 def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> None:
-    """Refuse the model if the error is more than rounding may explain."""
-    if not _error(lm, kind, length, view_len, behind) <= _tolerance_of(lm):  # NaN is not right either
-        raise UnsupportedModel(f"{lm.name} ({kind}) gives other logits block by block than in one forward: {what}")
+    """Refuse the model if the error is larger than rounding explains."""
+    if not _error(lm, kind, length, view_len, behind) <= _tolerance_of(lm):  # NaN fails too
+        raise UnsupportedModel(f"{lm.name} ({kind}) cannot be used: {what}")
 
 
 def _tolerance_of(lm: LM) -> float:
-    # Kernels of quantized layers may round activations to 8 bits, which turns a last bit into one of these.
+    # Kernels of quantized layers may round activations to 8 bits, where a last bit becomes a step as large as these.
     return _tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
 
 
 @torch.inference_mode()
 def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] = (0,)) -> float:
-    """Compare the last tokens of texts, block by block and with a rollback before them, to one forward without a
+    """Compare the last tokens of sequences, fed block by block with a rollback before them, to one forward without a
     cache: the difference relative to the spread of the log-probabilities.
 
     Args:
-        behind: for each text, by how many tokens it is shorter than ``length``.
+        behind: for each sequence, by how many tokens it is shorter than ``length``.
     """
     length, view_len = min(length, lm.context_len), min(view_len, lm.context_len)
     begin = max(length // 2, length - _NUM_COMPARED)
     shorter = torch.tensor(behind, device=lm.device).clamp_max(max(begin - 1, 0))
     generator = torch.Generator().manual_seed(0)
     ids, wrong = torch.randint(lm.vocab_size, (2, len(behind), length), generator=generator).to(lm.device)
-    columns = torch.arange(length, device=lm.device) - shorter[:, None]  # the text of a row begins at its column 0
+    columns = torch.arange(length, device=lm.device) - shorter[:, None]  # a row begins where its column is 0
     compared = columns[:, begin:]
 
     def feed(tokens: Tensor, begin: int, end: int, num_committed: int) -> Tensor:
@@ -157,7 +158,7 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         want = full[rows, (compared - (length - num_kept)).to(full.device)]
         ends = begin - shorter
         lm.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=begin)
-        feed(wrong, begin, length, begin)  # rejected: the next block is written over it
+        feed(wrong, begin, length, begin)  # rejected: the next block overwrites it
         bounds = sorted({begin, min(begin + 1, length), min(begin + 2, length), length})
         got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1)
     except torch.OutOfMemoryError:
@@ -165,13 +166,13 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
     except _FAILURES as error:
         raise _cannot_run(lm, kind, error) from error
     if not bool(is_finite(want).all()):
-        return 0.0  # broken weights are reported by the loop, with the position
+        return 0.0  # the loop reports broken weights, with the position
     return _difference(got, want) / _spread(want)
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
     """Root mean square difference of log-probabilities, in nats, over tokens with more than e^-20 in either. (The
-    others share what these leave of 1, so that their mass is compared, too.) Infinite if other tokens are impossible,
+    others share the remaining probability, so their mass is compared too.) Infinite if different tokens are impossible,
     NaN if ``got`` is broken."""
     if not torch.equal(got.isneginf(), want.isneginf()):
         return math.inf
@@ -183,7 +184,7 @@ def _difference(got: Tensor, want: Tensor) -> float:
 
 def _spread(logits: Tensor) -> float:
     """Standard deviation of log-probabilities over tokens with more than e^-20, estimated from their median distance
-    to the median, so that a few tokens cannot set it."""
+    to the median, so that outliers do not dominate it."""
     compared = _log_probs(logits)
     compared = compared.masked_fill(compared <= _LEAST_LOG_PROB, torch.nan)
     distances = (compared - compared.nanquantile(0.5, dim=-1, keepdim=True)).abs()
@@ -201,9 +202,9 @@ def _cannot_run(lm: LM, kind: str, error: Exception) -> UnsupportedModel:
 
 @torch.inference_mode()
 def _compare_rows(lm: LM, kind: str) -> None:
-    """Change the last token of one row, and all of another: the other logits must stay as they are. (Kernels that look
-    at all rows together fail here: one scale for all activations, or columns that are treated apart because one row
-    has an outlier there.)"""
+    """Change the last token of one row, and all of another: the other logits must not change. (Kernels whose rows
+    depend on each other fail here: one scale for all activations, or columns treated separately because one row has an
+    outlier there.)"""
     length = min(_NUM_COMPARED, lm.context_len)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(lm.vocab_size, (1 + _NUM_CHANGES, 2, length), generator=generator).to(lm.device)
@@ -223,7 +224,7 @@ def _compare_rows(lm: LM, kind: str) -> None:
     if length < 2 or not bool(is_finite(first).all()):
         return
     spread = _spread(first)
-    # Some kernels add in another order each time.
+    # Some kernels add in a different order each time.
     noise = 4 * _difference(again, first)
     tolerance = (_tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
     change = float(torch.tensor([_difference(other, first) for other in others]).max())  # NaN if any is
@@ -236,12 +237,12 @@ def _compare_rows(lm: LM, kind: str) -> None:
 
 
 def _has_experts(lm: LM) -> bool:
-    """Tokens of all rows that go to the same expert are multiplied together, in an order that depends on the others."""
+    """Whether it has experts: the order in which the tokens of an expert are multiplied depends on the other rows."""
     config: Any = lm.model.config
     text_config = config.get_text_config(decoder=True)
     return any(getattr(text_config, name, None) for name in _EXPERTS)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Relative error that rounding may explain; an architecture that cannot be rolled back is off by far more."""
+    """Relative error that rounding may explain; an architecture that cannot be rolled back errs by far more."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

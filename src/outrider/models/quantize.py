@@ -1,10 +1,10 @@
-"""Weights in fewer bits: quantized as a model is loaded, or in its checkpoint already.
+"""Quantized weights: quantized while loading, or in the checkpoint.
 
-A quantized target is another target: all guarantees hold with respect to the model as it is loaded. They need one
-property of its kernels, which the probe checks: the logits of a token do not depend on later tokens or on other rows.
-So activations stay as they are here (weights only), or are rounded with a scale for each row.
+A quantized target is another target: all guarantees hold for the model as loaded. They need one property of its
+kernels, which the probe checks: the logits of a token do not depend on later tokens or on other rows. So activations
+are not quantized (weights only), or have a scale per row.
 
-| name | weights | made by |
+| name | weights | by |
 |---|---|---|
 | int8 | 8 bits, a scale for each output channel | torchao ``Int8WeightOnlyConfig`` |
 | int4 | 4 bits, a scale and an offset for each 128 (or 32) inputs | torchao, on the CPU a prototype |
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
 from outrider.runtime.tensor_parts import stored_tensors
 
-# The extras without which Transformers cannot read a checkpoint, by its ``quant_method``, with their packages.
+# Extras that Transformers needs to read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {
     "bitsandbytes": ("quantize", ("bitsandbytes",)),
     "torchao": ("quantize", ("torchao",)),
@@ -39,7 +39,7 @@ _NF4_BLOCK, _NF4_CODES = 64, 16
 
 
 def check_quantization(name: str, quantization: str, method: str | None) -> None:
-    """Refuse, before weights are read, a quantization that is not possible for a model.
+    """Refuse a quantization that is impossible for a model, before weights are read.
 
     Args:
         method: by which its checkpoint is quantized, if it is.
@@ -53,7 +53,7 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
 
     if quantization == "none":
         if method is not None:
-            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # it would be passed over
+            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
             require_packages(method, f"{name}, quantized with {method},")
         return
@@ -63,12 +63,12 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
 
 
 def method_of(config: Any) -> str | None:
-    """The ``quant_method`` of a quantized checkpoint."""
+    """``quant_method`` of a checkpoint; None if it is not quantized."""
     own = _own_quantization(config)
     if own is None:
         return None
     method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
-    return str(getattr(method, "value", method) or "bitsandbytes")  # early ones of bitsandbytes do not state it
+    return str(getattr(method, "value", method) or "bitsandbytes")  # early bitsandbytes checkpoints do not state it
 
 
 def _own_quantization(config: Any) -> Any:
@@ -85,20 +85,20 @@ def require_packages(method: str, needed_by: str) -> None:
 
 
 def without_outliers(config: Any) -> None:
-    """Turn off the threshold of bitsandbytes' 8-bit products in a checkpoint. Above it, a column of activations is
-    multiplied in 16 bits *for all rows* as soon as one row has an outlier there, so that rows depend on each other."""
+    """Turn off the outlier threshold of bitsandbytes' 8-bit products in a checkpoint. Above it, a column of activations
+    is multiplied in 16 bits *for all rows* once one row has an outlier there, so that rows depend on each other."""
     own = _own_quantization(config)
     if isinstance(own, dict) and own.get("load_in_8bit"):
         own["llm_int8_threshold"] = 0.0
 
 
 def picks_outliers(model: nn.Module) -> bool:
-    """Whether some of its 8-bit products have such a threshold."""
+    """Whether any of its 8-bit products has an outlier threshold."""
     return any(getattr(getattr(module, "state", None), "threshold", 0) > 0 for module in model.modules())
 
 
 def quantizable(model: Any) -> dict[str, nn.Linear]:
-    """The layers that are quantized as a model is loaded: all linear ones but the last."""
+    """Layers that are quantized while loading: all linear ones but the last."""
     last = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in linear.items() if module is not last}
@@ -107,12 +107,12 @@ def quantizable(model: Any) -> dict[str, nn.Linear]:
 def quantization_config(
     quantization: str, device: torch.device, dtype: torch.dtype, skeleton: Any, parallel: int = 1
 ) -> Any:
-    """The object that ``from_pretrained`` takes.
+    """Quantization config for ``from_pretrained``.
 
     Args:
         quantization: one of QUANTIZATIONS.
-        dtype: of the arithmetic.
-        skeleton: the model without its numbers.
+        dtype: compute type.
+        skeleton: model without weight values.
         parallel: processes that share its layers.
 
     Raises:
@@ -138,7 +138,7 @@ def _torchao_config(quantization: str, device: torch.device, skeleton: Any, para
         return torchao.Float8WeightOnlyConfig()
     group_size = group_size_of(quantizable(skeleton), parallel)
     if device.type == "cpu":
-        # The published configuration wants a package for GPUs.
+        # The published configuration needs a GPU package.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
         return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
@@ -148,7 +148,7 @@ def _torchao_config(quantization: str, device: torch.device, skeleton: Any, para
 
 
 def group_size_of(layers: Mapping[str, nn.Linear], parallel: int) -> int:
-    """Inputs that share a scale in int4. torchao passes over layers whose width it does not divide.
+    """Number of inputs that share a scale in int4. torchao skips layers whose width it does not divide.
 
     Args:
         parallel: processes that may share the inputs of a layer.
@@ -161,7 +161,7 @@ def linear_bytes(quantization: str, layer: nn.Linear, dtype: torch.dtype, group_
     """Bytes of the quantized weights of a layer, with their scales.
 
     Args:
-        dtype: of the arithmetic; int4 has its scales in it.
+        dtype: compute type; scales of int4 have it.
         group_size: of int4.
     """
     number, outputs = layer.weight.numel(), layer.out_features
@@ -171,7 +171,7 @@ def linear_bytes(quantization: str, layer: nn.Linear, dtype: torch.dtype, group_
         if layer.in_features % group_size:
             return number * dtype.itemsize
         return number // 2 + 2 * dtype.itemsize * (number // group_size)
-    return number + outputs * (4 + (quantization == "int8"))  # torchao's int8 keeps an offset of zero
+    return number + outputs * (4 + (quantization == "int8"))  # torchao's int8 stores zero points
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -184,8 +184,8 @@ def num_bytes(model: nn.Module) -> int:
 
 
 def quantized_share(model: nn.Module) -> float:
-    """The part of the weights that is quantized, by their number. Embeddings and what follows the last layer are not;
-    nor are layers whose width the group size does not divide."""
+    """Fraction of the weights that is quantized, by count. Embeddings and the LM head are not, nor are layers whose
+    width the group size does not divide."""
     quantized = total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
@@ -201,8 +201,7 @@ def _is_quantized(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def widened_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, with quantized ones as plain numbers again: what a layer makes of the unit vectors, by
-    whichever library."""
+    """Weights by name, quantized ones dequantized: a layer's outputs for the unit vectors, in any library."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     weights |= dict(model.named_buffers(remove_duplicate=False))
     dtype = next(one.dtype for one in weights.values() if one.is_floating_point())

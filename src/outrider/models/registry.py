@@ -1,6 +1,6 @@
-"""Names of models: the known ones, and the user's own from a TOML file.
+"""Registry of model names: the built-in ones, and the user's own from a TOML file.
 
-This module reads TOML; it does not load models, and does not import torch.
+This module reads TOML; it does not load models or import torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _KNOWN = Path(__file__).parent / "known.toml"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Where a model is to be had, and what is known of it without loading it.
+    """Location of a model, and its sizes if stated.
 
     Attributes:
         path: a folder on this disk; or
         hub: a repository of the Hugging Face hub.
-        gguf: the file of either that holds the weights, where they are in this form.
+        gguf: the GGUF file in either that holds the weights.
         dtype ... store: see ``Placement``; None leaves the choice to the command.
-        source: the file that the name was defined in, for the listing.
+        source: the file that defines the name, for the listing.
         num_params ... context_len: stated sizes, for models that are not on this disk.
     """
 
@@ -58,11 +58,11 @@ class ModelSpec:
 
     @property
     def location(self) -> str:
-        """What Hugging Face's ``from_pretrained`` takes."""
+        """Path or hub id for ``from_pretrained``."""
         return str(self.path) if self.path is not None else str(self.hub)
 
     def is_same_model(self, other: ModelSpec) -> bool:
-        """Whether both are the same files, under whatever names; their placements may differ."""
+        """Whether both are the same files, under any name; placements may differ."""
         if self.gguf != other.gguf:
             return False
         if self.path is None or other.path is None:
@@ -71,16 +71,16 @@ class ModelSpec:
 
 
 def user_file() -> Path:
-    """Where the user's own names are looked for."""
+    """Path of the user's own model file."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "outrider" / "models.toml"
 
 
 def known_models(extra: Path | None = None) -> dict[str, ModelSpec]:
-    """All names: the built-in ones, the user's file if there is one, then ``extra``; later ones win.
+    """All names: the built-in ones, then the user's file, then ``extra``; later ones win.
 
     Raises:
-        FileError: a file cannot be read, or says something that is not understood.
+        FileError: a file cannot be read, or has unknown entries.
     """
     files = [(_KNOWN, "built in")]
     if user_file().exists():
@@ -126,15 +126,15 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
 
 
 def _at(spec: ModelSpec, path: Path) -> ModelSpec:
-    """The spec of a folder, or of a GGUF file."""
+    """Spec of a folder or GGUF file."""
     if path.suffix == ".gguf":
         return replace(spec, path=path.parent, gguf=path.name)
     return replace(spec, path=path)
 
 
 def resolve(name: str, extra: Path | None = None) -> ModelSpec:
-    """What a user means by a name: one that is known, a folder, a GGUF file, or a hub id; each may end in
-    ":QUANTIZATION" or, if it is a hub id, in ":FILE.gguf".
+    """Spec of a name: a known one, a folder, a GGUF file, or a hub id; each may end in ":QUANTIZATION" or, if it is a
+    hub id, in ":FILE.gguf".
 
     Raises:
         ModelNotFound: none of these; the message suggests the nearest known name.
@@ -148,7 +148,7 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     stem, _, suffix = name.rpartition(":")
     if stem and (suffix in ("none", *QUANTIZATIONS) or suffix.endswith(".gguf")):
         if stem.rpartition(":")[2] in QUANTIZATIONS:
-            raise ModelNotFound(f"{name!r} ends in two forms: give one")
+            raise ModelNotFound(f"{name!r} ends in two quantizations: give one")
         spec = replace(resolve(stem, extra), name=name)
         return replace(spec, gguf=suffix) if suffix.endswith(".gguf") else replace(spec, quantization=suffix)
     is_path = name.startswith((".", "/", "~")) or name.count("/") != 1

@@ -1,5 +1,5 @@
-"""Which tokens a token sees: masks of attention, made of positions alone, since place and position are one in a
-SlotCache. Models differ in their kinds of layers."""
+"""Attention masks, built from positions alone: in a SlotCache a token's index is its position. A model may mix layer
+types (full, sliding-window, chunked)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """
+    """Kinds of attention in a model.
+
     Attributes:
-        layer_types: of a model, those with attention.
-        window: in sliding attention a token sees so many tokens, itself included.
-        chunk: in chunked attention it sees those of its own chunk of so many, up to itself.
-        ignored_window: one that models of this type state, and their code does not apply.
+        layer_types: of its attention layers.
+        window: number of tokens that a token sees in sliding attention, itself included.
+        chunk: size of the chunks in chunked attention, where a token sees its own chunk up to itself.
+        ignored_window: a window that the configuration states and the modelling code does not apply.
     """
 
     layer_types: tuple[str, ...]
@@ -38,16 +39,16 @@ class Visibility:
         if not layer_types:
             is_windowed = window is not None and _makes_windows(model)
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
-            if not is_windowed and hasattr(type(config), "sliding_window"):  # not one that is foreign to its type
+            if not is_windowed and hasattr(type(config), "sliding_window"):  # a field of its type, not a stray one
                 ignored_window = window
-        # Layers without attention need no mask: what is fed is padded at its end alone.
+        # Layers without attention need no mask: padding is at the end only.
         return cls(tuple(sorted(layer_types & _ATTENDING or {"full_attention"})), window, chunk, ignored_window)
 
     def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Additive masks: 0 where a query may look, the least number elsewhere. [B, 1, T, view_len]
+        """Additive masks: 0 for visible keys, the lowest number for hidden ones. [B, 1, T, view_len]
 
-        Additive, since eager attention adds what it is given; scaled-dot-product attention takes both forms. Models
-        with several kinds of layers take a dictionary, by kind; the others take one tensor.
+        Eager attention adds the mask; scaled-dot-product attention takes either form. Models with several layer types
+        take a dictionary by type, the others one tensor.
         """
         places = torch.arange(view_len, device=positions.device)
         queries = positions[..., None]
@@ -66,6 +67,6 @@ class Visibility:
 
 
 def _makes_windows(model: nn.Module) -> bool:
-    """Whether the modelling code makes masks with a sliding window. A configuration may state one that it ignores."""
+    """Whether the modelling code builds sliding-window masks. A configuration may state a window that it ignores."""
     homes = {type(module).__module__ for module in model.modules()}
     return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)

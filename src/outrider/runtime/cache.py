@@ -1,18 +1,18 @@
-"""SlotCache: keys and values at fixed places, so that rolling back costs nothing; and states that wait at an anchor.
+"""SlotCache: a preallocated KV cache, where rolling back costs nothing; and recurrent states, kept at an anchor.
 
-Each sequence has a row (slot) of a preallocated block, and the token at position j has place j in it, for good. A
-forward writes its tokens at their own positions and sees, through the mask, only the places up to them. Rejected tokens
-stay where they are: they lie beyond every later query until something else is written over them. So there is no length
-to keep and nothing to crop, rows may be of different lengths, and shapes stay the same.
+Each sequence has a row (slot), and the token at position j is always stored at index (place) j. A forward writes its
+tokens at their positions; the mask hides all later places. Rejected tokens are not removed: they lie beyond every
+query until they are overwritten. So there is no length to keep, nothing to crop, rows may differ in length, and shapes
+are static.
 
-A recurrent state mixes all tokens up to one place, so it can be neither cropped nor written over. Here it waits at an
-*anchor*, a position at or before the end of the committed text. A forward starts from the anchor: it feeds the tokens
-since then once more, and its new tokens behind them. (So the cache remembers the ids of tokens, too, at their places.)
-The state that it ends with stays only in rows where it consumed committed tokens and nothing else; padding would spoil
-it as well. Then the anchor moves there. Models without states have none of this.
+A recurrent state mixes all earlier tokens, so it can be neither cropped nor overwritten. It is kept at an *anchor*, a
+position at or before the end of the committed sequence. A forward starts from the anchor and feeds the tokens since
+then again, followed by the new ones (so the cache also stores token ids). Its final state is kept only in rows where it
+consumed committed tokens and nothing else, not even padding; the anchor then moves there. Models without recurrent
+states have none of this.
 
-Where all states are inputs of convolutions, these have places as well, which later tokens use again (cache_layers.py).
-There a forward starts where its tokens are, and the anchor is the lowest position from which it may.
+If all states are inputs of convolutions, these are stored by position in a ring buffer (cache_layers.py). Then a
+forward starts at its own tokens, and the anchor is the lowest position at which it may start.
 
 This module does not know masks (lm.py) or rounds.
 """
@@ -31,13 +31,13 @@ from outrider.runtime.cache_layers import WINDOW, LayerShape, Plan, StateLayer, 
 from outrider.system.available import available_bytes, size_text
 
 STRIDE = 8
-"""A: rounds begin less than so many tokens behind the anchor. Rows further behind are advanced in whole multiples. A
-large A makes the forwards of rounds wide, a small one makes many advances. Of 1, 4, 8 and 16 this one and 16 were the
-fastest (benchmarks/results/states.txt)."""
+"""A: a round begins fewer than A tokens behind its sequence. Rows further behind are advanced by multiples of A. A
+large A widens the forwards of rounds, a small A needs many advances. Of 1, 4, 8 and 16, 8 and 16 were the fastest
+(benchmarks/results/states.txt)."""
 
 
 def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
-    """Raises DeviceError: there is no memory for a cache, on one of the devices of the layers."""
+    """Raises DeviceError: a device of the layers lacks the memory for a cache."""
     needed: dict[torch.device, int] = {}
     for shape in shapes:
         row_bytes = shape.bytes_per_token * (capacity + 1) + shape.bytes_per_row
@@ -47,22 +47,22 @@ def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> N
         if free is not None and size > free:
             raise DeviceError(
                 f"a cache for {num_rows} rows of {capacity} tokens needs {size_text(size)} on {device}, where "
-                f"{size_text(free)} are free: choose fewer rows or tokens, or leave more room (--max-memory)"
+                f"{size_text(free)} are free: choose fewer rows or tokens, or free more memory (--max-memory)"
             )
 
 
 class SlotCache(Cache):
-    """The cache of B sequences of at most ``capacity`` tokens.
+    """KV cache and states of B sequences of at most ``capacity`` tokens.
 
     Attributes:
         shapes: of the layers.
-        storage: what may be taken apart into tensors, and put together again (``on``). First what is kept of each
-            token, [B, L+1, H, D]: keys and values of each layer in turn, and the ids if states wait at anchors. Then
-            what is kept of each row: the states, and the anchors, [B, ...].
+        storage: the tensors of the cache; ``on`` builds a cache over others. First those per token, [B, L+1, H, D]:
+            keys and values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the
+            states and the anchors, [B, ...].
         capacity: L.
-        state_layers: those with states that wait at an anchor.
-        num_token_stores: the first of ``storage``.
-        bound: for programs: no row that is fed is further behind its text than so many tokens.
+        state_layers: layers with states that are kept at an anchor.
+        num_token_stores: tensors per token, the first of ``storage``.
+        bound: for programs: the most tokens that a fed row is behind its sequence.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class SlotCache(Cache):
     ) -> None:
         """
         Args:
-            most_behind: no row is further behind its text than so many tokens. None: this is looked up in each forward,
-                for which the host waits for the device.
+            most_behind: the most tokens that a row is behind its sequence. None: each forward reads this from the
+                anchors, which synchronizes host and device.
         """
         self.shapes = tuple(shapes)
         self.storage = tuple(storage)
@@ -91,8 +91,8 @@ class SlotCache(Cache):
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """A cache with nothing in it, all of its memory taken now."""
-        # Zeros, not empty: a masked place still takes part in 0 * value, which must not be NaN.
+        """Allocate an empty cache."""
+        # Zeros, since 0 * value of a masked place must not be NaN.
         storage = [
             torch.zeros((num_rows, capacity + 1, shape.num_heads, dim), dtype=shape.dtype, device=shape.device)
             for shape in shapes
@@ -112,7 +112,7 @@ class SlotCache(Cache):
 
     @classmethod
     def allocate(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """The same, if there is room for it.
+        """Allocate an empty cache if there is enough memory.
 
         Raises:
             DeviceError
@@ -121,30 +121,29 @@ class SlotCache(Cache):
         return cls.empty(shapes, num_rows, capacity)
 
     def on(self, storage: Sequence[Tensor]) -> SlotCache:
-        """The same on other storage, for programs: shapes follow from the bound, not from the values of the anchors."""
+        """Cache over other storage, for programs: shapes follow from the bound, not from the values of the anchors."""
         other = SlotCache(self.shapes, storage, self.capacity, most_behind=self.bound)
         other.bound = self.bound
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process: one of the same form, with nothing in it."""
+        """Pickle the shape only: another process gets an empty cache."""
         num_rows = self.storage[0].shape[0] if self.storage else 0
         return _of_form, (self.shapes, num_rows, self.capacity, self.bound)
 
     def rows(self, begin: int, end: int) -> SlotCache:
-        """The slots begin <= slot < end: a view of the same memory."""
+        """View of the slots begin <= slot < end."""
         views = [store[begin:end] for store in self.storage]
         return SlotCache(self.shapes, views, self.capacity, most_behind=self._most_behind)
 
     def head(self, num_rows: int) -> SlotCache:
-        """The first slots, a view that is kept."""
+        """View of the first slots, built once."""
         if num_rows not in self._heads:
             self._heads[num_rows] = self.rows(0, num_rows)
         return self._heads[num_rows]
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
-        """A slot now begins with the first tokens of another one, or of its own, of which it may ``take_over`` so
-        many."""
+        """Begin a slot with the first tokens of a slot (another or itself), at most what ``take_over`` allows."""
         if source != slot:
             for store in self.storage[: self.num_token_stores]:
                 store[slot, :num_tokens] = store[source, :num_tokens]
@@ -153,14 +152,13 @@ class SlotCache(Cache):
         self._restart(slot, num_tokens)
 
     def erase(self, slot: int, begin: int = 0) -> None:
-        """Write zeros over a slot from a place on. (Numbers that are not finite would spoil the next text even where it
-        is masked.)"""
+        """Zero a slot from a place on. (Numbers that are not finite would spoil the next sequence even if masked.)"""
         for store in self.storage[: self.num_token_stores]:
             store[slot, begin:] = 0
         self._restart(slot, begin)
 
     def _restart(self, slot: int, num_tokens: int) -> None:
-        """Where no state belongs to the tokens of a slot, it is at the beginning again."""
+        """Reset the states of a slot if they are beyond its tokens."""
         if self._width and num_tokens == 0:
             self.anchors[slot] = 0
         if self.state_layers and int(self.anchors[slot]) > num_tokens:
@@ -168,23 +166,22 @@ class SlotCache(Cache):
                 store[slot] = 0
 
     def take_over(self, slot: int, num_tokens: int) -> int:
-        """How many of the first tokens of a slot another text may begin with: all of them, or none if its states are
-        beyond them."""
+        """Length of the prefix of a slot that another sequence may reuse: all of it, or 0 if its states are beyond."""
         has_anchor = len(self.storage) > self.num_token_stores
         return 0 if has_anchor and int(self.anchors[slot]) > num_tokens else num_tokens
 
     def num_spared(self, slot: int, num_tokens: int) -> int:
-        """How many of the first tokens of a slot, which it holds, are not fed again: those before the anchor."""
+        """Number of cached tokens that need not be fed again: those before the anchor."""
         return min(num_tokens, int(self.anchors[slot])) if self.state_layers else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
-        """Announce the next forward.
+        """Set up the next forward.
 
         Args:
             positions: of its tokens; -1 is padding. [B, T]
             view_len: above every position.
-            is_single: layers with states are given single tokens.
-            keeps_finite: what is not finite is written as zeros (``find_broken``).
+            is_single: layers with states are called with one token at a time.
+            keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).
         """
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
@@ -198,18 +195,17 @@ class SlotCache(Cache):
             self.anchors.copy_(torch.maximum(self.anchors, lowest.to(self.anchors.device)))
 
     def kept(self, values: Tensor) -> Tensor:
-        """Numbers of the tokens that are fed, on the way to a state: zeros for those that are not finite, if only
-        finite ones may be kept. [B, T, D]"""
+        """Inputs of a state, with zeros for numbers that are not finite if the cache is to stay finite. [B, T, D]"""
         return self._plan.kept(values, (2,))
 
     def find_broken(self) -> Tensor | None:
-        """After a forward that kept the cache finite: the tokens with a number for it that is not. [B, T]"""
+        """Tokens of the last forward with a number that is not finite; None if it did not check. [B, T]"""
         sums, is_padding = self._plan.sums, self._plan.is_padding
         if not sums:
             return None
         return ~torch.stack([one.to(is_padding.device) for one in sums]).sum(dim=0).isfinite() & ~is_padding
 
-    # The same for all layers: some models ask for it by a layer that has no attention.
+    # One answer for all layers: some models ask a layer without attention.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._plan.view_len
@@ -218,12 +214,12 @@ class SlotCache(Cache):
         return self._plan.view_len, 0
 
     def _places(self, positions: Tensor) -> Tensor:
-        """Indices into the flattened [B * (L+1)] block. [B * T]"""
+        """Indices into the flattened block [B * (L+1)]. [B * T]"""
         row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
         return (row_starts + torch.where(positions < 0, self.capacity, positions)).flatten()
 
     def kept_of(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The stores that keep something of each token, with the places in them of one token in each row. [B] each"""
+        """Per-token tensors, each with the indices of one token per row. [B] each"""
         kept = [(store, positions) for store in self.storage[: self.num_token_stores]]
         if self._width:
             kept += [(store, positions % WINDOW) for store in self.storage[self.num_token_stores : -1]]
@@ -233,12 +229,12 @@ class SlotCache(Cache):
 
     @property
     def has_states(self) -> bool:
-        """Whether some wait at anchors."""
+        """Whether states are kept at anchors."""
         return bool(self.state_layers)
 
     @property
     def anchors(self) -> Tensor:
-        """Tokens that the states of each row have consumed; or the lowest position where tokens may be fed. [B]"""
+        """Tokens consumed by the states of each row; or the lowest position at which tokens may be fed. [B]"""
         return self.storage[-1]
 
     @property
@@ -247,18 +243,18 @@ class SlotCache(Cache):
         return self.storage[self.num_token_stores - 1][:, :, 0, 0]
 
     def remember(self, ids: Tensor, positions: Tensor) -> None:
-        """Note tokens that will be fed from the anchors on. [B, T] each"""
+        """Store the ids of tokens that will be fed from the anchors on. [B, T] each"""
         self.storage[self.num_token_stores - 1].view(-1).index_copy_(0, self._places(positions), ids.flatten())
 
     def num_columns(self, positions: Tensor, least: int) -> int:
-        """How wide a forward from the anchors must be to feed tokens up to these positions. [B, T]"""
+        """Width of a forward from the anchors that feeds tokens up to these positions. [B, T]"""
         if self._most_behind is None:
             return max(least, int((positions.amax(dim=1) + 1 - self.anchors).amax()))
         self._most_behind += positions.shape[1]
         return max(least, self._most_behind)
 
     def from_anchors(self, lasts: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Announce that a forward feeds the remembered tokens from the anchors up to a position, -1 for none. [B]
+        """Start a forward that feeds the stored tokens from the anchors up to a position, -1 for none. [B]
 
         Returns:
             ids and positions, -1 for padding [B, W]
@@ -270,10 +266,10 @@ class SlotCache(Cache):
         return ids, torch.where(positions <= lasts[:, None], positions, -1)
 
     def settle(self, num_committed: Tensor) -> None:
-        """After a forward: its states stay in rows where all that they consumed is committed.
+        """Keep the states of the last forward in rows where all tokens that it consumed are committed.
 
         Args:
-            num_committed: tokens of each row that were fed, and are committed. [B]
+            num_committed: tokens of each row that were fed and are committed. [B]
         """
         if not self.state_layers:
             return
@@ -285,8 +281,8 @@ class SlotCache(Cache):
         self.anchors.copy_(torch.where(is_kept, self._reached, self.anchors))
 
     def scratch(self) -> SlotCache:
-        """A cache over the same keys, values and ids, with states of its own, which are as these are now. There is one,
-        at fixed places: what is recorded for it can be used again."""
+        """Cache over the same keys, values and ids, with a copy of the current states. There is one, at fixed
+        addresses, so that recorded graphs stay valid."""
         states = self.storage[self.num_token_stores :]
         if self._scratch is None:
             storage = (*self.storage[: self.num_token_stores], *map(torch.empty_like, states))

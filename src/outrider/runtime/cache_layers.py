@@ -1,10 +1,9 @@
-"""What the layers of a model keep of a text, and where: the side of a SlotCache that the modelling code sees.
+"""Layers of a SlotCache: the side that the modelling code sees.
 
-Attention keeps keys and values of each token. Layers with a recurrence or a convolution keep a state of fixed size in
-their place; some layers have both. In a recurrent state all earlier tokens are mixed, and it cannot be cropped. So a
-forward here never changes one: it leaves the new state beside the old one, and the cache decides later which of them
-stays. What a convolution keeps are its inputs of the last few tokens. In models that keep nothing else (LFM2) they have
-places, as keys have.
+Attention keeps keys and values of each token. Recurrences and convolutions keep a state of fixed size instead; some
+layers have both. A recurrent state mixes all earlier tokens and cannot be cropped, so a forward never changes one: it
+stores the new state beside the old one, and the cache decides later which to keep. The state of a convolution is its
+inputs of the last few tokens. In models without other states (LFM2) these are stored by position, as keys are.
 
 This is the only file that knows the cache classes of Hugging Face.
 """
@@ -26,8 +25,8 @@ from transformers.cache_utils import (
 )
 
 WINDOW = 64
-"""R: of so many tokens of a row the inputs of convolutions are kept. What is rejected and what a convolution still sees
-must fit in."""
+"""R: convolution inputs are kept for the last R tokens of a row: those that may be rejected, and those that a
+convolution still sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class StateShape:
         kind: "conv", the last inputs of a convolution; "recurrent"; or "window", inputs of a convolution by place.
         index: a layer may have several of a kind.
         size: without the rows.
-        width: of a window: W, the tokens that a forward sees before its own.
+        width: of a window: W, the earlier tokens that a forward sees.
     """
 
     kind: str
@@ -54,8 +53,8 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps: of a token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
-    attention), and of a row its states."""
+    """Cache of one layer: per token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
+    attention), per row its states."""
 
     num_heads: int
     key_dim: int
@@ -74,19 +73,19 @@ class LayerShape:
 
 
 def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
-    """Learned from what the model puts into a cache of its own; configurations do not state all of it. If its only
-    states are the inputs of convolutions, they are kept by place."""
+    """Shapes found by running the model with its own cache; configurations do not state all of them. Convolution
+    inputs are stored by position if there are no other states."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=device)
     with torch.inference_mode():
         try:
             output = model(input_ids=ids, use_cache=True)
         except ValueError:
             output = model(input_ids=ids, past_key_values=_WithoutLength(config=model.config))
-    # Models without attention have another name for it.
+    # Models without attention name the argument otherwise.
     caches = (getattr(output, name, None) for name in ("past_key_values", "cache_params"))
     cache = next((one for one in caches if one is not None), None)
     if cache is None:
-        raise ValueError("it gives back no keys and values")
+        raise ValueError("it returns no keys and values")
     shapes = tuple(_shape_of(layer, device) for layer in cache.layers)
     is_recurrent = any(state.kind == "recurrent" for shape in shapes for state in shape.states)
     if is_recurrent or any(shape.states and shape.num_heads for shape in shapes):
@@ -100,8 +99,8 @@ def _by_place(state: StateShape) -> StateShape:
 
 
 class _WithoutLength(DynamicCache):
-    """An empty cache for models that ask for its length although none of their layers attends. (Transformers' own cache
-    then raises an error, an LFM2 of convolutions alone cannot run with it.)"""
+    """Empty cache for models that ask for its length although no layer attends. (Transformers' own raises an error
+    then; an LFM2 of convolutions alone cannot run with it.)"""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -126,17 +125,16 @@ def _shape_of(layer: Any, device: torch.device) -> LayerShape:
 
 @dataclass(slots=True)
 class Plan:
-    """What all layers need to know of the next forward. (Theirs to share: a layer that pointed back to its cache would
-    keep both alive until the garbage collector comes by.)
+    """The next forward, shared by all layers. (A layer that pointed back to its cache would make a reference cycle.)
 
     Attributes:
         capacity: L.
-        places: where its tokens go, in the flattened [B * (L+1)] block.
-        is_padding: which they are. [B, T]
+        places: indices of its tokens in the flattened block [B * (L+1)].
+        is_padding: [B, T]
         view_len: it sees the places 0 .. view_len-1.
-        windows: if layers have some.
-        sums: if only finite numbers may be kept: over the numbers of each token, which tell whether all of them are
-            finite. [B, T] each
+        windows: for layers with convolution windows.
+        sums: if the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not.
+            [B, T] each
     """
 
     capacity: int
@@ -147,7 +145,7 @@ class Plan:
     sums: list[Tensor] | None = None
 
     def kept(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Numbers of tokens, with zeros for those that are not finite, if only finite ones may be kept.
+        """Numbers of tokens, with zeros for those that are not finite if the cache is to stay finite.
 
         Args:
             dims: all but those of rows and tokens.
@@ -160,12 +158,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Where the inputs of convolutions are read and written, in flattened [B * (R+2)] blocks.
+    """Indices at which convolution inputs are read and written, in flattened blocks [B * (R+2)].
 
     Attributes:
-        is_fed: tokens that are no padding. [B, T]
-        seen: places of the tokens before those that are fed, and of these. [B, W+T]
-        written: places of those that are fed. [B, T]
+        is_fed: tokens that are not padding. [B, T]
+        seen: the W tokens before those that are fed, then these. [B, W+T]
+        written: the tokens that are fed. [B, T]
     """
 
     is_fed: Tensor
@@ -182,11 +180,11 @@ class Windows:
         num_rows, num_columns = positions.shape
         offsets = torch.arange(-width, num_columns, device=positions.device)
         is_fed = positions >= 0
-        # Where padding at the left end would begin; before every text in a row of nothing else.
+        # Where left padding would begin; before the sequence in a row of padding alone.
         begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
         seen = begins + offsets
         row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
-        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # places are written once
+        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
         return cls(
             is_fed,
             row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
@@ -195,7 +193,7 @@ class Windows:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, L+1, H, D]; the last place of a row takes what padding tokens write."""
+    """Keys and values of one layer, [B, L+1, H, D]. Padding tokens write to the last place of a row."""
 
     is_sliding = False
 
@@ -206,14 +204,14 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("a slot layer is made with its storage")
+        raise AssertionError("a slot layer is constructed with its storage")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, H, T, D] at the positions announced by ``SlotCache.at``; give back all places in view."""
+        """Write [B, H, T, D] at the positions given to ``SlotCache.at``; return all places in view."""
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:
-        # Even a masked place takes part in 0 * value, so a NaN would reach tokens before it.
+        # 0 * NaN of a masked place would reach earlier tokens.
         states = self._plan.kept(states, (1, 3))
         places = self._plan.places.to(store.device)
         store.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
@@ -230,7 +228,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class StateLayer(LinearAttentionLayer):
-    """States of one layer, [B, ...] each. A forward starts from them; ``settle`` puts the new ones in their place."""
+    """States of one layer, [B, ...] each. A forward starts from them; ``settle`` replaces them with the new ones."""
 
     def __init__(self, states: Sequence[tuple[StateShape, Tensor]]) -> None:
         super().__init__(number_of_states=1 + max(shape.index for shape, _ in states))
@@ -242,11 +240,11 @@ class StateLayer(LinearAttentionLayer):
         self.begin(is_single=False)
 
     def begin(self, *, is_single: bool) -> None:
-        """A forward starts.
+        """Start a forward.
 
         Args:
-            is_single: layers are given one token a row at a time. Then the modelling code writes into the states that
-                it finds, so it finds copies.
+            is_single: layers get one token per row at a time. Then the modelling code writes into the states that it
+                is given, so it gets copies.
         """
         found = {key: store.clone() if is_single else store for key, store in self._stores.items()}
         self._new = dict(found) if is_single else {}
@@ -254,7 +252,7 @@ class StateLayer(LinearAttentionLayer):
             (self.conv_states if kind == "conv" else self.recurrent_states)[index] = state
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
-        """Put the window before the new inputs [B, C, T], and note the window behind them. [B, C, W+T]"""
+        """Prepend the window to the new inputs [B, C, T], and keep the last inputs as new window. [B, C, W+T]"""
         window = self.conv_states[state_idx]
         assert window is not None
         inputs = torch.cat((window, conv_states), dim=-1)
@@ -262,12 +260,12 @@ class StateLayer(LinearAttentionLayer):
         return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Note the new state."""
+        """Keep the new state beside the old one."""
         self._new["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     def settle(self, is_kept: Tensor) -> None:
-        """In the rows that ``is_kept`` [B] names the state after the last forward stays, in others the one before."""
+        """Replace the states by those of the last forward, in the rows ``is_kept``. [B]"""
         for key, store in self._stores.items():
             rows = is_kept.to(store.device).view(-1, *[1] * (store.ndim - 1))
             store.copy_(torch.where(rows, self._new[key].to(store.dtype), store))
@@ -275,22 +273,21 @@ class StateLayer(LinearAttentionLayer):
 
 
 class WindowLayer(LinearAttentionLayer):
-    """Inputs of convolutions, [B, R+2, C] each; those of position j have the place j mod R. Place R takes what padding
-    writes; place R+1 holds the zeros before the beginning of a text."""
+    """Convolution inputs, [B, R+2, C] each, position j at place j mod R. Place R takes the writes of padding; place
+    R+1 holds the zeros before a sequence."""
 
     def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Plan) -> None:
         super().__init__(number_of_states=len(states))
         self._plan = plan
         self._states = {shape.index: (shape, store) for shape, store in states}
-        self.record_past = True  # single tokens are not written into a state, but come to ``update_conv_state`` as well
+        self.record_past = True  # single tokens go through ``update_conv_state`` too
         for index in self._states:
             self.is_conv_states_initialized[index] = self.has_previous_state[index] = True
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
-        """Put the window before the new inputs [B, C, T], and keep these. [B, C, W+T]
+        """Prepend the window to the new inputs [B, C, T], and store these. [B, C, W+T]
 
-        Padding may stand before the tokens that are fed, where the cache has those tokens already: their inputs are
-        read.
+        Left padding may stand for tokens that are cached already: their inputs are read.
         """
         windows, (shape, store) = self._plan.windows, self._states[state_idx]
         assert windows is not None
@@ -305,21 +302,21 @@ class WindowLayer(LinearAttentionLayer):
 
 
 class StateSlotLayer(StateLayer, SlotLayer):
-    """States, and keys and values."""
+    """States, keys and values."""
 
     def __init__(self, states: Sequence[tuple[StateShape, Tensor]], plan: Plan, keys: Tensor, values: Tensor) -> None:
         SlotLayer.__init__(self, plan, keys, values)
         StateLayer.__init__(self, states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a slot layer is made with its storage")
+        raise AssertionError("a slot layer is constructed with its storage")
 
     def get_max_length(self) -> int:
         return SlotLayer.get_max_length(self)
 
 
 class EmptyLayer:
-    """Keeps nothing, as layers without attention and states."""
+    """Stores nothing: for layers without attention and states."""
 
     is_compileable = True
     supports_early_init = False
@@ -331,7 +328,7 @@ class EmptyLayer:
 def make_layers(
     shapes: Sequence[LayerShape], plan: Plan, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]
 ) -> list[Any]:
-    """The layers of a cache over their storage, which is taken in order."""
+    """Layers of a cache over their storage, which is consumed in order."""
     layers: list[Any] = []
     for shape in shapes:
         pair = [next(token_stores) for _ in range(2)] if shape.num_heads else []

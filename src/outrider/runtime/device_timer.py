@@ -1,4 +1,4 @@
-"""Times of a device's work, taken without waiting for it."""
+"""Timing of device work without synchronizing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class Clock:
-    """Marks in the course of a device's work, and the seconds between them."""
+    """Marks in the work of a device, and the seconds between them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Any:
-        """The end of all work that was started so far."""
+        """Mark the end of all work that was submitted so far."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -25,12 +25,12 @@ class Clock:
         return time.perf_counter()
 
     def wait(self, mark: Any) -> None:
-        """Until the work before a mark is done."""
+        """Wait until the work before a mark is done."""
         if self._device.type == "cuda":
             mark.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks that were waited for."""
+        """Seconds between two marks that were waited for."""
         if self._device.type == "cuda":
             return float(begin.elapsed_time(end)) / 1e3
         return float(end - begin)

@@ -1,11 +1,10 @@
 """Executions: ways to run the same functions of tensors.
 
-A *step* is a pure function (lm, *static, *arguments) -> tensors, where static values are hashable and arguments hold
-tensors: a forward with what is drawn from it, or with the verdict on it. ``EagerExecution`` just calls it;
-``PreparedExecution`` is what those have in common that make something of it first, once for each static value and shape
-(outrider.compile).
+A *step* is a pure function (lm, *static, *arguments) -> tensors, with hashable static values and tensors in the
+arguments: a forward with sampling, or with verification. ``EagerExecution`` calls it. ``PreparedExecution`` is the base
+of those that first compile or capture it, once for each static value and shape (outrider.compile).
 
-So that few shapes occur, an execution also says to which sizes lengths and rows are rounded up.
+An execution also rounds up lengths and batch sizes, so that few shapes occur.
 
 This module does not know what the steps do.
 """
@@ -31,18 +30,18 @@ from outrider.runtime.shape_buckets import eager_length, power_of_two, prepared_
 
 Step = Callable[..., tuple[Tensor, ...]]
 
-MOST_PROGRAMS = 128  # of one model; a server of 8 slots with one set of options uses about 30 for each length of view
+MOST_PROGRAMS = 128  # per model; a server of 8 slots with one set of options uses about 30 per view length
 
 
 class Execution(Protocol):
-    """A way to run steps.
+    """Way to run steps.
 
     Attributes:
         name: for tables and messages.
-        favoured_k: the K that an adaptive schedule chooses among.
-        lookahead: rounds that the loop starts beyond the one that it reads next.
-        is_prepared: whether each shape is prepared when it first occurs, which takes time.
-        waits: whether a step waits until it has been prepared. If not, it runs eagerly until then, unless it has to be
+        favoured_k: values of K for adaptive schedules.
+        lookahead: rounds that the loop starts ahead of the one that it reads next.
+        is_prepared: whether each shape is compiled or captured when it first occurs, which takes time.
+        waits: whether a step waits until it is prepared. If not, it runs eagerly until then, unless it has to be
             repeatable.
     """
 
@@ -53,42 +52,41 @@ class Execution(Protocol):
     waits: bool
 
     def round_length(self, length: int) -> int:
-        """The length of view or cache to use for so many tokens."""
+        """Length of a view or cache for ``length`` tokens."""
         ...
 
     def round_rows(self, num_rows: int) -> int:
-        """The batch size to use for so many unfinished rows."""
+        """Batch size for ``num_rows`` unfinished rows."""
         ...
 
     def round_drafts(self, num_wanted: int, k: int) -> int:
-        """How many columns to verify where 0 <= num_wanted <= k tokens are drafted."""
+        """Columns to verify where 0 <= num_wanted <= k tokens are drafted."""
         ...
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """An empty cache."""
+        """Allocate an empty cache."""
         ...
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Held from running a step until its results have been used, so that threads do not write over them."""
+        """Lock held from running a step until its results are used, so that threads do not overwrite them."""
         ...
 
     def run(
         self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
     ) -> tuple[Tensor, ...]:
-        """``step(lm, *static, *arguments)``. The results are valid until the next run.
+        """Run ``step(lm, *static, *arguments)``. The results are valid until the next run.
 
         Args:
-            is_repeatable: it runs in the same way whatever has been prepared so far, so that the same arguments give
-                the same bits.
+            is_repeatable: run in one way, whatever has been prepared so far, so that equal arguments give equal bits.
 
         Raises:
-            CompileError: the model or this machine does not allow it to be prepared.
+            CompileError: this model or machine does not allow it to be prepared.
         """
         ...
 
 
 class EagerExecution:
-    """Runs steps as they are written."""
+    """Runs steps eagerly."""
 
     name = "eager"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -119,13 +117,13 @@ class EagerExecution:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A step with what it is called on.
+    """A step with its arguments.
 
     Attributes:
         tensors: those in the arguments, in order, contiguous.
-        stores: the storage of the caches among them.
-        states: those of ``stores`` that the step does not just write over, but reads before: to run it twice on them is
-            not to run it once.
+        stores: the storage of the caches in them.
+        states: those of ``stores`` that the step reads and then overwrites: running it twice on them changes the
+            result.
         form: all else that a program depends on.
     """
 
@@ -142,21 +140,21 @@ class Call:
         _take_apart(self.arguments, self)
 
     def on(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the step gives for other tensors in the place of its own."""
+        """Run the step on other tensors of the same shapes."""
         return self.step(self.lm, *self.static, *put_together(self.arguments, iter(tensors), iter(stores)))
 
 
 class Program(Protocol):
-    """A step that is ready to run on other tensors of the same shapes (see ``Call``)."""
+    """Step that is ready to run on other tensors of the same shapes (see ``Call``)."""
 
     def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
 
 
 class PreparedExecution(ABC):
-    """Runs steps as programs, which are made when they are first needed. For one model.
+    """Runs steps as programs that are prepared when first needed. For one model.
 
-    Lengths and rows are rounded up to powers of two. Of more than MOST_PROGRAMS programs, those go that were not used
-    for the longest time. A future that has failed stays: its program is not tried again.
+    Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS most recently used programs. A
+    failed future stays: its program is not tried again.
     """
 
     name: str
@@ -171,7 +169,7 @@ class PreparedExecution(ABC):
 
     @property
     def num_programs(self) -> int:
-        """Programs that are kept, or are being made."""
+        """Number of programs, those in preparation included."""
         return len(self._programs)
 
     def round_length(self, length: int) -> int:
@@ -196,60 +194,60 @@ class PreparedExecution(ABC):
         key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
         must_wait = self.waits or is_repeatable
         with self._preparing:
-            made = self._programs.get(key)
-            error = self._failure(step, made) if must_wait else None
-            if made is None:
-                made = self._programs[key] = self._prepare(call, must_wait and error is None)
+            program = self._programs.get(key)
+            error = self._failure(step, program) if must_wait else None
+            if program is None:
+                program = self._programs[key] = self._prepare(call, must_wait and error is None)
                 if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
-        if not must_wait and (not made.done() or made.exception() is not None):
+        if not must_wait and (not program.done() or program.exception() is not None):
             with self._beside():
                 return step(lm, *static, *arguments)
-        if error is None and not made.done():
-            self._hurry(made)
-        if error is None or made.done():
-            error = made.exception()
+        if error is None and not program.done():
+            self._hurry(program)
+        if error is None or program.done():
+            error = program.exception()
         if error is not None:
-            raise CompileError(str(error))  # a new one: one that is raised again and again keeps all frames alive
-        return made.result().run(call.tensors, call.stores)
+            raise CompileError(str(error))  # raised again and again, one error would keep all frames alive
+        return program.result().run(call.tensors, call.stores)
 
-    def _failure(self, step: Step, made: Future[Program] | None) -> BaseException | None:
-        """Why this program could not be made. As long as that is not known, why the one of the same step that was used
-        last could not: whoever waits would most likely wait for the same failure."""
-        if made is None or not made.done():
+    def _failure(self, step: Step, program: Future[Program] | None) -> BaseException | None:
+        """Why this program could not be prepared. While that is not known: why the most recently used one of this step
+        could not, since a caller that waits would most likely wait for the same failure."""
+        if program is None or not program.done():
             used = (other for (its_step, *_), other in reversed(self._programs.items()) if its_step is step)
-            made = next((other for other in used if other.done()), None)
-        return None if made is None else made.exception()
+            program = next((other for other in used if other.done()), None)
+        return None if program is None else program.exception()
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:
-        """What a program depends on of the storage of caches, besides its shape."""
+        """Key of the cache storage that a program depends on, besides its shape."""
 
     @abstractmethod
     def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
-        """Make a program, or begin to.
+        """Prepare a program, or begin to.
 
         Args:
-            is_urgent: it is waited for.
+            is_urgent: a caller waits for it.
         """
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """Held while a step runs eagerly that does not wait for its program."""
+        """Context for eager runs of steps whose programs are still in preparation."""
         return nullcontext()
 
     def _hurry(self, program: Future[Program]) -> None:  # noqa: B027
-        """It is waited for from now on."""
+        """Raise the priority of a program: a caller waits for it now."""
 
 
 @cache
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """Of the dataclasses in arguments; None for other types."""
+    """Field names of a dataclass in the arguments; None for other types."""
     return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
 
 
 def _take_apart(values: Iterable[Any], call: Call) -> None:
-    tensors, form = call.tensors, call.form  # once: this runs in every round
+    tensors, form = call.tensors, call.form  # local names, since this runs in every round
     for value in values:
         if value is None:
             form.append(None)
@@ -270,7 +268,7 @@ def _take_apart(values: Iterable[Any], call: Call) -> None:
 
 
 def put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
-    """``value`` with other tensors in the place of its own."""
+    """Copy of ``value`` over other tensors."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, SlotCache):

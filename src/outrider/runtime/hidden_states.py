@@ -1,4 +1,4 @@
-"""Hidden states of a model, noted while it runs, for drafters that ask for them."""
+"""Hidden states recorded during a forward, for drafters that read them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 @contextmanager
-def noted_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Fill a dictionary with the inputs of decoder layers while the model runs. The hooks are there for this run only,
-    and are traced and recorded with it."""
+def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Record the inputs of decoder layers in a dictionary while the model runs. The hooks exist for this run only, and
+    are traced and captured with it."""
     states: dict[int, Tensor] = {}
     hooks = []
 

@@ -1,8 +1,8 @@
 """Weights on the CPU in huge pages.
 
-A forward of few rows reads all weights once. In pages of 4 KB the processor looks up an address for every 64 lines of
-its cache, in pages of 2 MB for every 32,768; on a virtual machine, where an address is looked up twice, this costs up
-to a tenth of a round, and more where rounds are held up by it (docs/log/2026.md).
+A forward of few rows reads all weights once. With pages of 4 KB the processor translates an address every 64 cache
+lines, with pages of 2 MB every 32,768. On a virtual machine, which translates twice, this costs up to a tenth of a
+round, and more where memory limits rounds (docs/log/2026.md).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outrider.runtime.tensor_parts import stored_tensors
 
 _LOG = logging.getLogger(__name__)
 _PAGE_BYTES = 2 * 2**20
-_ALIGNED_BYTES = 64  # a line of the processor's cache
+_ALIGNED_BYTES = 64  # a cache line
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def are_there() -> bool:
-    """Whether this system gives huge pages to a process that asks for them."""
+    """Whether this system gives huge pages on request (madvise)."""
     try:
         return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
     except OSError:
@@ -33,8 +33,8 @@ def are_there() -> bool:
 
 @torch.no_grad()
 def move_weights(model: nn.Module) -> None:
-    """Move the weights of a model on the CPU to huge pages, one after the other, so that no more than one is there
-    twice. Tensors that others share memory with stay where they are."""
+    """Move the weights of a model on the CPU to huge pages, one by one, so that at most one is in memory twice.
+    Tensors that share memory with others stay."""
     weights = (*model.parameters(), *model.buffers())
     tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}
     num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
@@ -50,7 +50,7 @@ def move_weights(model: nn.Module) -> None:
         return
     place = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE_BYTES
     for one, size in zip(moved, sizes, strict=True):
-        # Each has a storage of its own, which keeps the memory alive.
+        # Each gets its own storage, which keeps the memory alive.
         there = torch.frombuffer(memory, dtype=one.dtype, count=one.numel(), offset=place).view(one.shape)
         one.data = there.copy_(one)
         place += size

@@ -1,11 +1,10 @@
-"""LM: one causal language model, seen as a function from tokens at positions to logits.
+"""LM: a causal language model as a function from tokens at positions to logits.
 
     logits = lm.forward(ids, positions, cache, view_len)
 
-The model itself is Hugging Face's own modelling code. What is added here is the mask (attention_mask.py), the width
-of the vocabulary, and for models with states the way from the anchors of the cache to the tokens that are fed. How
-steps are run (eager, compiled, captured) is decided by its execution. This module does not know sampling, drafts or
-text, nor where a model comes from.
+The model is Hugging Face's own modelling code. This module adds the mask (attention_mask.py), the vocabulary size, and,
+for models with recurrent states, the forward from the anchors of the cache to the new tokens. Its execution decides
+how steps are run (eager, compiled, captured). It does not know sampling, drafts or text, nor where a model comes from.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.execution import EagerExecution, Execution, Step
-from outrider.runtime.hidden_states import noted_states
-from outrider.runtime.mixers import noted, token_by_token, with_finite_numbers
+from outrider.runtime.hidden_states import recorded_states
+from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
 
 PREFILL_TOKENS = 1024
-"""Most tokens of prompts in one forward, all rows together. On the CPU products are at their fastest then, and more
+"""Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
 would only take more memory (docs/log/2026.md)."""
 
 
 class LM:
-    """A model with what the loop needs to know of it.
+    """A model with what the decoding loop needs to know of it.
 
     Attributes:
         name: for messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
-        context_len: most tokens in a sequence.
-        device: where its first layer is.
+        context_len: maximum sequence length.
+        device: of its first layer.
         dtype: of its activations.
         num_shares: processes that share the model (tensor parallel); each runs the same forwards.
         execution: runs its steps.
-        lock: held while the model runs in Python, or is traced; compiled programs need it not.
-        least_columns: of a forward, where the model has states: 2 if it gives a single token other logits than it would
-            give the same token among several.
-        visibility: which tokens a token sees.
-        is_stepped: layers with states are called once for each token, since they go on from a state by one only.
+        lock: held while the model runs in Python or is traced; compiled programs do not need it.
+        least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
+            the same token among several.
+        visibility: builds its attention masks.
+        is_stepped: call layers with states token by token, since they can continue from a state by one token only.
     """
 
     def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
@@ -60,7 +59,7 @@ class LM:
         self.execution: Execution = EagerExecution()
         self.lock = threading.RLock()
         self.device = next(model.parameters()).device
-        # Quantized weights are whole numbers; what masks must match is the type of the activations.
+        # Masks match the type of the activations: quantized weights are integers.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.num_shares: int = getattr(model, "tp_size", None) or 1
         self.visibility = Visibility.of(model)
@@ -70,18 +69,18 @@ class LM:
         self.is_stepped = False
 
     def with_execution(self, execution: Execution) -> LM:
-        """This model, its steps run in another way. The weights are shared, and what was found out about it is kept."""
+        """This model with another execution. Weights and what was learned about it are shared."""
         lm = copy.copy(self)
         lm.execution = execution
         return lm
 
     def eager(self) -> LM:
-        """This model, its steps run as they are written."""
+        """This model with eager execution."""
         return self.with_execution(EagerExecution())
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of which ``from_parts`` makes the same model again, in another process: what it is made of, and what was
+        """Arguments of ``from_parts``, to rebuild the model in another process: its constructor arguments, and what was
         learned about it (there, a forward to learn it would be traced with the step)."""
         made_of = dict(model=self.model, name=self.name, vocab_size=self.vocab_size, context_len=self.context_len)
         learned = dict(layer_shapes=self.layer_shapes, least_columns=self.least_columns, is_stepped=self.is_stepped)
@@ -89,41 +88,41 @@ class LM:
 
     @classmethod
     def from_parts(cls, made_of: dict[str, Any], learned: dict[str, Any]) -> LM:
-        """It runs eagerly."""
+        """Rebuild a model, with eager execution."""
         lm = cls(**made_of)
         vars(lm).update(learned)
         return lm
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """What each layer keeps of a token."""
+        """Cache shapes of each layer."""
         return layer_shapes(self.model, self.device)
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether layers keep states that wait at an anchor."""
+        """Whether layers have states that are kept at an anchor."""
         return any(not state.width for shape in self.layer_shapes for state in shape.states)
 
     @cached_property
     def mixers(self) -> tuple[nn.Module, ...]:
-        """The modules that change states which wait at an anchor."""
+        """Modules that update the states kept at an anchor."""
         if not self.has_states:
             return ()
         whole = copy.copy(self)
         whole.is_stepped = False
         cache = SlotCache.empty(self.layer_shapes, 1, 2)
         columns = torch.arange(2, device=self.device)[None]
-        with self.lock, torch.inference_mode(), noted(self.model, cache.state_layers) as found:
+        with self.lock, torch.inference_mode(), find_mixers(self.model, cache.state_layers) as found:
             whole._feed(torch.zeros_like(columns), columns, cache, 2)
         return tuple(found)
 
     @cached_property
     def _has_attention(self) -> bool:
-        """A model that has none may take a mask for something else."""
+        """Whether to pass a mask: a model without attention may take it for something else."""
         return any(shape.num_heads for shape in self.layer_shapes)
 
     def check_rollback(self, k: int) -> None:
-        """Raises OptionError: so many tokens cannot be taken back."""
+        """Raises OptionError: k tokens cannot be rolled back."""
         widths = [state.width for shape in self.layer_shapes for state in shape.states if state.width]
         most = WINDOW - max(widths, default=0)
         if widths and k > most:
@@ -131,22 +130,22 @@ class LM:
             raise OptionError("num_draft_tokens", k, remedy)
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
-        """A cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up).
+        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up).
 
         Raises:
-            DeviceError: there is no room for it.
+            DeviceError: there is not enough memory.
         """
         return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
 
     def view_len(self, length: int, cache: SlotCache) -> int:
-        """How many places of a cache to view for sequences of ``length`` tokens: few different numbers, none beyond the
-        context, since a model may hold tables of that length."""
+        """Places of a cache to view for sequences of ``length`` tokens: few distinct values, none beyond the context,
+        since a model may hold tables of that length."""
         return min(self.execution.round_length(length), cache.capacity, self.context_len)
 
     def run(
         self, step: Step, static: tuple[Any, ...], *arguments: Any, is_repeatable: bool = True
     ) -> tuple[Tensor, ...]:
-        """``step(self, *static, *arguments)``, in the way of this LM's execution (see there)."""
+        """Run ``step(self, *static, *arguments)`` with this model's execution (see there)."""
         return self.execution.run(step, self, static, arguments, is_repeatable=is_repeatable)
 
     def forward(
@@ -159,20 +158,20 @@ class LM:
         num_logits: int = 0,
         keeps_finite: bool = False,
     ) -> Tensor:
-        """Logits after each token. To be called without gradients: the cache is written in place.
+        """Logits after each token. Call without gradients: the cache is written in place.
 
         Args:
             ids: [B, T]
-            positions: of the tokens, -1 for padding (whose logits mean nothing). [B, T]
+            positions: of the tokens, -1 for padding (whose logits are meaningless). [B, T]
             cache: holds all tokens of lower position; this forward adds its own.
             view_len: above every position.
-            num_logits: give the logits of the last ``num_logits`` columns only; 0 for all.
-            keeps_finite: for tokens that may be rejected, or judged apart. Keys, values and what states are made of are
-                zeros where they are not finite, so that they spoil neither tokens before them nor those that replace
-                them; the logits after such a token, and after the others behind it, are NaN.
+            num_logits: return the logits of the last ``num_logits`` columns only; 0 for all.
+            keeps_finite: for tokens that may be rejected. Keys, values and inputs of states are zeroed where they are
+                not finite, so that they spoil neither earlier tokens nor those that replace them; the logits after such
+                a token, and after all later ones, are NaN.
 
-        A model with states starts from the anchors of its cache, and feeds the tokens since then once more. Unless
-        ``SlotCache.settle`` follows, the anchors stay where they are.
+        A model with recurrent states starts from the anchors of its cache and feeds the tokens since then again. The
+        anchors stay unless ``SlotCache.settle`` follows.
 
         Returns:
             [B, T, V]
@@ -191,14 +190,14 @@ class LM:
         num_logits: int = 0,
         keeps_finite: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, with hidden states of the model.
+        """Logits as of ``forward``, with hidden states of the model.
 
         Args:
-            features: layers whose input is wanted: 0 is the embedding, the number of layers the last output (before
+            features: layers whose inputs are wanted: 0 is the embedding, the number of layers the last output (before
                 the final norm).
 
         Returns:
-            logits [B, T, V], and the hidden states of ``features`` side by side [B, T, F], None where none are wanted
+            logits [B, T, V], and the hidden states of ``features`` concatenated [B, T, F], None if none are wanted
         """
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
@@ -228,22 +227,22 @@ class LM:
         """Run the model on these tokens.
 
         Args:
-            columns: where logits are wanted; None for all columns. [B, T]
-            num_logits: of those the last ones, 0 for all.
+            columns: whose logits are wanted; None for all. [B, T]
+            num_logits: the last ones of those, 0 for all.
 
         Returns:
-            logits [B, T, V]; and by the index of the feature, hidden states of all columns
+            logits [B, T, V]; and hidden states of all columns, by the index of the feature
         """
         is_single = self.is_stepped or positions.shape[1] == 1
         cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
-        # One forward at a time: hooks, and the tracing of a program, change the model for all threads.
-        with self.lock, noted_states(self.model, features) as states, ExitStack() as stack:
+        # One forward at a time: hooks and tracing change the model for all threads.
+        with self.lock, recorded_states(self.model, features) as states, ExitStack() as stack:
             if self.is_stepped:
                 stack.enter_context(token_by_token(self.mixers))
             if keeps_finite:
                 stack.enter_context(with_finite_numbers(self.mixers, (len(ids), ids.shape[1]), cache.kept))
             if columns is not None:
-                # The last product is often the largest: only for what is wanted.
+                # The LM head is often the largest product: compute it for the wanted columns only.
                 wanted, num_logits = columns[:, -num_logits:], 0
                 model: Any = self.model
                 hook = model.get_output_embeddings().register_forward_pre_hook(
@@ -279,14 +278,14 @@ class LM:
         num_columns: int,
         features: Sequence[int] = (),
     ) -> Tensor | None:
-        """Put the tokens starts <= position < ends of each row into the cache.
+        """Prefill: put the tokens starts <= position < ends of each row into the cache.
 
         Args:
             ids: token buffer; column j holds the token at position j. [B, N]
             starts, ends: [B]
             latest: at least ``starts``.
-            num_columns: T, at least ``ends - starts``. (Numbers of the host: it need not wait for the device.)
-            features: see ``forward``. They are for at most PREFILL_TOKENS tokens.
+            num_columns: T, at least ``ends - starts``. (Known on the host, which need not wait for the device.)
+            features: see ``forward_with_features``; for at most PREFILL_TOKENS tokens.
 
         Returns:
             The hidden states of ``features``, from the column ``starts`` on. [B, T, F]
@@ -294,7 +293,7 @@ class LM:
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:
-            assert not features, "no drafter that wants them drafts for such a model yet"
+            assert not features, "no drafter that reads features supports models with states yet"
             positions = starts[:, None] + torch.arange(num_columns, device=ids.device)
             tokens = ids.gather(1, positions.clamp_max(ids.shape[1] - 1))
             positions = torch.where(positions < ends[:, None], positions, -1)
@@ -315,25 +314,24 @@ class LM:
 
     @torch.inference_mode()
     def advance(self, cache: SlotCache, lengths: Tensor) -> None:
-        """Before a round of a model with states: move those of rows that are STRIDE tokens behind, or more. The host
-        waits for the device.
+        """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind.
+        Synchronizes host and device.
 
         Args:
-            lengths: tokens of each row that the cache remembers, and that are committed; 0 where a row is to be left as
-                it is. [B]
+            lengths: committed tokens of each row that the cache has stored; 0 leaves a row as it is. [B]
         """
         most = STRIDE if self.execution.is_prepared else PREFILL_TOKENS // len(lengths)
         most_behind = self._catch_up(cache, lengths, most, self.run)
-        cache.bound = STRIDE - 1 if most_behind else 0  # few different numbers
+        cache.bound = STRIDE - 1 if most_behind else 0  # few distinct values
 
     def _catch_up(self, cache: SlotCache, lengths: Tensor, most: int, run: Callable[..., Any]) -> int:
-        """Forwards from the anchors over whole multiples of STRIDE, whose states stay.
+        """Run forwards from the anchors over multiples of STRIDE, and keep their states.
 
         Args:
-            most: columns of a forward; STRIDE if it is less.
+            most: maximum width of a forward; STRIDE if it is less.
 
         Returns:
-            How far the row that is furthest behind is behind now.
+            How far the furthest row is behind now.
         """
         lengths = lengths.to(self.device)
         while True:
@@ -342,14 +340,14 @@ class LM:
             if not late:
                 furthest: int = max(0, *(num for _, num in behind))
                 return furthest
-            # As many as the row that is least late can keep: then none of them is padded.
+            # As many as the nearest of these rows can keep, so that none is padded.
             width = max(1, min(most, min(num for _, num in late)) // STRIDE) * STRIDE
             view_len = self.view_len(max(at for at, _ in late) + width, cache)
             run(_advance_step, (width, view_len), cache, lengths)
 
 
 def _advance_step(lm: LM, width: int, view_len: int, cache: SlotCache, lengths: Tensor) -> tuple[Tensor, ...]:
-    """Move the states of rows that are so many tokens behind, or more.
+    """Advance the states of rows that are ``width`` or more tokens behind.
 
     Returns:
         the anchors [B]
@@ -362,5 +360,5 @@ def _advance_step(lm: LM, width: int, view_len: int, cache: SlotCache, lengths: 
 
 
 def _take(values: Tensor, columns: Tensor) -> Tensor:
-    """Columns of each row: [B, W, D], [B, T] -> [B, T, D]"""
+    """Gather columns of each row: [B, W, D], [B, T] -> [B, T, D]"""
     return values.gather(1, columns[..., None].expand(-1, -1, values.shape[-1]).to(values.device))

@@ -1,10 +1,10 @@
-"""Mixers: the modules of a model that change its states. They are not always called as the modelling code has it.
+"""Mixers: the modules of a model that update its recurrent states, and ways to call them.
 
-*Token by token*, while the layers around them take all tokens together: the scan of Mamba-1, as Transformers has it,
-starts from zeros whenever several tokens are fed. From one token to the next it goes on from its state.
+*Token by token*, while the other layers take all tokens together: Transformers' scan of Mamba-1 starts from zeros
+whenever several tokens are fed, and continues from its state for a single token only.
 
-*With finite numbers*: most scans work through chunks of tokens by products in which later tokens are masked by zeros.
-0 x NaN is NaN, so one token would spoil those before it.
+*With finite numbers*: most scans compute chunks of tokens with products that mask later tokens by zeros. 0 x NaN is
+NaN, so one token would spoil those before it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def noted(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
-    """Note the mixers, which have no name, class or child in common: which module is running while a state is updated?
+def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
+    """Find the mixers, which share no name, class or child: the modules that run while a state is updated.
 
     Args:
-        layers: of a cache for this run alone, those with states.
+        layers: those with states, of a cache for this run alone.
     """
     running: list[nn.Module] = []
     found: list[nn.Module] = []
@@ -54,8 +54,8 @@ def noted(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
 
 @contextmanager
 def token_by_token(mixers: Sequence[nn.Module]) -> Iterator[None]:
-    """Call them so, within."""
-    own = [vars(module).get("forward") for module in mixers]  # most have that of their class
+    """Call the mixers token by token within the context."""
+    own = [vars(module).get("forward") for module in mixers]  # most use that of their class
     try:
         for module in mixers:
             module.forward = partial(_step, module.forward)
@@ -77,12 +77,12 @@ def _step(forward: Callable[..., Tensor], hidden_states: Tensor, **options: Any)
 def with_finite_numbers(
     mixers: Sequence[nn.Module], num_tokens: tuple[int, int], kept: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Within, mixers and the products in them are computed with ``kept`` of their inputs and results: these come before
-    the scan, and their numbers may be beyond the range of their type even where those of the layer are not.
+    """Apply ``kept`` to the inputs and results of mixers and of the products in them. These come before the scan, and
+    may be out of range even where the inputs and results of the layer are not.
 
     Args:
         num_tokens: fed, B x T.
-        kept: of numbers of tokens, [B, T, D] -> [B, T, D].
+        kept: zeroes numbers that are not finite, [B, T, D] -> [B, T, D].
     """
 
     def of_tokens(value: Any) -> Any:
@@ -99,7 +99,7 @@ def with_finite_numbers(
     for mixer in mixers:
         hooks.append(mixer.register_forward_pre_hook(before, with_kwargs=True))
         for part in mixer.modules():
-            # A convolution gives [B, C, T].
+            # Convolutions return [B, C, T].
             if part is not mixer and not any(part.children()) and not isinstance(part, nn.Conv1d):
                 hooks.append(part.register_forward_hook(after))
     try:

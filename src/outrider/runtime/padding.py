@@ -1,8 +1,8 @@
-"""Rows of different lengths: which of them share a forward, and which are fed alone.
+"""Which rows of different lengths share a forward.
 
-Several rows in one forward are padded to the longest of them, and padding takes as long as tokens do. In return, a
-forward takes some time however few tokens it feeds: to read the weights, and to call the operations. So a row joins
-others only where this adds less padding than a forward of its own would cost.
+Rows of one forward are padded to the longest, and padding costs as much as tokens. But each forward has a fixed cost,
+however few tokens it feeds: reading the weights and calling the operations. So a row joins others only where the
+padding costs less than a forward of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from outrider.runtime.lm import PREFILL_TOKENS
 
 
 def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int = PREFILL_TOKENS) -> int:
-    """How many rows, from the first on, are to share a forward; at least one.
+    """Number of rows, from the first on, that should share a forward; at least one.
 
     Args:
         lengths: tokens to feed of each row.
         device: of the model.
-        most_tokens: of several rows together, padding included.
+        most_tokens: maximum for several rows together, padding included.
     """
     most_padding = _padding_worth_a_forward(device)
     num_rows = width = 0
@@ -34,6 +34,6 @@ def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int 
 
 
 def _padding_worth_a_forward(device: torch.device) -> int:
-    """Tokens that take as long as a forward takes beside its tokens. On a two-core Xeon 50 to 70, for targets of 6M and
-    110M parameters (docs/log/2026.md). On a GPU by its arithmetic for each byte from memory, not measured."""
+    """Tokens that cost as much as the fixed part of a forward: 50 to 70 on a two-core Xeon, for targets of 6M and 110M
+    parameters (docs/log/2026.md). For GPUs estimated from arithmetic per byte of memory traffic, not measured."""
     return 64 if device.type == "cpu" else 256

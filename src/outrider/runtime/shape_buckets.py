@@ -1,22 +1,22 @@
-"""To which sizes lengths are rounded up, so that few shapes occur. (Nothing is imported: the listing of models, which
-states what memory follows from them, is to be quick.)"""
+"""Rounding of lengths, so that few shapes occur. (Imports nothing, so that listing models with their memory is
+quick.)"""
 
 from __future__ import annotations
 
-_EAGER_STEP = 64  # places; eager shapes are free, but views that change less often make masks of fewer sizes
-_SMALLEST_PREPARED = 128  # places in the view of a prepared step
+_EAGER_STEP = 64  # places; eager shapes are free, but fewer view lengths mean fewer mask sizes
+_SMALLEST_PREPARED = 128  # minimum view of a prepared step, in places
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below."""
+    """The least power of two >= number."""
     return 1 << (number - 1).bit_length()
 
 
 def eager_length(length: int) -> int:
-    """Places in the cache, or in its view, for so many tokens."""
+    """Length of an eager cache or view for ``length`` tokens."""
     return -(-length // _EAGER_STEP) * _EAGER_STEP
 
 
 def prepared_length(length: int) -> int:
-    """The same where each shape has to be prepared (compiled or captured)."""
+    """Length of a cache or view where each shape has to be compiled or captured."""
     return max(_SMALLEST_PREPARED, power_of_two(length))

@@ -1,4 +1,4 @@
-"""The plain tensors behind a parameter. A quantized weight has several: its numbers, and their scales."""
+"""The plain tensors of a parameter. A quantized weight has several: its numbers and their scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether several processes share it, each of which has a part."""
+    """Whether several processes share the tensor, each with a part."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -22,18 +22,18 @@ def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that several processes may share, put together in each of them."""
+    """The full tensor, gathered from all processes if they share it."""
     return tensor.full_tensor() if is_shared(tensor) else tensor
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the bytes of a parameter, in the order in which torch takes it apart."""
+    """Tensors with the bytes of a parameter, in the order of ``__tensor_flatten__``."""
     if is_shared(tensor):
         return stored_tensors(tensor.to_local())
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
-    scales = [getattr(tensor, "SCB", None)]  # of bitsandbytes' two kinds of parameters
+    scales = [getattr(tensor, "SCB", None)]  # bitsandbytes: 8-bit parameters here, 4-bit ones below
     state = getattr(tensor, "quant_state", None)
     if state is not None:
         scales += [state.absmax, state.code]

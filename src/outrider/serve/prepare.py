@@ -17,7 +17,7 @@ from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_completions, parse_messages
 from outrider.serve.streaming import PreparedRequest
 from outrider.text.constraint_check import Reading
-from outrider.text.structure import rehearse
+from outrider.text.structure import read_constraint
 from outrider.text.tokenizer import Prompt, encode
 
 # Of a token, where none in the vocabulary has more: some tokenizers drop spaces, or have one token for unknown words.
@@ -152,7 +152,7 @@ class Preparer:
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
             try:
-                rehearse(ask.options, reading)
+                read_constraint(ask.options, reading)
                 for ids in all_ids:
                     room = self.capacity - len(ids)
                     max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)

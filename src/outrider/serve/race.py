@@ -22,7 +22,7 @@ from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.prepare import Parsed, Preparer, named_refusal
 from outrider.serve.protocol import ParsedRequest, parse_body, parse_completions
 from outrider.text.constraint_check import Reading
-from outrider.text.structure import rehearse
+from outrider.text.structure import read_constraint
 
 _MOST_K = 16
 _NUM_SEEDS = 2**32  # to draw from: every one is a number to JavaScript
@@ -86,7 +86,7 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
     }
     try:
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
-        rehearse(options, reading)
+        read_constraint(options, reading)
         decoder.job(ids, options)  # whether all is possible
         if not decoder.target.execution.waits:  # arms have one execution from beginning to end
             decoder = decoder.compiled()

@@ -1,4 +1,4 @@
-"""Memory that is still free on a device."""
+"""Free memory of a device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that could be allocated now; None where nobody tells.
+    """Bytes that could be allocated now; None if unknown.
 
-    Memory that torch keeps for itself on a device counts as free. On the CPU, the limit of a container counts.
+    Memory in torch's caching allocator counts as free. On the CPU, the limit of a container applies.
     """
     if device.type == "cuda":
         import torch
@@ -36,11 +36,11 @@ def available_bytes(device: torch.device) -> int | None:
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such control group; or "max": no limit
         return free
-    # Pages of files that were read count as used, and are given back when memory is needed.
+    # The page cache counts as used, and is freed when memory is needed.
     used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
     return min(free, max(0, limit - used))
 
 
 def size_text(num_bytes: int) -> str:
-    """ "3.1 GiB", "12.0 MiB"."""
+    """Size in words: "3.1 GiB", "12.0 MiB"."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
-"""A file that one process at a time writes to.
+"""Files with one writing process at a time.
 
-The lock is advisory (``flock``): it keeps out those who ask for it, and ends with the process that holds it, however
-that ends. Windows has no such lock, nor have some network file systems: there a warning says so.
+The lock is advisory (``flock``): it excludes those who ask for it, and ends with the process that holds it. Windows and
+some network file systems have no such lock: there a warning says so.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_locked(path: Path) -> FileIO:
-    """Open a file to append to it, without a buffer, and keep other processes out until it is closed. A device or a
-    pipe is opened as it is.
+    """Open a file to append to it, unbuffered, and exclude other processes until it is closed. Devices and pipes are
+    opened without a lock.
 
     Raises:
         FileError: it cannot be opened, or another process has it.
@@ -40,15 +40,15 @@ def open_locked(path: Path) -> FileIO:
         except BaseException:
             stream.close()
             raise
-        stream.close()  # who had the lock before has removed the file meanwhile
+        stream.close()  # the previous holder has removed the file
 
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Let one process at a time do something; the others wait. Where files cannot be locked, all go on.
+    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits.
 
     Args:
-        path: a file that is there only meanwhile.
+        path: a lock file, removed at the end.
     """
     try:
         import fcntl
@@ -59,7 +59,7 @@ def alone(path: Path) -> Iterator[None]:
             fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
             if _is_at(path, stream):
                 break
-            stream.close()  # who had the lock before has removed the file meanwhile
+            stream.close()  # the previous holder has removed the file
     except (ImportError, OSError):
         yield
         return
@@ -71,7 +71,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def is_regular(stream: FileIO) -> bool:
-    """Whether it is a file on a disk, which can be read again and cut off; not a device or a pipe."""
+    """Whether it is a regular file, which can be read again and truncated; not a device or a pipe."""
     return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
@@ -79,7 +79,7 @@ def _lock(stream: FileIO, path: Path) -> None:
     try:
         import fcntl
     except ImportError:  # Windows
-        _LOG.warning("%s cannot be locked on this system: see that no other run writes to it", path)
+        _LOG.warning("%s cannot be locked on this system: make sure that no other run writes to it", path)
         return
     try:
         fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +88,7 @@ def _lock(stream: FileIO, path: Path) -> None:
             f"cannot write {path}: another run is writing to it: wait until it has ended, or choose another file"
         ) from None
     except OSError as error:
-        _LOG.warning("%s cannot be locked (%s): see that no other run writes to it", path, error.strerror)
+        _LOG.warning("%s cannot be locked (%s): make sure that no other run writes to it", path, error.strerror)
 
 
 def _is_at(path: Path, stream: FileIO) -> bool:

@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, without a byte order mark.
+    """Read a UTF-8 file, without its byte order mark.
 
     Raises:
         FileError: it cannot be read, or is not UTF-8.
@@ -26,11 +26,11 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise FileError(f"{path}, line {line}: not UTF-8 (byte {error.start}): convert it, with iconv say") from None
+        raise FileError(f"{path}, line {line}: not UTF-8 (byte {error.start}): convert it (iconv)") from None
 
 
 def read_bytes(path: Path) -> bytes:
-    """Raises FileError if the file cannot be read."""
+    """Read a file. Raises FileError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -38,12 +38,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before the work, not after it, that a file cannot be written.
+    """Check before the work that a file can be written.
 
     Raises:
         FileError
     """
-    if _is_stream(path):  # opened and closed, a pipe would end for its reader
+    if _is_stream(path):  # opening and closing a pipe would end it for its reader
         if not os.access(path, os.W_OK):
             raise FileError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
         return
@@ -58,14 +58,14 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file whole or not at all: nobody ever finds half of it, not even after a loss of power. (Of the processes
-    of a job the first does so.) Raises OSError.
+    """Write a file atomically: no reader ever finds half of it, even after a loss of power. (In a job only the first
+    process writes.) Raises OSError.
 
     Args:
-        mode: who may do what with it, less what the umask takes.
+        mode: permissions, less the umask.
 
-    Of several who write the same file at once the last one wins. They may be threads, or processes that share the
-    folder and nothing else, so the part has a name drawn at random.
+    If several write the same file concurrently, the last one wins. They may be threads, or processes that share only
+    the folder, so the temporary file has a random name.
     """
     if not current_ranks().is_first:
         return
@@ -75,7 +75,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         with stream:
             stream.write(data)
             stream.flush()
-            _sync(stream.fileno())  # or its name could get to the disk before its bytes
+            _sync(stream.fileno())  # or the rename could reach the disk before the bytes
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A link is followed. A device or a pipe stays one, and is appended to.
+    """Write a file atomically. A link is followed. A device or a pipe is appended to.
 
     Raises:
         FileError: it cannot be written.
@@ -100,13 +100,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """A device or a pipe; or a name of an open file, as /dev/stdout is, whatever file that may be."""
+    """Whether it is a device or a pipe; or names an open file, as /dev/stdout does."""
     is_other = path.exists() and not (path.is_file() or path.is_dir())
     return is_other or path.parent in (Path("/dev"), Path("/dev/fd"))
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, would survive a loss of power."""
+    """Wait until a file, or the entries of a folder, are safe from a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _sync(descriptor)
@@ -115,22 +115,22 @@ def to_disk(path: Path) -> None:
 
 
 def _sync(descriptor: int) -> None:
-    with suppress(OSError):  # a file system that does not know this
+    with suppress(OSError):  # not supported by the file system
         os.fsync(descriptor)
 
 
 def cache_folder(name: str) -> Path:
-    """Where files are kept that can be made again: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
+    """Folder of a disk cache: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "outrider" / name
 
 
 def keep_in_cache(path: Path, data: bytes) -> None:
-    """Keep what can be made again; where that is not possible, go on without."""
+    """Cache a file that can be made again; if that fails, warn."""
     if not current_ranks().is_first:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
     except OSError as error:
-        _LOG.warning("cannot keep %s: %s", path, error.strerror)
+        _LOG.warning("cannot cache %s: %s", path, error.strerror)

@@ -1,8 +1,8 @@
-"""A folder of files that are run, not only read: compiled programs and kernels.
+"""Disk cache of files that are executed: compiled programs and kernels.
 
-Whoever can write such a file can do all that the user may do, so one is used only if nobody but the user or root can
-have written it. A damaged one would end the process, so each begins with a checksum of the rest. The folder is of
-bounded size: what was not used for the longest time goes first.
+Whoever can write such a file can do all that the user may do, so a file is used only if nobody but the user and root
+can have written it. A damaged one would crash the process, so each begins with a checksum of the rest. The size of the
+folder is bounded: the least recently used files are evicted.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _CHECKSUM_BYTES = 32  # of SHA-256
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """
+    """Folder of cached files.
+
     Attributes:
-        path: made when something is kept, for this user alone.
-        most_bytes: after which files are removed.
+        path: created with the first file, for this user alone.
+        most_bytes: above this size files are evicted.
     """
 
     path: Path
     most_bytes: int
 
     def read(self, name: str) -> bytes | None:
-        """What was kept under this name, if it is there, whole and to be trusted. It counts as used.
+        """Content of a cached file; None if it is missing, damaged or not trusted. Marks it as used.
 
-        It is the open file that is looked at and read: by its path, another could come to be in its place.
+        Checks and reads the open file, since its path could be replaced in between.
         """
         try:
             if not self._is_trusted():
@@ -48,9 +49,9 @@ class PrivateFolder:
         doubt = doubt_about(os.fstat(stream.fileno()), os.geteuid())
         with stream:
             if doubt is not None:
-                _warn_once(f"{self.path / name} is not run, for {doubt}: remove it")
+                _warn_once(f"{self.path / name} is not run, because {doubt}: remove it")
                 return None
-            with suppress(OSError):  # root's file, say
+            with suppress(OSError):  # a file of root, for example
                 os.utime(stream.fileno())
             checksum, data = stream.read(_CHECKSUM_BYTES), stream.read()
         if hashlib.sha256(data).digest() == checksum:
@@ -59,27 +60,27 @@ class PrivateFolder:
         return None
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep what can be made again, with its checksum; where that is not possible, go on without."""
+        """Cache a file with its checksum; if that fails, warn."""
         if not current_ranks().is_first:
             return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._is_trusted():
                 write_whole(self.path / name, hashlib.sha256(data).digest() + data, mode=0o600)
-                self._make_room()
+                self._evict()
         except OSError as error:
-            _LOG.warning("cannot keep %s: %s", self.path / name, error.strerror)
+            _LOG.warning("cannot cache %s: %s", self.path / name, error.strerror)
 
     def _is_trusted(self) -> bool:
         doubt = doubt_about(self.path.stat(), os.geteuid())
         if doubt is not None:
-            _warn_once(f"{self.path} is not used, for {doubt}, and what is in it would be run: remove it")
+            _warn_once(f"{self.path} is not used, because {doubt}, and its files would be run: remove it")
         return doubt is None
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         files = []
-        for path in self.path.iterdir():  # what a write that was cut short has left, too
-            with suppress(FileNotFoundError):  # others make room as well
+        for path in self.path.iterdir():  # leftovers of interrupted writes too
+            with suppress(FileNotFoundError):  # other processes evict as well
                 about = path.stat()
                 files.append((about.st_mtime_ns, about.st_size, path))
         num_bytes = sum(size for _, size, _ in files)
@@ -91,7 +92,7 @@ class PrivateFolder:
 
 
 def doubt_about(about: os.stat_result, user: int) -> str | None:
-    """Why a file or folder may hold what somebody else than the user or root has written; None if it cannot."""
+    """Why somebody other than the user or root may have written a file or folder; None if nobody can have."""
     if about.st_uid not in (user, 0):
         return f"it belongs to another user (number {about.st_uid})"
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -105,5 +106,5 @@ def _not_through_a_link(path: str, flags: int) -> int:
 
 @lru_cache
 def _warn_once(message: str) -> None:
-    """A run takes several files from a folder."""
+    """Warn once, though a run reads several files from a folder."""
     _LOG.warning(message)

@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, device, options. Written beside every result."""
+"""Provenance of a result: versions, device, options. Written with every result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.system.ranks import current_ranks
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What is needed to understand a measurement later.
+    """Facts needed to interpret a measurement later.
 
     Args:
         device: as torch names it.
@@ -39,7 +39,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that this file lies in; None for an installed package."""
+    """Commit of the checkout of this file; None for an installed package."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
@@ -53,7 +53,7 @@ def _git_commit() -> str | None:
 
 
 def processor_name() -> str:
-    """The model of the processor; where the system does not tell, its kind."""
+    """Model of the processor, or its kind if the system does not state the model."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -1,12 +1,12 @@
-"""The processes of one job (``torchrun``): each has a share of the target, and all run the same program.
+"""The processes of one job (``torchrun``): each holds a share of the target, and all run the same program.
 
-They decide alike without being told, since noise is a pure function of the seed, and a sum over all shares comes out
-the same in every process, bit by bit: the ring of gloo and the algorithms of NCCL send each finished sum to all
-unchanged (https://github.com/NVIDIA/nccl/issues/434, 855 and 1497). Whatever else a decision rests on (a seed that was
-drawn, a time that was measured, a terminal, a file that one process writes) is the first process's: ``shared`` and
-``of_first``. ``Agreement`` checks every round that they have not parted, since the text would be wrong then.
+They reach the same decisions without communication, since noise is a pure function of the seed, and an all-reduce gives
+the same bits in every process: the ring of gloo and the algorithms of NCCL send each finished sum to all unchanged
+(https://github.com/NVIDIA/nccl/issues/434, 855 and 1497). All other inputs of decisions (a random seed, a measured
+time, a terminal, a file that one process writes) come from the first process: ``shared`` and ``of_first``.
+``Agreement`` checks every round that the processes agree, since the output would be wrong otherwise.
 
-The job is of the process, as torch's process group is, and kept by this module. Nothing here knows models.
+The job belongs to the process, as torch's process group does, and is kept by this module. Nothing here knows models.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Value = TypeVar("_Value")
-_TIMEOUT = timedelta(hours=2)  # the others wait while the first writes to a slow reader; a death is noticed at once
-_LAST_WORDS_S = 10.0  # in which the first process writes what it has, when the job ends
+_TIMEOUT = timedelta(hours=2)  # others wait while the first writes to a slow reader; a dead process is noticed at once
+_LAST_WORDS_S = 10.0  # for the first process to finish writing when the job ends
 
 
 class Ranks:
-    """The processes that run together, seen from one of them.
+    """Processes that run together, seen from one of them.
 
     Attributes:
         rank: of this process, from 0.
-        size: how many they are.
-        is_interrupted: Ctrl-C was pressed; acted upon where all processes can do so alike (``Agreement.check``).
+        size: number of processes.
+        is_interrupted: Ctrl-C was pressed; takes effect where all processes can act alike (``Agreement.check``).
         has_begun: a round was run.
     """
 
@@ -47,11 +47,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is this process that prints and writes."""
+        """Whether this process prints and writes."""
         return self.rank == 0
 
     def shared(self, value: _Value) -> _Value:
-        """The first process's value, for all. Every process must call it."""
+        """Broadcast the first process's value. Every process must call it."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -61,28 +61,28 @@ class Ranks:
         return values[0]
 
     def of_first(self, make: Callable[[], _Value]) -> _Value:
-        """What ``make`` returns in the first process, which alone calls it. Every process must call this.
+        """Call ``make`` in the first process and broadcast its result. Every process must call this.
 
         Raises:
-            OutriderError: of ``make``, in all processes.
+            OutriderError: raised by ``make``, in all processes.
         """
         if self.size == 1:
             return make()
-        made: Any = None
+        value: Any = None
         failure: OutriderError | None = None
         if self.is_first:
             try:
-                made = make()
+                value = make()
             except OutriderError as error:
                 failure = error
-        made, failure = self.shared((made, failure))
+        value, failure = self.shared((value, failure))
         if failure is not None:
             raise failure
-        result: _Value = made
+        result: _Value = value
         return result
 
     def of_all(self, value: _Value) -> list[_Value]:
-        """The values of all processes, by rank. Every process must call it."""
+        """Gather the values of all processes, by rank. Every process must call it."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -92,23 +92,23 @@ class Ranks:
         return values
 
     def own_path(self, path: Path) -> Path:
-        """Where this process writes what belongs into a file: the first into the file, the others nowhere."""
+        """Path that this process writes: the file in the first process, the null device in the others."""
         return path if self.is_first else Path(os.devnull)
 
     def fail(self) -> bool:
-        """Note that this process has failed. Returns whether it is the first, which tells why."""
+        """Record that this process has failed. Returns whether it is the first, which reports the reason."""
         return self.size == 1 or bool(self._store.add("failed", 1) == 1)
 
     def leave(self) -> None:
-        """Break off the connections, so that nobody waits for this process; the first may finish its writing."""
+        """Close the connections, so that no process waits for this one; the first may finish its writing."""
         import torch.distributed as dist
 
         if self.is_first:
             self._store.set("first has left", "")
         dist.destroy_process_group()
         end = time.monotonic() + _LAST_WORDS_S
-        with suppress(dist.DistError):  # the store may be gone, too
-            # Asked again and again, since a wait would keep the store from the other threads.
+        with suppress(dist.DistError):  # the store may be gone too
+            # Polled, since a wait would block the store for the other threads.
             while time.monotonic() < end and not self._store.check(["first has left"]):
                 time.sleep(0.02)
 
@@ -117,18 +117,17 @@ _ranks = Ranks()
 
 
 def current_ranks() -> Ranks:
-    """The job that this process has joined; until then it is alone."""
+    """Job that this process has joined; a job of one until then."""
     return _ranks
 
 
 def is_one_of_several() -> bool:
-    """Whether torchrun has started this process, and others."""
+    """Whether torchrun has started this process and others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1"
 
 
 def join() -> Ranks:
-    """Join the other processes that torchrun has started, if it has. On CUDA devices each takes the one of its local
-    rank.
+    """Join the job if torchrun has started one. Each process takes the CUDA device of its local rank.
 
     Raises:
         DeviceError: there are fewer CUDA devices than processes.
@@ -162,7 +161,7 @@ def join() -> Ranks:
 
 
 def has_lost_others(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is that another process does not answer."""
+    """Whether an error, or one of its causes, means that another process does not answer."""
     import torch.distributed as dist
 
     while error is not None:
@@ -173,14 +172,14 @@ def has_lost_others(error: BaseException | None) -> bool:
 
 
 class Agreement:
-    """Of the processes of a job, on one generation: a running checksum of what was asked for, decided and committed.
-    It costs as much as one more sum over shares each round, and nothing in a process that is alone."""
+    """Running checksum of requests, decisions and committed tokens, compared between the processes of a job. It costs
+    one more all-reduce per round, and nothing in a process that is alone."""
 
     def __init__(self) -> None:
         self._checksum = 0
 
     def note(self, value: object) -> None:
-        """Something that must be the same in all processes; its ``repr`` is compared at the next check."""
+        """Add a value that must be equal in all processes; its ``repr`` is compared at the next check."""
         if current_ranks().size > 1:
             self._checksum = zlib.crc32(repr(value).encode(), self._checksum)
 
@@ -192,7 +191,7 @@ class Agreement:
 
         Raises:
             RankError: they differ.
-            KeyboardInterrupt: one of them was interrupted; so all are, at the same place.
+            KeyboardInterrupt: one of them was interrupted; raised in all, at the same round.
         """
         ranks = current_ranks()
         if ranks.size == 1:
@@ -202,13 +201,13 @@ class Agreement:
 
         ranks.has_begun = True
         self._checksum = zlib.crc32(report.numpy().tobytes(), self._checksum)
-        # The largest x, and the largest -x: all processes agree if both are of the same x.
+        # The maxima of x and of -x: all processes agree if they belong to one x.
         extremes = torch.tensor([self._checksum, -self._checksum, ranks.is_interrupted])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         largest, smallest, is_interrupted = extremes.tolist()
         if largest != -smallest:
             raise RankError(
-                "the processes of this job have come to different tokens, so that the text would be wrong: see that "
+                "the processes of this job have generated different tokens, so the output would be wrong: check that "
                 "all have the same files, versions and kind of device"
             )
         if is_interrupted:

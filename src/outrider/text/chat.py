@@ -1,4 +1,4 @@
-"""Messages of a chat, written out by the model's chat template."""
+"""Chat messages, formatted by the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.errors import PromptError
 
 
 def chat_text(tokenizer: Any | None, messages: Sequence[Any]) -> str:
-    """The text of a chat, with the beginning of the answer.
+    """Prompt text of a chat, with the generation prompt.
 
     Raises:
         PromptError: there is no template; or it does not accept these messages; or they are not text alone.
@@ -30,15 +30,15 @@ def chat_text(tokenizer: Any | None, messages: Sequence[Any]) -> str:
         text: str = tokenizer.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
         return text
 
-    errors = TemplateError, TypeError, ValueError  # a template computes with what it finds in a message
+    errors = TemplateError, TypeError, ValueError  # templates compute with the content of messages
     try:
         text = write(str)
     except errors as error:
         raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
     if all(part in text for part in said):
         return text
-    # Some templates write lists of parts alone, and pass over plain text. Others change or shorten the text, and would
-    # write a list as Python shows it.
+    # Some templates accept lists of parts only, and skip plain text. Others change or shorten the text, and would print
+    # a list as Python does.
     with suppress(*errors):
         parted = write(lambda content: [{"type": "text", "text": content}])
         if all(part in parted for part in said) and "{'type': 'text'" not in parted:
@@ -47,7 +47,7 @@ def chat_text(tokenizer: Any | None, messages: Sequence[Any]) -> str:
 
 
 def _text_of(index: int, message: Any) -> str | None:
-    """The text of a message, which may be in parts; None where it has none (calls of tools)."""
+    """Text of a message, which may be in parts; None if it has none (tool calls)."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"message {index} is not an object with a 'role' and a 'content'")
     content = message.get("content")

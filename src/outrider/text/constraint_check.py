@@ -1,8 +1,8 @@
-"""Reading a constraint in a process of its own, before it is read here.
+"""Checks a constraint in a limited process before it is read here.
 
 A few hundred bytes can keep llguidance busy for hours: it decides whether a string can match all patterns of a schema
-by expanding them, and none of its limits (``LLParserLimits``) counts that work. It cannot be interrupted either. So a
-process whose processor time and memory are limited reads each constraint first, and can be ended at any time.
+by expanding them, and none of its limits (``LLParserLimits``) counts that work. Nor can it be interrupted. So a process
+with limited processor time and memory reads each constraint first, and can be killed at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.errors import ConstraintNotRead
 
 _MOST_CPU_S = 2  # ordinary constraints take 0.1, most of it for the start of Python
 _MOST_MEMORY = 2**30
-_MOST_S = 60.0  # on a machine so busy that the processor time does not pass
+_MOST_S = 60.0  # for a machine so busy that the process gets no processor time
 
 # Imports nothing of this package, which would take longer than all the rest, and is nice to other requests. The hard
 # limit on time is above the soft one, since it ends the process by the same signal as others do. Windows has no such
@@ -36,12 +36,12 @@ with contextlib.suppress(ImportError, ValueError, OSError):
 print("limited", flush=True)
 llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
 """
-# Ends of a process that has come to a limit: of time, of memory (by llguidance or by Python), of its stack.
+# Exit codes at a limit: of time, of memory (in llguidance or in Python), of the stack.
 _ENDS_BY_LIMITS = (-24, -6, 1, -11)  # SIGXCPU, SIGABRT, an error of Python, SIGSEGV: Windows knows only the third
 
 
 class Reading:
-    """Reads grammars. Another thread may stop it, which ends the process at once."""
+    """Checks grammars. Another thread may stop it, which kills the process at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,10 +63,10 @@ class Reading:
                 self._process.kill()
 
     def can_be_read(self, grammar: str) -> bool:
-        """Whether llguidance can tell within the limits if a grammar, in its own form, is valid.
+        """Whether llguidance can validate a grammar, in its own format, within the limits.
 
         Raises:
-            ConstraintNotRead: it was stopped; or the machine has too much other work.
+            ConstraintNotRead: it was stopped; or the machine is too busy.
         """
         verdict = _verdict(grammar)
         if not verdict:
@@ -80,7 +80,7 @@ class Reading:
             except subprocess.TimeoutExpired:
                 raise ConstraintNotRead(f"the constraint was not read within {_MOST_S:g} seconds: try again") from None
             finally:
-                process.kill()  # nothing where it has ended
+                process.kill()  # no effect if it has ended
         if process.returncode == 0:
             return True
         if said and process.returncode in _ENDS_BY_LIMITS:
@@ -94,7 +94,7 @@ class Reading:
         pipe = subprocess.PIPE
         with self._lock:
             if self._is_stopped:
-                raise ConstraintNotRead("the constraint is no longer asked for")
+                raise ConstraintNotRead("the request for the constraint was cancelled")
             try:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
             except OSError as error:
@@ -106,5 +106,5 @@ class Reading:
 
 @lru_cache(maxsize=64)
 def _verdict(grammar: str) -> list[bool]:
-    """Holds the verdict on a grammar as soon as there is one."""
+    """Cell for the result of checking a grammar, filled once it is known."""
     return []

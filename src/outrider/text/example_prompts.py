@@ -1,4 +1,4 @@
-"""Sixteen prompts of a sentence each, written for measurements; the first is for warm-up."""
+"""Sixteen one-sentence prompts, written for measurements; the first is for warm-up."""
 
 WARM_UP = "The rain had stopped by the time they reached the mill."
 

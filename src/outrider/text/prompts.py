@@ -1,7 +1,7 @@
-"""Forms in which prompts come: alone or several, as text, token ids, chats, or as a tokenizer returns them.
+"""Forms of prompts: one or several, as text, token ids, chats, or a tokenizer's output.
 
-A tokenizer's output has a mask, which says what is padding. Ids alone do not, so padding in them is detected by its
-token.
+A tokenizer's output has an attention mask, which marks padding. Plain ids have none, so padding in them is detected by
+its token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEDIA = {"image": "an image", "video": "a video", "audio": "a sound"}
 
 
 def prompts_of(given: Any) -> Iterable[Any]:
-    """The prompts of a call, each as ``encode`` takes it. A text, a chat or a tokenizer's output may stand alone.
+    """Prompts of a call, each in a form that ``encode`` takes. A single text, chat or tokenizer's output is one prompt.
 
     Raises:
         PromptError: there are none in it.
@@ -39,15 +39,15 @@ def prompts_of(given: Any) -> Iterable[Any]:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is the messages of one chat."""
+    """Whether it is the message list of one chat."""
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
 def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
-    """The ids of a tokenizer's output, one prompt or several, without those that its mask leaves out.
+    """Token ids of a tokenizer's output, one prompt or several, without masked ones.
 
     Raises:
-        PromptError: it is another mapping, or has something in it that cannot be used.
+        PromptError: it is another mapping, or has unsupported entries.
     """
     if _IDS not in encoded:
         keys = ", ".join(map(repr, encoded))
@@ -74,9 +74,9 @@ def _lists(value: Any) -> list[list[int]]:
 
 
 def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
-    """Detect padding in arrays of ids, which have no mask. (In a list of ids each token is meant.)
+    """Detect padding in arrays of ids, which have no mask. (In a list of ids every token counts.)
 
-    Where the token of the padding begins or ends texts, too, this is a warning.
+    If the padding token also begins or ends sequences, this is a warning.
 
     Raises:
         PromptError
@@ -105,8 +105,7 @@ def _num_leading(ids: Sequence[int], token_id: int) -> int:
 
 
 def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
-    """Ids of a text that begins with the beginning-of-text token itself, as written by a chat template, without those
-    that the tokenizer has put before it."""
+    """Remove the BOS token that the tokenizer has put before a text that begins with it, as chat templates write."""
     bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
     if not bos or not text.startswith(bos):
         return ids
@@ -116,10 +115,10 @@ def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any) -> None:
-    """Whether all are tokens, and none is the place of an image, a video or a sound, which cannot be given.
+    """Check that all ids are tokens, and none a placeholder of an image, a video or a sound, which is not supported.
 
     Args:
-        owners: of the names of such tokens: the model's configuration, the tokenizer.
+        owners: have names of such tokens: the model's configuration, the tokenizer.
 
     Raises:
         PromptError
@@ -132,6 +131,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any) -> None:
                 token_id = getattr(owner, name, None)
                 if isinstance(token_id, int) and token_id in ids:
                     raise PromptError(
-                        f"the prompt has the token {token_id}, the place of {thing}, and none can be given here: leave "
-                        "the token out"
+                        f"the prompt has the token {token_id}, the placeholder of {thing}, which is not supported: "
+                        "leave the token out"
                     )

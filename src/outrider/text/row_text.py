@@ -1,7 +1,7 @@
-"""When a row ends, and which part of its text is certain.
+"""Stop conditions of a row, and the part of its text that is final.
 
-End tokens, stop tokens and stop strings act after every single token, before anything is streamed or counted. A text
-that could be the beginning of a stop string is held back until it is decided.
+End tokens, stop tokens and stop strings are applied token by token, before streaming and counting. Text that could be
+the prefix of a stop string is held back until it is decided.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.text.tokenizer import Detokenizer
 
 
 class RowText:
-    """The text of one row, token by token.
+    """Text of one row, token by token.
 
     Args:
         detokenizer: None if there are only ids, no text.
@@ -24,7 +24,7 @@ class RowText:
         min_tokens: stop strings that are complete by then do not end the row.
 
     Attributes:
-        stop_reason: the stop string or stop token that has ended the row; None where none has.
+        stop_reason: the stop string or stop token that has ended the row; None if none has.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class RowText:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self.stop_reason: str | int | None = None
-        self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet certain
+        self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet final
         self._certain: list[tuple[int, str]] = []
 
     def push(self, token_id: int) -> FinishReason | None:
-        """Take the next token; return whether the row ends with it."""
+        """Add the next token; return the finish reason if the row ends with it."""
         index, self._num_tokens = self._num_tokens, self._num_tokens + 1
         if token_id in self._eos_ids:
             return "eos"
@@ -59,7 +59,7 @@ class RowText:
         if piece := self._detokenizer.push(token_id):
             self._held.append((index, piece))
         text = "".join(piece for _, piece in self._held)
-        # One that was complete before this token came too early, and is held as the beginning of a longer one.
+        # A stop string that was complete before this token came too early; it is held as the prefix of a longer one.
         found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
         ends = [(at, string) for at, string in found if at >= 0]
         if ends and self._num_tokens > self._min_tokens:
@@ -72,13 +72,13 @@ class RowText:
         return None
 
     def finish(self) -> None:
-        """The row has ended: no held text can become a stop string any more."""
+        """End the row: held text cannot become a stop string any more."""
         if self._detokenizer is not None:
             self._held.append((self._num_tokens - 1, self._detokenizer.flush()))
             self._release(sum(len(piece) for _, piece in self._held))
 
     def take(self) -> list[tuple[int, str]]:
-        """The text that has become certain since the last call, as (index of its token, text)."""
+        """Text that has become final since the last call, as (index of its token, text)."""
         certain, self._certain = self._certain, []
         return certain
 

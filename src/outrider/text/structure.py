@@ -1,7 +1,7 @@
-"""Structured output: text that must be JSON of a schema, or match a regular expression or a grammar.
+"""Structured output: constrained to JSON of a schema, a regular expression or a grammar.
 
-The work is done by llguidance (https://github.com/guidance-ai/llguidance), which knows after each token, by the bytes
-that tokens stand for, which may come next. Its names: a matcher is a grammar with a place in a text.
+llguidance (https://github.com/guidance-ai/llguidance) does the work: after each token it knows which tokens may follow,
+by their bytes. In its terms, a matcher is a grammar with a position in a text.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from outrider.errors import MissingExtra, OptionError
 from outrider.options import CONSTRAINTS, Sampling
 from outrider.text.constraint_check import Reading
 
-# Between the parts of JSON. llguidance itself allows any amount, with which small models fill the text to its limit.
+# Between the parts of JSON. llguidance's default allows any amount; small models fill the text with it to the limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}
 _MOST_CHARACTERS = 200  # of its messages, which may quote the grammar
 
 # Items of the parser in one mask; llguidance allows ten times as many. `a: a a | /[a-z ]/ | ""` needs more with every
-# token, and comes to this limit after 44 of them: 0.05 s for the last mask, with a vocabulary of 8,000, and 0.7 s in
-# all. 300 optional properties of an object need fewer, and so do 1,000 choices.
+# token, and reaches this limit after 44 tokens: 0.05 s for the last mask, with a vocabulary of 8,000, and 0.7 s in all.
+# 300 optional properties of an object need fewer, and so do 1,000 choices.
 _MOST_ITEMS = 5000
 _MOST_BYTES = 2**18  # of a constraint; 5,000 choices have 170 KB and are read in 0.2 s
-_MOST_PATTERNS = 1000  # of a schema; where each is of another string, they are read in 0.1 s
-# Operators `&` of a grammar. The work doubles with each: 5 take 2 ms, 29 do not come to an end, under any limit of
-# llguidance. Patterns of a schema that have to match together are refused when it is read: see `Reading`.
+_MOST_PATTERNS = 1000  # of a schema; if each is for another string, they are read in 0.1 s
+# Operators `&` of a grammar. The work doubles with each: 5 take 2 ms, 29 never finish, under any limit of llguidance.
+# Patterns of a schema that must match together are refused when it is read: see `Reading`.
 _MOST_INTERSECTIONS = 5
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
-_DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema whose values are no schemas
+_DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema whose values are not schemas
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # and comments
 
 
 class Structure:
-    """What one text has to match, and how far it has come (see ``outrider.records.Constraint``).
+    """Constraint of one sequence and its state (see ``outrider.records.Constraint``).
 
     Args:
         sampling: with a constraint.
-        tokenizer: of Hugging Face, one of its fast ones.
-        eos_ids: tokens that end the text; they may come when it is complete.
+        tokenizer: a fast tokenizer of Hugging Face.
+        eos_ids: tokens that end the sequence; allowed when it is complete.
 
     Raises:
         OptionError: llguidance does not accept the constraint; no text matches it; or there is no such tokenizer, or
             no end token.
-        MissingExtra: it is not installed.
-        ConstraintNotRead: the constraint was not read in time, on a machine that has too much other work.
+        MissingExtra: llguidance is not installed.
+        ConstraintNotRead: the constraint was not read in time, since the machine is too busy.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
         name, value = _given(sampling)
         if not eos_ids:
-            raise OptionError(name, value, "this model has no end token, so that no text would be complete")
+            raise OptionError(name, value, "this model has no end token, so no output would be complete")
         grammar = _grammar(name, value, Reading())
         try:
             tokens = _tokens(tokenizer, vocab_size, eos_ids)
@@ -66,11 +66,11 @@ class Structure:
             reason = self._matcher.get_error()
             raise _refusal(name, value, "no text matches it" if reason.startswith("NoExtension") else reason)
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
-        self._num_beyond = 0  # tokens from the end token on, which the matcher does not see
+        self._num_beyond = 0  # tokens from the end token on, unknown to the matcher
 
     @property
     def error(self) -> str | None:
-        """A limit of llguidance, on the size of its states."""
+        """Message of llguidance if its states have reached a size limit; else None."""
         return _line(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def allowed(self) -> NDArray[np.bool_] | None:
@@ -98,7 +98,7 @@ class Structure:
 
 
 def check_structure(sampling: Sampling) -> None:
-    """Whether llguidance accepts the constraint, before there is a tokenizer.
+    """Check that llguidance accepts the constraint, before there is a tokenizer.
 
     Raises:
         OptionError, MissingExtra, ConstraintNotRead
@@ -109,8 +109,8 @@ def check_structure(sampling: Sampling) -> None:
         raise _refusal(name, value, messages[0])
 
 
-def rehearse(options: Mapping[str, Any], reading: Reading) -> None:
-    """Read a constraint, if there is one, so that another thread can stop it. ``Structure`` then finds the verdict.
+def read_constraint(options: Mapping[str, Any], reading: Reading) -> None:
+    """Read a constraint, if there is one, so that another thread can stop it. ``Structure`` then reuses the result.
 
     Args:
         options: fields of ``Sampling``.
@@ -129,15 +129,15 @@ def _given(sampling: Sampling) -> tuple[str, Any]:
 
 
 def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str:
-    """The constraint in llguidance's own form. Raises OptionError, MissingExtra, ConstraintNotRead."""
+    """Constraint in llguidance's own format. Raises OptionError, MissingExtra, ConstraintNotRead."""
     llguidance = _llguidance()
     try:
         given = json.dumps(_without_unknown_formats(dict(value))) if isinstance(value, Mapping) else value
         if (num_bytes := len(given.encode())) > _MOST_BYTES:
-            raise OptionError(name, value, f"it has {num_bytes} bytes, and may have {_MOST_BYTES}")
+            raise OptionError(name, value, f"it has {num_bytes} bytes, the limit is {_MOST_BYTES}")
         if name == "json_schema":
             if (num_patterns := _num_patterns(value)) > _MOST_PATTERNS:
-                raise OptionError(name, value, f"it has {num_patterns} patterns, and may have {_MOST_PATTERNS}")
+                raise OptionError(name, value, f"it has {num_patterns} patterns, the limit is {_MOST_PATTERNS}")
             grammar = str(llguidance.LLMatcher.grammar_from_json_schema(given, defaults=_JSON_OPTIONS))
         else:
             grammar = str(llguidance.grammar_from(name, given))
@@ -151,7 +151,7 @@ def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str
 
 
 def _without_unknown_formats(schema: Any) -> Any:
-    """The schema without formats that llguidance would refuse. By the standard of JSON Schema they restrict nothing."""
+    """Schema without the formats that llguidance would refuse. In the JSON Schema standard these restrict nothing."""
     if isinstance(schema, list):
         return [_without_unknown_formats(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -175,7 +175,7 @@ def _num_patterns(schema: Any) -> int:
 
 @lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
-    """The tokens as llguidance sees them, which takes a second for a large vocabulary. Raises ValueError."""
+    """Tokens in llguidance's format; takes a second for a large vocabulary. Raises ValueError."""
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids))
@@ -183,8 +183,8 @@ def _tokens(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
 
 @lru_cache(maxsize=8)
 def _at_the_beginning(tokens: Any, grammar: str) -> Any:
-    """A matcher to be copied, since a request may ask for several texts of one grammar, and the next one for more. Its
-    first mask may take long; made here, it holds up no other text."""
+    """Matcher to be copied: a request may ask for several sequences of one grammar, and the next request for more. Its
+    first mask may take long; computed here, it delays no other sequence."""
     llguidance = _llguidance()
     limits = llguidance.LLParserLimits(step_max_items=_MOST_ITEMS)
     matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
@@ -207,6 +207,6 @@ def _refusal(name: str, value: Any, message: str) -> OptionError:
 
 
 def _line(message: object) -> str:
-    text, _, _ = str(message).partition("<state>")  # what follows is for llguidance's own developers
+    text, _, _ = str(message).partition("<state>")  # the rest is for llguidance's developers
     text = re.split(r"\n +\d+ \|", text)[0]  # a line of the grammar, with a caret below it
     return " ".join(text.split())[:_MOST_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Text to ids and back, in a form that can be streamed.
+"""Tokenizing, and streaming detokenizing.
 
 This module knows tokenizers of Hugging Face, but no models, rounds or stop strings.
 """
@@ -17,13 +17,13 @@ from outrider.text.chat import chat_text
 from outrider.text.prompts import FORMS, rows_of, without_second_bos
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text; or token ids; or the messages of a chat, ``{"role": ..., "content": ...}``; or a tokenizer's output for one
-text, with its attention mask."""
+"""Text; token ids; chat messages, ``{"role": ..., "content": ...}``; or a tokenizer's output for one text, with its
+attention mask."""
 
 _NUM_CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
-_MOST_TOKENS = 8  # that are kept where no character ends between two of them
+_MOST_TOKENS = 8  # kept if no character ends between two of them
 _MOST_BYTES = 4  # of a character
-_UNFINISHED = "\ufffd"  # decoders' output for half a character
+_UNFINISHED = "\ufffd"  # output of decoders for an incomplete character
 
 
 def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -> list[int]:
@@ -31,7 +31,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
 
     Args:
         tokenizer: None if the prompt is ids already.
-        has_special: of text, with the tokens that the tokenizer adds (BOS, ...).
+        has_special: add the tokenizer's special tokens (BOS, ...) to text.
 
     Raises:
         PromptError: the prompt is empty, or needs a tokenizer or a chat template that is missing.
@@ -43,7 +43,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt has half a character at {error.start} (a lone surrogate)") from None
-        # verbose=False: a prompt that is too long is an error of ours, with a remedy, not a warning.
+        # verbose=False: for a prompt that is too long we raise an error with a remedy, instead of a warning.
         ids = [int(i) for i in tokenizer(prompt, add_special_tokens=has_special, verbose=False).input_ids]
         ids = without_second_bos(tokenizer, prompt, ids) if has_special else ids
     elif isinstance(prompt, Mapping):
@@ -64,8 +64,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
 
 
 def tokenizer_of(given: Any | None) -> Any | None:
-    """The tokenizer of Transformers that a user has given: itself, or inside of a processor, or made of a
-    ``tokenizers.Tokenizer``.
+    """Transformers tokenizer of a user's argument: itself, one in a processor, or a wrapped ``tokenizers.Tokenizer``.
 
     Raises:
         OptionError: it is something else.
@@ -88,36 +87,36 @@ def tokenizer_of(given: Any | None) -> Any | None:
 
 
 class Detokenizer:
-    """Turns tokens into text one by one, never giving half a character.
+    """Incremental detokenizer that never returns incomplete characters.
 
-    Tokens do not decode on their own: a character may be spread over several, and a leading space may depend on the
-    tokens before. So the last few tokens are decoded together, and the characters that were given are counted. Whatever
-    the tokens are, a push decodes no more than these few.
+    Tokens cannot be decoded one by one: a character may span several, and a leading space may depend on earlier tokens.
+    So the last few tokens are decoded together, and the characters already returned are counted. A push never decodes
+    more than these few tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # the last tokens
         self._text = self._decode(self._ids)
-        self._num_given = len(self._text)  # characters of it that the caller has
-        self._num_new = 0  # tokens since the text was whole
+        self._num_given = len(self._text)  # characters of it already returned
+        self._num_new = 0  # tokens since the text had no incomplete character
         self._num_waiting = 0  # tokens since a character was completed
-        self._textless: set[int] = set()  # tokens that were found to have no text
+        self._textless: set[int] = set()  # tokens known to have no text
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain; may be empty."""
+        """Add a token; return the text that has become final, possibly empty."""
         if token_id in self._textless:
             return ""
         text = self._decode([*self._ids, token_id])
         if text == self._text and self._has_no_text(token_id):
-            self._textless.add(token_id)  # kept, a row of them would take the place of the context
+            self._textless.add(token_id)  # a run of them would displace the context
             return ""
         self._ids.append(token_id)
         self._text, self._num_new = text, self._num_new + 1
         num_certain = len(text.rstrip(_UNFINISHED))
         self._num_waiting = 0 if num_certain > self._num_given else self._num_waiting + 1
         if num_certain < len(text) and self._num_waiting >= _MOST_BYTES:
-            # The first of them are no part of a character that may still come.
+            # The first of them cannot be part of a character that is still incomplete.
             num_certain = len(self._decode(self._ids[: 1 - _MOST_BYTES]))
         piece = text[self._num_given : num_certain]
         self._num_given = max(self._num_given, num_certain)
@@ -128,14 +127,14 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The remainder at the end, including half characters."""
+        """Return the remaining text at the end, including incomplete characters."""
         piece = self._text[self._num_given :]
         self._num_given = len(self._text)
         return piece
 
     def _keep(self, num_tokens: int) -> None:
-        """Forget all but the last tokens, if these have text. The part of it that was not given is at its end, and has
-        the same length there."""
+        """Drop all but the last tokens, if these have text. Text not yet returned is at the end, and has the same
+        length there."""
         ids = self._ids[-num_tokens:]
         text, num_held = self._decode(ids), max(0, len(self._text) - self._num_given)
         if text:
@@ -143,8 +142,8 @@ class Detokenizer:
             self._num_new = self._num_new if num_held else 0
 
     def _has_no_text(self, token_id: int) -> bool:
-        """Whether the decoder passes over the token (as over special tokens) wherever it is: alone, where half a
-        character would show, and between two tokens with text, where a space would that is dropped at a beginning."""
+        """Whether the decoder skips the token (like special tokens) everywhere: alone, where an incomplete character
+        would show, and between two tokens with text, where a space would show that is dropped at the beginning."""
         around = [next((i for i in reversed(self._ids) if self._decode([i])), token_id)]
         alone, between = self._decode([token_id]), self._decode([*around, token_id, *around])
         return alone == "" and between == self._decode(around * 2) != ""
@@ -155,22 +154,22 @@ class Detokenizer:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """One more than the largest token id."""
+    """Largest token id plus one."""
     largest: int = max(tokenizer.get_vocab().values())
     return largest + 1
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A checksum of the meaning of ids: the same for two tokenizers if and only if ``check_same_tokens`` passes."""
+    """Checksum of the mapping from ids to tokens: two are equal if and only if ``check_same_tokens`` passes."""
     tokens = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
-    """Compare two tokenizers by the meaning of their ids.
+    """Compare two tokenizers by the tokens of their ids.
 
     Raises:
-        TokenizerMismatch: an id stands for different tokens; the message shows some.
+        TokenizerMismatch: an id has different tokens; the message shows some.
     """
     target_tokens = {i: token for token, i in target.get_vocab().items()}
     draft_tokens = {i: token for token, i in draft.get_vocab().items()}
