@@ -106,8 +106,8 @@ def _costs(decoder: Decoder) -> dict[str, Any]:
         chunks = decoder.stream_many(PROMPTS[:num_rows], max_new_tokens=24, num_draft_tokens="auto")
         drafted.append([(chunk.row, chunk.token_ids, chunk.stats.num_draft_tokens) for chunk in chunks])
     kept = cost_cache.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
-    assert decoder.experience is not None
-    learned = decoder.experience.under(RULES["block"], 1, 40).costs
+    assert decoder.pair_state is not None
+    learned = decoder.pair_state.estimates(RULES["block"], 1, 40).costs
     seconds = [learned.seconds(1, k) for k in learned.ks]
     return {"drafted": drafted, "measured": list(kept[1].values()), "learned": seconds}
 

@@ -178,7 +178,7 @@ def test_a_draft_whose_logits_are_not_numbers_is_told_once(caplog: pytest.LogCap
     (result,) = decoder.generate("Once upon a time", seed=1, max_new_tokens=16)
     assert len(result.token_ids) == result.stats.num_rounds == 16
     (line,) = caplog.messages
-    assert line == "the draft fable-draft gave NaN or infinite logits: its drafts end there"
+    assert line == "the draft fable-draft gave NaN or infinite logits: its drafts are cut there"
 
 
 def _damage(lm: LM) -> None:

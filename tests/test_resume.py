@@ -91,7 +91,7 @@ def test_what_cannot_be_resumed() -> None:
     (done,) = decoder.generate("Once", seed=1, max_new_tokens=8, temperature=0.0)
     for options, message in (
         ({"max_new_tokens": 8}, "8 tokens' is invalid: the text has ended"),
-        ({"max_new_tokens": 20, "stop": done.text[:4]}, "the text has ended with this token"),
+        ({"max_new_tokens": 20, "stop": done.text[:4]}, "the output ended with this token"),
     ):
         with pytest.raises(OptionError, match=message):
             decoder.stream("Once", resume_ids=done.token_ids, **options)

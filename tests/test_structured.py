@@ -94,7 +94,7 @@ def test_resumed_where_it_was_cut(rule: str) -> None:
         ids = [token_id for chunk in chunks[:cut] for token_id in chunk.token_ids]
         rest = list(decoder.stream(PROMPT, resume_ids=ids, **options))
         assert (*ids, *(token_id for chunk in rest for token_id in chunk.token_ids)) == uncut.token_ids
-    with pytest.raises(OptionError, match="resume_ids = .* the text must not go on with this token"):
+    with pytest.raises(OptionError, match="resume_ids = .* the constraint forbids this token"):
         decoder.stream(PROMPT, resume_ids=[11, 12, 13], **options)
 
 
@@ -123,7 +123,7 @@ def test_stop_strings_and_limits_still_end_a_text() -> None:
         ({"grammar": "start: x"}, 'grammar = .* unknown name: "x"'),
         ({"regex": "a[^\\s\\S]"}, "regex = .* is invalid: no text matches it"),
         ({"grammar": "start: start"}, "grammar = .* is invalid: no text matches it"),
-        ({"regex": ""}, "regex = '' is invalid: a text that is not empty"),
+        ({"regex": ""}, "regex = '' is invalid: a string that is not empty"),
         ({"regex": "a", "grammar": "b"}, "grammar = 'b' is invalid: give it or regex, not both"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos = True is invalid: with regex the text ends where"),
         ({"regex": "a", "min_tokens": 2}, "min_tokens = 2 is invalid: with regex"),

@@ -212,8 +212,8 @@ class MadeUpTimes:
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
         self.inner.learn_cost(num_rows, k, LiveCosts(self.costs).seconds(num_rows, k))
 
-    def forget(self, index: int) -> None:
-        self.inner.forget(index)
+    def row_ended(self, index: int) -> None:
+        self.inner.row_ended(index)
 
 
 class InTurn:
@@ -232,7 +232,7 @@ class InTurn:
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
         pass
 
-    def forget(self, index: int) -> None:
+    def row_ended(self, index: int) -> None:
         pass
 
 

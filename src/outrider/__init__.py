@@ -44,8 +44,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Names are looked up when they are used, so that `import outrider` (and with it `outrider --help`) stays quick:
-    # torch is imported by what needs it.
+    # Names are imported on first use, so that `import outrider` and `outrider --help` do not import torch.
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)

@@ -1,4 +1,4 @@
-"""The public door: text in, chunks of text out.
+"""``load``: a ``Decoder`` from the names of a target and a draft.
 
 decoder = load("fable", "fable-draft")
 for chunk in decoder.stream("Once upon a time", seed=1):
@@ -48,27 +48,27 @@ def load(
     compile: bool = False,
     models_file: Path | None = None,
 ) -> Decoder:
-    """A decoder for a target and a draft.
+    """Load a target and a draft.
 
     Args:
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
-        draft: the same; a name that ends in ":greedy" drafts the model's likeliest tokens; or "ngram"; or "none" or
-            None for plain decoding.
-        tokenizer: for a target in memory, of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
+        draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens; or "ngram"; or "none"
+            or None for plain decoding.
+        tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
-        draft_tokenizer: for a draft in memory, to be compared with the target's; without one they are taken to agree.
-        device ... store: how the target is placed (see ``Placement``); models in memory stay as they are.
+        draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
+        device ... store: the placement of the target (see ``Placement``); models in memory stay as they are.
         placement: the same as one object, in place of these.
-        draft_placement: how the draft is placed; where its device and dtype are "auto", they are the target's.
+        draft_placement: the placement of the draft; an "auto" device or dtype is the target's.
         acceptance: "rejection", "block" or "gumbel".
-        num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, by costs that are measured on
-            first use, for each number of rows (about a second each for small models), and kept.
+        num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, from costs measured on first
+            use for each number of rows (about a second each for small models) and cached.
         compile: see ``Decoder.compiled``.
         models_file: a TOML file with names of models, beside the user's own.
 
     Raises:
-        ModelError: a model cannot be had, read, or rolled back.
+        ModelError: a model cannot be loaded, or its cache cannot be rolled back.
         TokenizerMismatch: target and draft have different tokens.
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
@@ -81,7 +81,7 @@ def load(
     plain = Decoder(
         target=build_lm(checkpoint, num_tokens),
         tokenizer=checkpoint.tokenizer,
-        # Some configurations name tokens that there are not.
+        # Some configurations name end tokens beyond the vocabulary.
         eos_ids=frozenset(i for i in checkpoint.eos_ids if 0 <= i < num_tokens),
         drafter=NoDrafter(),
         acceptance=acceptance,
@@ -101,7 +101,7 @@ def load_drafter(
     placement: Placement = _ANYWHERE,
     models_file: Path | None = None,
 ) -> Drafter:
-    """A drafter that fits the decoder's target. Arguments and errors: see ``load``."""
+    """Load a drafter for the decoder's target. Arguments and errors: see ``load``."""
     if draft is None or draft == "none":
         return NoDrafter()
     if draft == "ngram":
@@ -123,7 +123,7 @@ def _checkpoint(
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
-            raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} brings its own")
+            raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} has its own")
         return load_checkpoint(resolve(str(model), models_file), placement, is_target=is_target)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
@@ -132,8 +132,8 @@ def _checkpoint(
         )
     if placement.quantization not in (None, "none") or placement.device_map not in (None, "none"):
         how = placement.quantization or placement.device_map
-        raise OptionError("placement", how, "a model in memory stays as it is: give a name or a folder")
+        raise OptionError("placement", how, "a model in memory stays as it is: pass a name or a folder")
     if (getattr(model, "tp_size", None) or 1) > 1:
-        join()  # the processes that share it
+        join()  # the ranks that share it
     name = config.name_or_path or type(model).__name__
     return Checkpoint(name, model, tokenizer_of(tokenizer))

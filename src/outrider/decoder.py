@@ -1,4 +1,4 @@
-"""A target and its drafter: text in, chunks of text out. The stream is the primitive; ``generate`` gathers it."""
+"""A target and its drafter: text in, chunks of text out. The stream is the primitive; ``generate`` collects it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.compile.compiled_lm import compiled_lm
 from outrider.compile.service import CompileService
 from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine, decode
-from outrider.decoding.pair_state import Experience
+from outrider.decoding.pair_state import PairState
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
@@ -41,18 +41,18 @@ from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A target, a drafter and how they are used. It holds no state of any generation, so one may serve many.
+    """A target, a drafter and their defaults. It holds no state of a generation, so that one decoder serves many.
 
     Attributes:
         target: the model whose distribution the output follows.
-        tokenizer: of Hugging Face; None if prompts are token ids and only ids are wanted.
-        eos_ids: tokens that end a text.
-        drafter: what proposes.
+        tokenizer: of Hugging Face; None for token ids in and out.
+        eos_ids: end tokens.
+        drafter: proposes tokens.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
-        num_draft_tokens: K, the default; "auto" chooses it each round for the most tokens per second. (Under "auto" a
-            row whose seed is given keeps K = 4 where its text depends on K.)
-        experience: of this pair under "auto": later calls begin with what earlier ones have learned. ``replace`` hands
-            it on, and gives a decoder with another target or drafter one of its own.
+        num_draft_tokens: default K; "auto" chooses it each round for the most tokens per second. (Under "auto" a row
+            whose seed is given keeps K = 4 where its output depends on K.)
+        pair_state: estimates of this pair for "auto", kept from call to call. ``replace`` keeps it, unless target or
+            drafter change.
     """
 
     target: LM
@@ -61,38 +61,38 @@ class Decoder:
     drafter: Drafter
     acceptance: str = DEFAULT_ACCEPTANCE
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
-    experience: Experience | None = field(default=None, repr=False, compare=False)
+    pair_state: PairState | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_acceptance(self.acceptance)
         check_num_draft_tokens(self.num_draft_tokens)
-        if self.experience is None or not self.experience.is_of(self.target, self.drafter):
-            object.__setattr__(self, "experience", Experience(self.target, self.drafter))
+        if self.pair_state is None or not self.pair_state.is_of(self.target, self.drafter):
+            object.__setattr__(self, "pair_state", PairState(self.target, self.drafter))
 
     @property
     def context_len(self) -> int:
-        """Tokens that both models can take, where the drafter has one."""
+        """Context length of the target, or of the drafter if that is shorter."""
         own = self.target.context_len
         return min(own, self.drafter.context_len or own)
 
     def plain(self) -> Decoder:
-        """The same target without a draft: the baseline of every comparison."""
+        """A decoder with this target and no draft: the baseline of every comparison."""
         return replace(self, drafter=NoDrafter())
 
     def compiled(self, *, waits: bool = True, service: CompileService | None = None) -> Decoder:
-        """The same models, compiled ahead of time when a shape is first met: half a minute for each, or some
-        milliseconds where it is found on disk. On a CUDA device they are captured as graphs instead, which takes a
-        moment and is not kept on disk. It pays for long work. Keep the result: what was compiled is lost with it.
+        """A decoder whose models are compiled when a shape is first used: half a minute each, or milliseconds from the
+        cache on disk. On a CUDA device they are captured as CUDA graphs instead, which is quick and not cached. It pays
+        for long work. Keep the result, since the programs are freed with it.
 
         Args:
-            waits: False lets texts begin at once: rounds are eager until another process has compiled their programs.
-                Rounds with a row whose seed was given wait all the same, so that its text does not depend on what was
-                compiled before.
-            service: that compiles the programs; None for that of this process.
+            waits: False starts generating at once: rounds are eager until another process has compiled their programs.
+                Rounds with a row whose seed was given wait nevertheless, so that its output does not depend on what
+                was compiled before.
+            service: compiles the programs; None for that of this process.
 
         Raises:
             CompileError: several processes share the target; or, from the first generation, a model or this machine
-                does not allow it.
+                does not support it.
         """
         change = partial(compiled_lm, waits=waits, service=service)
         return replace(self, target=change(self.target), drafter=self.drafter.with_models(change))
@@ -109,14 +109,14 @@ class Decoder:
         reports_drafts: bool = False,
         **changes: Unpack[SamplingChanges],
     ) -> Iterator[Chunk]:
-        """Generate for one prompt, a chunk a round. Options: see ``stream_many``.
+        """Generate for one prompt, one chunk per round. Options: see ``stream_many``.
 
-        The iterator may be dropped at any time. The same call with ``resume_ids``, the tokens generated so far, goes on
-        from there: its chunks continue the text, stop strings across the cut and split characters included.
-        ``max_new_tokens`` counts all tokens, those of ``resume_ids`` too. Cut at the end of a round (after a chunk;
-        under ``gumbel`` anywhere), the same seed gives the text of the uncut stream.
+        The iterator may be dropped at any time. A call with ``resume_ids``, the tokens generated so far, continues from
+        there; stop strings and characters may span the cut. ``max_new_tokens`` counts the tokens of ``resume_ids`` too.
+        Cut at the end of a round (after a chunk; under ``gumbel`` anywhere), a given seed yields the output of the
+        uncut stream.
         """
-        # In a list, a message alone would be a chat.
+        # In a list, a single message would be taken for a chat.
         prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt
         return self.stream_many(
             [prompt],
@@ -142,23 +142,23 @@ class Decoder:
         reports_drafts: bool = False,
         **changes: Unpack[SamplingChanges],
     ) -> Iterator[Chunk]:
-        """Generate for several prompts at once, a chunk for each row and round.
+        """Generate for several prompts concurrently, one chunk per row and round.
 
         Args:
-            prompts: texts, lists of token ids, or chats; or one of these; or what a tokenizer returns, with its mask.
-            resume_ids: for each prompt the tokens that were generated before (see ``stream``).
-            num_slots: prompts at a time. When a row ends, the next prompt takes its place.
+            prompts: texts, lists of token ids, or chats; or one of these; or the output of a tokenizer, with its mask.
+            resume_ids: for each prompt the tokens generated before (see ``stream``).
+            num_slots: concurrent prompts. When a row ends, the next prompt takes its slot.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
-            is_repeatable: the text of a row whose seed is given depends on nothing but the call: under "auto" its K is
-                constant if the text depends on K, and its rounds wait for their programs. False lifts both (for
-                measurements; the law of the output is the same, as long as no seed is used twice with this decoder).
-            reports_drafts: chunks tell all that was drafted, rejected or not, with p and q.
-            sampling: options of all rows, or a list with one for each row; None for the defaults. One ``seed`` is that
-                of the first prompt, and prompt i has seed + i. Without a seed each row draws its own.
+            is_repeatable: the output of a row whose seed is given depends on the call alone: under "auto" its K is
+                constant if the output depends on K, and its rounds wait for their programs. False lifts both (for
+                measurements; the output distribution is the same if no seed is used twice with this decoder).
+            reports_drafts: report all drafted tokens in chunks, rejected or not, with p and q.
+            sampling: options of all rows, or a list with one for each row; None for the defaults. A single ``seed`` is
+                the base seed; prompt i gets seed + i. Without a seed each row draws its own.
             changes: fields of ``Sampling`` in place of those of ``sampling``.
 
         Raises:
-            OptionError, PromptError: at once, not at the first chunk.
+            OptionError, PromptError: from the call, not from the first chunk.
             NumericsError: from the iterator.
         """
         jobs = self._jobs(prompts, sampling, changes, resume_ids)
@@ -198,17 +198,17 @@ class Decoder:
         acceptance: str | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
-        """Generate for any number of prompts, in constant memory: prompts are taken as slots become free, and
-        completions are given as rows end, not in order.
+        """Generate for any number of prompts, in constant memory: prompts are read as slots become free, and
+        completions are yielded as rows end, not in order.
 
         Args:
             prompts: each alone, or with options of its own, which override all others.
             sampling, num_slots, num_draft_tokens, acceptance, changes: see ``stream_many``; each option is one value.
-                Prompt i has seed + i here, too, unless it has a seed of its own.
+                Prompt i gets seed + i here, too, unless it has a seed of its own.
 
         Yields:
-            The number of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), and the
-            other prompts go on.
+            The index of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), while
+            the other prompts continue.
         """
         k, rule = self._k_and_rule(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
@@ -244,7 +244,7 @@ class Decoder:
             if not open_jobs and waiting:
                 longest = max(room_of(job.request) for _, job in waiting)
                 if engine is None or longest > capacity:
-                    # A longer text than any before: all rows have ended, and a larger cache takes the old one's place.
+                    # A longer sequence than any before: all rows have ended, so a larger cache replaces the old one.
                     engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
                     engine = self._engine(k, rule, num_slots, capacity)
             if engine is None:
@@ -267,7 +267,7 @@ class Decoder:
                     yield number, completion_of(job)
 
     def engine(self, num_slots: int, capacity: int) -> Engine:
-        """An engine for prompts that come at any time (docs/engine.md), made by ``job``.
+        """An engine for requests that arrive at any time (docs/engine.md), made by ``job``.
 
         Args:
             capacity: most tokens in a row, prompt included.
@@ -275,10 +275,10 @@ class Decoder:
         return self._engine(*self._k_and_rule(None, None), num_slots, capacity)
 
     def job(self, prompt: Prompt, options: Mapping[str, Any]) -> RequestState:
-        """One prompt, checked and ready for ``engine``.
+        """A checked request for ``engine``.
 
         Args:
-            options: fields of ``Sampling``, a value each.
+            options: fields of ``Sampling``, one value each.
 
         Raises:
             OptionError, PromptError
@@ -319,13 +319,13 @@ class Decoder:
             return ConstantSchedule(0)
         if isinstance(k, int):
             return ConstantSchedule(k if most is None else min(k, most))
-        assert self.experience is not None
-        return AdaptiveSchedule(self.experience.under(rule, num_slots, num_tokens))
+        assert self.pair_state is not None
+        return AdaptiveSchedule(self.pair_state.estimates(rule, num_slots, num_tokens))
 
     def _repeatable(self, job: RequestState, k: NumDraftTokens, rule: Rule) -> RequestState:
-        """The output of a row whose seed was given must not depend on what is compiled. If it depends on K, it must not
-        depend on the load either, so that under "auto" K is constant; nor on its own end, where K is constant, since a
-        seed that was drawn is told and may be given."""
+        """Make the request reproducible. The output for a given seed must not depend on what is compiled. If it depends
+        on K, it must not depend on the load either, so that under "auto" K is constant. With a constant K it must not
+        depend on its own end, since a drawn seed is reported and may be given."""
         sampling, most = job.request.sampling, self.drafter.most_drafted
         depends_on_k = most != 0 and rule.name != "gumbel" and sampling.temperature > 0
         is_constant = k != "auto" or job.has_seed
@@ -339,7 +339,7 @@ class Decoder:
         """Token ids of a prompt.
 
         Raises:
-            PromptError: it is empty, longer than the context, or has ids beyond the vocabulary or of an image.
+            PromptError: it is empty, too long for the context, or has ids beyond the vocabulary or of an image.
         """
         ids = encode(self.tokenizer, prompt)
         if len(ids) >= self.target.context_len:
@@ -370,15 +370,15 @@ class Decoder:
         return jobs
 
     def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> RequestState:
-        """One prompt, checked and ready for the loop.
+        """A checked request.
 
         Args:
-            options: the fields of ``Sampling``, a value each.
+            options: the fields of ``Sampling``, one value each.
         """
         check_names(options)
         ids = self.encode(prompt)
         has_seed = options.get("seed") is not None
-        # 53 bits, since readers of JSON in other languages keep no more.
+        # 53 bits: JSON numbers are float64 in other languages.
         seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
         stop = options.get("stop")
         stop_ids = options.get("stop_token_ids")
@@ -393,28 +393,28 @@ class Decoder:
         text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
         if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
             raise OptionError(
-                "resume_ids", f"{len(resume_ids)} tokens", "the text has ended: nothing is left to generate"
+                "resume_ids", f"{len(resume_ids)} tokens", "the output is complete: nothing is left to generate"
             )
         if resume_ids and not 0 <= min(resume_ids) <= max(resume_ids) < self.target.vocab_size:
             raise OptionError("resume_ids", list(resume_ids)[:8], f"token ids from 0 to {self.target.vocab_size - 1}")
         for token_id in resume_ids:
             if text.push(token_id) is not None:
-                raise OptionError("resume_ids", token_id, "the text has ended with this token")
+                raise OptionError("resume_ids", token_id, "the output ended with this token")
             if constraint is not None and not constraint.push(token_id):
-                raise OptionError("resume_ids", token_id, "the text must not go on with this token")
-        text.take()  # given out before the cut
-        law = sampling.with_ends(self.eos_ids)
-        request = Request([*ids, *resume_ids], law, text, num_resumed=len(resume_ids), constraint=constraint)
+                raise OptionError("resume_ids", token_id, "the constraint forbids this token")
+        text.take()  # emitted before the cut
+        full = sampling.with_ends(self.eos_ids)
+        request = Request([*ids, *resume_ids], full, text, num_resumed=len(resume_ids), constraint=constraint)
         return RequestState(request, text, len(ids), len(resume_ids), has_seed)
 
     def constraint_of(self, sampling: Sampling) -> Constraint | None:
-        """What one text with these options has to match, if anything. Raises OptionError, MissingExtra."""
+        """The constraint of a request with these options, if any. Raises OptionError, MissingExtra."""
         if not sampling.is_constrained:
             return None
         return Structure(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids)
 
     def check_tokens(self, sampling: Sampling) -> None:
-        """Whether this target has the tokens that the options name, and one is left to be generated. Raises
+        """Check that the vocabulary has the tokens that the options name, and that one may be generated. Raises
         OptionError."""
         vocab_size, bias = self.target.vocab_size, sampling.logit_bias or {}
         for name, ids in (("logit_bias", bias), ("stop_token_ids", sampling.stop_token_ids)):
@@ -424,7 +424,7 @@ class Decoder:
         if len(forbidden) == vocab_size:
             raise OptionError("logit_bias", -math.inf, "it forbids every token")
         if sampling.min_tokens and len(forbidden.union(sampling.stop_token_ids, self.eos_ids)) == vocab_size:
-            raise OptionError("min_tokens", sampling.min_tokens, "no token is left that does not end the text")
+            raise OptionError("min_tokens", sampling.min_tokens, "no token is left that does not end the output")
 
 
 def _check_acceptance(name: str) -> str:
@@ -434,5 +434,5 @@ def _check_acceptance(name: str) -> str:
 
 
 def _most_k(k: NumDraftTokens) -> int:
-    """The most tokens that are drafted in a round for a row of constant K."""
+    """K, or the default of rows with a constant K under "auto"."""
     return DEFAULT_NUM_DRAFT_TOKENS if k == "auto" else k

@@ -1,25 +1,25 @@
-"""What can go wrong, in one tree.
+"""The tree of exceptions.
 
     OutriderError
-    ├── UsageError                 the caller can mend it: a message of one line that names the value and the remedy
+    ├── UsageError                 the caller can fix it: a one-line message names the value and the remedy
     │   ├── OptionError            an option's value is out of range, or unknown
     │   ├── PromptError            a prompt is empty, or longer than the context
-    │   ├── ModelError             a model cannot be had
+    │   ├── ModelError             a model cannot be loaded
     │   │   ├── ModelNotFound      no such name, path or hub id
-    │   │   ├── ModelCorrupt       there is something, but it cannot be read as a causal language model
-    │   │   ├── UnsupportedModel   a model of a kind that does not work here, or a part of one
-    │   │   └── CompileError       a model that cannot be compiled on this machine
-    │   ├── TokenizerMismatch      target and draft do not speak of the same tokens
-    │   ├── DeviceError            the device is not there, or has too little memory
-    │   ├── WorkerError            the processes that do the work on other machines end before it is done
-    │   ├── ConstraintNotRead      the machine has too much other work to read a constraint
+    │   │   ├── ModelCorrupt       found, but not readable as a causal language model
+    │   │   ├── UnsupportedModel   its architecture is not supported, or it is a part of a model
+    │   │   └── CompileError       a model cannot be compiled on this machine
+    │   ├── TokenizerMismatch      target and draft have different tokens
+    │   ├── DeviceError            the device is missing, or has too little memory
+    │   ├── WorkerError            worker processes on other machines ended before the work was done
+    │   ├── ConstraintNotRead      the machine was too busy to compile a constraint
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
-    ├── NumericsError              a text cannot go on: NaN or infinite logits, or a grammar beyond its limits
-    └── RankError                  the processes of a job that share a target have parted
+    ├── NumericsError              generation cannot continue: NaN or infinite logits, or a grammar beyond its limits
+    └── RankError                  the ranks of a job that share a target have diverged
 
-The command line prints the message of any of them on one line and ends with exit code 2. A fault of Outrider itself is
-an ``assert`` or an ordinary exception, never one of these.
+The command line prints the message on one line and exits with code 2. A bug in Outrider is an ``assert`` or an ordinary
+exception, never one of these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-_MOST_CHARACTERS = 200  # of a value, which may be a whole document
+_MOST_CHARACTERS = 200  # shown of a value, which may be a whole document
 
 
 class OutriderError(Exception):
@@ -53,7 +53,7 @@ class OutriderError(Exception):
 
 
 class UsageError(OutriderError):
-    """The caller can mend it; the message names the value and the remedy."""
+    """The caller can fix it; the message names the value and the remedy."""
 
 
 class OptionError(UsageError):
@@ -68,7 +68,7 @@ class OptionError(UsageError):
         self.value = value
         self.remedy = remedy
 
-    def __reduce__(self) -> tuple[object, ...]:  # or it could not go from one process to another
+    def __reduce__(self) -> tuple[object, ...]:  # so that it can be pickled
         return type(self), (self.name, self.value, self.remedy)
 
 
@@ -77,7 +77,7 @@ class PromptError(UsageError):
 
 
 class ModelError(UsageError):
-    """A model cannot be had."""
+    """A model cannot be loaded."""
 
 
 class ModelNotFound(ModelError):
@@ -85,33 +85,32 @@ class ModelNotFound(ModelError):
 
 
 class ModelCorrupt(ModelError):
-    """There is something, but it cannot be read as a causal language model."""
+    """The model was found, but cannot be read as a causal language model."""
 
 
 class UnsupportedModel(ModelError):
-    """A model of a kind that does not work here: its cache cannot be rolled back, it needs code of its own, or it is a
-    part of a model."""
+    """Unsupported model: its cache cannot be rolled back, it needs code of its own, or it is a part of a model."""
 
 
 class CompileError(ModelError):
-    """A model that cannot be compiled on this machine: run it without compiling."""
+    """The model cannot be compiled on this machine: run it without compiling."""
 
 
 class TokenizerMismatch(UsageError):
-    """Target and draft do not speak of the same tokens."""
+    """Target and draft have different tokens."""
 
 
 class DeviceError(UsageError):
-    """The device is not there."""
+    """The device is missing, or has too little memory."""
 
 
 class WorkerError(UsageError):
-    """The processes that do the work on other machines end before it is done."""
+    """Worker processes on other machines ended before the work was done."""
 
 
 class ConstraintNotRead(UsageError):
-    """The process that reads a constraint was ended by something other than its limits, so that it is not known
-    whether the constraint can be read."""
+    """The process that compiles a constraint was ended by something other than its limits, so the constraint may be
+    valid."""
 
 
 class FileError(UsageError):
@@ -132,11 +131,11 @@ class MissingExtra(UsageError):
 
 
 class NumericsError(OutriderError):
-    """A text cannot go on: a model gave NaN or infinite logits, or a grammar has come to its limits."""
+    """Generation cannot continue: a model gave NaN or infinite logits, or a grammar reached its limits."""
 
     @classmethod
     def at(cls, model_name: str, position: int) -> NumericsError:
-        """A model has no distribution for the token at a position of a text."""
+        """The error for a model without a distribution for the token at ``position``."""
         return cls(
             f"the model {model_name} gave NaN or infinite logits for position {position} of the text; "
             "its weights may be damaged, or its dtype too narrow (try --dtype float32)"
@@ -144,4 +143,4 @@ class NumericsError(OutriderError):
 
 
 class RankError(OutriderError):
-    """The processes of a job (``torchrun``), which share a target, have come to different tokens."""
+    """The ranks of a job (``torchrun``) that share a target generated different tokens."""

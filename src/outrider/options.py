@@ -23,7 +23,7 @@ NumDraftTokens = int | Literal["auto"]
 """K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
-"""The fields of ``Sampling`` that say what the output must match."""
+"""The fields of ``Sampling`` that constrain the output."""
 
 # Names of our options in other programs: Transformers, vLLM, SGLang, llama.cpp, Ollama, OpenAI's API.
 _OTHER_NAMES = {
@@ -51,34 +51,34 @@ _OTHER_NAMES = {
     "threads": "num_threads n_threads",
     "prompts": "file prompt_file input",
 }
-# What to do instead of options that only other programs have.
+# Remedies for options that only other programs have.
 _INSTEAD = {
     "the draft is chosen with the target, outrider.load(target, draft) or --draft": "assistant_model draft_model "
     "speculative_model",
-    "the draft 'ngram' looks tokens up": "prompt_lookup_num_tokens",
+    "the draft 'ngram' does prompt lookup": "prompt_lookup_num_tokens",
     "logit_bias forbids a token, {token id: -inf}": "suppress_tokens begin_suppress_tokens bad_words_ids",
     "temperature 0 is greedy, any other samples": "do_sample",
-    "texts are sampled, there is no beam search": "num_beams length_penalty early_stopping",
-    "give the prompt once for each text": "n num_return_sequences best_of",
+    "there is no beam search": "num_beams length_penalty early_stopping",
+    "repeat the prompt, once for each completion": "n num_return_sequences best_of",
     "the distribution is shaped by temperature, top_k, top_p, min_p, penalties and logit_bias alone": "typical_p top_a "
     "mirostat tfs_z no_repeat_ngram_size guidance_scale dry_multiplier epsilon_cutoff eta_cutoff penalty_alpha "
     "xtc_probability",
-    "Decoder.stream gives chunks as they are generated": "streamer",
-    "give all that the tokenizer returns as the prompt": "attention_mask input_ids",
-    "leave it out: rows are not padded, and there always is a cache": "pad_token_id use_cache",
+    "Decoder.stream yields chunks as they are generated": "streamer",
+    "pass everything that the tokenizer returns as the prompt": "attention_mask input_ids",
+    "leave it out: rows are not padded, and the KV cache is always on": "pad_token_id use_cache",
     "load the model and its tokenizer yourself, and pass them to outrider.load": "trust_remote_code",
     "the prompt is an argument without a name": "prompt",
 }
 
-_MAX_PENALTY = 2.0  # of OpenAI's API
-_MAX_BIAS = 1e9  # far beyond any logit, and within every float type that logits come in
+_MAX_PENALTY = 2.0  # as in OpenAI's API
+_MAX_BIAS = 1e9  # beyond any logit, and finite in every dtype of logits
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one row is sampled. Order and meaning are those of Hugging Face's processors: logit_bias,
-    repetition_penalty, temperature, top_k, top_p, min_p. After the repetition penalty come those of OpenAI's API,
-    ``logit - frequency_penalty * count - presence_penalty * (count > 0)``, and then min_tokens, as in vLLM.
+    """Sampling options of one row. Order and meaning are those of Hugging Face's processors: logit_bias,
+    repetition_penalty, temperature, top_k, top_p, min_p. After the repetition penalty come the penalties of OpenAI's
+    API, ``logit - frequency_penalty * count - presence_penalty * (count > 0)``, and then min_tokens, as in vLLM.
 
     Attributes:
         temperature: 0 is greedy (ties go to the lowest id); 1 is the model's own distribution.
@@ -87,18 +87,18 @@ class Sampling:
         min_p: keep tokens with at least min_p times the probability of the most probable; 0.0 keeps all.
         repetition_penalty: above 1.0 lowers the logits of tokens that occur in prompt or output (Keskar et al. 2019).
         presence_penalty: subtracted from the logits of tokens that occur in the output, -2 to 2.
-        frequency_penalty: the same for each occurrence.
+        frequency_penalty: subtracted once for each occurrence.
         logit_bias: token id -> number added to its logit (-inf forbids it).
-        min_tokens: before so many tokens no token that ends a text is generated (an end token of the model, also under
-            ``ignore_eos``, or one of ``stop_token_ids``), and stop strings do not end it. The limits still do.
-        seed: 0 <= seed < 2**63; None draws one from the operating system, and the completion tells which.
-        stop: strings that end the text; they are not part of it.
+        min_tokens: minimum tokens; until then no end tokens are generated (the model's, also under ``ignore_eos``, and
+            ``stop_token_ids``), and stop strings are ignored. The limits still apply.
+        seed: 0 <= seed < 2**63; None draws one from the operating system; the completion reports it.
+        stop: strings that end the output; they are not part of it.
         json_schema, regex, grammar: at most one of them: the output is JSON of this schema, matches this regular
-            expression, or this grammar (Lark or GBNF). Each token is drawn from what the tokens that may come next
-            leave of its distribution; when the text is complete an end token may come, or must.
-        stop_token_ids: tokens that end the text, beside the model's end tokens. They have no text.
-        max_new_tokens: at most so many tokens.
-        ignore_eos: end tokens are tokens like others.
+            expression, or this grammar (Lark or GBNF). Each token is drawn from its distribution masked to the allowed
+            tokens; an end token is allowed, or forced, when the output is complete.
+        stop_token_ids: tokens that end the output, beside the model's end tokens. They have no text.
+        max_new_tokens: the most tokens to generate.
+        ignore_eos: treat end tokens like any other token.
         logprobs: None for none; N >= 0 for the log-probability of each token under the target's raw logits
             (before any processor), and of the N most probable tokens beside it.
 
@@ -174,22 +174,22 @@ class Sampling:
         if name == "json_schema" and not isinstance(value, Mapping):
             raise OptionError(name, value, "a JSON schema, which is an object")
         if name != "json_schema" and not (isinstance(value, str) and value):
-            raise OptionError(name, value, "a text that is not empty")
+            raise OptionError(name, value, "a string that is not empty")
         if len(given) > 1:
             raise OptionError(given[1], getattr(self, given[1]), f"give it or {name}, not both")
         # Together with a constraint these may leave no token at all.
         if self.ignore_eos or self.min_tokens:
             other = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise OptionError(other, getattr(self, other), f"with {name} the text ends where it is complete")
+            raise OptionError(other, getattr(self, other), f"with {name} the output ends when it is complete")
         if -math.inf in (self.logit_bias or {}).values():
-            raise OptionError("logit_bias", -math.inf, f"it may forbid what {name} asks for: take a large number")
+            raise OptionError("logit_bias", -math.inf, f"it may forbid what {name} requires: use a finite number")
 
     @property
     def is_constrained(self) -> bool:
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def with_ends(self, eos_ids: Collection[int]) -> Sampling:
-        """The same, with the model's end tokens among ``stop_token_ids`` if it matters to the probabilities."""
+        """Add the model's end tokens to ``stop_token_ids`` if the probabilities depend on them."""
         if not self.min_tokens:
             return self
         return replace(self, stop_token_ids=sorted({*self.stop_token_ids, *eos_ids}))
@@ -224,7 +224,7 @@ class SamplingChanges(TypedDict, total=False):
 
 
 def own_name(name: str, known: Collection[str]) -> str | None:
-    """The option of ours that was meant by another program's name for it, or by a slip of the pen."""
+    """The option that another program's name, or a misspelling, stands for."""
     for own, others in _OTHER_NAMES.items():
         if own in known and name in others.split():
             return own
@@ -233,7 +233,7 @@ def own_name(name: str, known: Collection[str]) -> str | None:
 
 
 def instead_of(name: str) -> str | None:
-    """What to do in place of an option that only other programs have."""
+    """The remedy for an option that only other programs have."""
     return next((remedy for remedy, others in _INSTEAD.items() if name in others.split()), None)
 
 

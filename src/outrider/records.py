@@ -1,14 +1,14 @@
-"""The records that travel between the parts. Read this file first.
+"""The records that the parts exchange. Read this file first.
 
-A ``Sampling`` says how one row is to be sampled. In each round a drafter makes a ``Draft``, a rule judges it and gives
-a ``Verdict``, and the loop yields a ``Round`` with what was committed. The public door turns rounds into ``Chunk``s of
-text, and these into a ``Completion``. ``Stats`` and ``Timing`` add; ratios are made of them at the edge.
+A ``Sampling`` holds the sampling options of one row. In each round a drafter proposes a ``Draft``, a rule verifies it
+and returns a ``Verdict``, and the loop yields a ``Round`` with the committed tokens. ``Decoder`` turns rounds into
+``Chunk``s of text, and these into a ``Completion``. ``Stats`` and ``Timing`` add; ratios are computed at the edge.
 
 Words: p and q are the target's and the draft's probabilities *after* temperature, top-k and the like; B rows, K drafted
-tokens, V vocabulary. A committed token is *accepted* (it was drafted and stands), a *correction* (drawn from the
-residual after a rejection) or a *bonus* (drawn from p after all drafted tokens stood; with K = 0 every token is one).
+tokens, V vocabulary. A committed token is *accepted* (drafted and kept), a *correction* (drawn from the residual after
+a rejection) or a *bonus* (drawn from p after full acceptance; with K = 0 every token is one).
 
-This module knows no model, no file and no text beyond the strings it carries. It does not import torch.
+This module knows no model and no file. It does not import torch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 full; ``error``: a model gave NaN or infinite logits."""
 
 
-_Count = TypeVar("_Count", int, float)  # float where counts are expected ones
+_Count = TypeVar("_Count", int, float)  # float for expected counts
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter proposes in one round.
+    """The drafter's proposal for one round.
 
     Attributes:
         ids: the drafted tokens. [B, K]
-        probs: q, the very rows that ``ids`` were drawn from; None where q is one-hot at ``ids``. [B, K, V]
-        num_drafted: how many of the K are meant in each row; the rest is padding. [B]
-        is_finite: whether the draft model's logits were finite, for each token; None where no model was asked. [B, K]
+        probs: q, the rows that ``ids`` were drawn from; None where q is one-hot at ``ids``. [B, K, V]
+        num_drafted: drafted tokens of each row; further columns are padding. [B]
+        is_finite: whether the draft model's logits were finite, for each token; None without a model. [B, K]
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a rule makes of a draft.
+    """The outcome of verifying a draft.
 
     Attributes:
         num_accepted: length of the accepted prefix. [B]
@@ -84,7 +84,7 @@ class TokenLogprob:
 
 
 class DraftedToken(NamedTuple):
-    """A token that was drafted, with its p and q."""
+    """A drafted token with its p and q."""
 
     token_id: int
     p: float
@@ -93,8 +93,8 @@ class DraftedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of wall clock; on a CUDA device the first three are the device's. ``total_s`` holds them and the rest
-    (bookkeeping, reading, waiting)."""
+    """Seconds of wall clock; on a CUDA device the first three are device time. ``total_s`` includes them and the rest
+    (bookkeeping, readback, waiting)."""
 
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -111,7 +111,7 @@ class Timing:
 
     @property
     def decode_s(self) -> float:
-        """All but the prefill."""
+        """Total without prefill."""
         return self.total_s - self.prefill_s
 
     @property
@@ -130,22 +130,22 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class RowRound:
-    """What one round committed to one row.
+    """The tokens that one round committed to one row.
 
     Attributes:
         row: index of the request.
-        token_ids: the committed tokens, stop handling already applied.
+        token_ids: the committed tokens, after stop handling.
         origins: one for each token.
-        num_drafted, num_accepted: as judged, before stop handling.
-        is_truncated: the row ended inside the round, tokens after the end were dropped.
+        num_drafted, num_accepted: as verified, before stop handling.
+        is_truncated: the row ended inside the round, and tokens after the end were dropped.
         finish_reason: set in a row's last round.
         logprobs: one for each token, if asked for.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
-        num_cached_tokens: in a row's first round, the tokens of its prompt that were in the cache already.
-        error: why the row ended, where ``finish_reason`` is "error"; no token of this round is committed then.
-        drafted: all that was drafted, rejected or not, if asked for.
-        slot: of the cache, in which the row is.
-        has_broken_draft: the draft ended early, since the draft model gave NaN or infinite logits.
+        num_cached_tokens: in a row's first round, the prompt tokens found in the cache.
+        error: the reason, where ``finish_reason`` is "error"; no token of this round is committed then.
+        drafted: all drafted tokens, rejected or not, if asked for.
+        slot: the row's slot of the cache.
+        has_broken_draft: the draft was cut, since the draft model gave NaN or infinite logits.
     """
 
     row: int
@@ -174,8 +174,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts of one row, or of many: they add. A round that was truncated by the end of the row is left out of all
-    but ``num_generated_tokens`` and ``num_truncated_rounds``, since how much of it would have stood is not known.
+    """Counts of one row or several; they add. A round truncated by the end of its row counts only in
+    ``num_generated_tokens`` and ``num_truncated_rounds``, since its acceptance beyond the end is unknown.
 
     Attributes:
         acceptance_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
@@ -242,28 +242,28 @@ class Stats:
 
 
 def add_counts(a: Sequence[_Count], b: Sequence[_Count]) -> tuple[_Count, ...]:
-    """Histograms added place by place; the shorter one ends in zeros."""
+    """Add histograms element by element; the shorter one is padded with zeros."""
     return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one round added to one row: the tokens, and the text that is now certain.
+    """The tokens that one round added to one row, and their text as far as it is final.
 
-    ``text`` may lag behind ``token_ids``: half a character, or the beginning of what may become a stop string, is held
-    back until it is decided. The texts of a row's chunks, joined, are the text of the completion.
+    ``text`` may lag behind ``token_ids``: an incomplete character, or a possible prefix of a stop string, is held back
+    until it is decided. The joined texts of a row's chunks are the text of the completion.
 
     Attributes:
         row: index of the prompt.
-        pieces: the text, cut where the origin of the tokens that it came from changes.
-        stats: of this row in this round.
-        timing: of the round, in the first of its chunks; zero in the others. So the timings of all chunks add up.
+        pieces: the text, split where the origin of its tokens changes.
+        stats: counts of this row in this round.
+        timing: the round's, in the first of its chunks; zero in the others, so that the timings of all chunks add up.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
-        seed: the seed in use (also where none was given). Under "auto", a text without a given seed need not come again
-            with it, since K adapts to the load.
-        num_cached_tokens: in a row's first chunk, the prompt tokens that were in the cache already.
-        drafted: all tokens drafted in the round, rejected or not, if asked for.
-        slot: of the cache, in which the row is.
+        seed: the seed in use, also where none was given. Under "auto" it need not reproduce the text unless it was
+            given, since K adapts to the load.
+        num_cached_tokens: in a row's first chunk, the prompt tokens found in the cache.
+        drafted: all drafted tokens of the round, rejected or not, if asked for.
+        slot: the row's slot of the cache.
     """
 
     row: int
@@ -287,15 +287,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All that was generated for one prompt.
+    """The output for one prompt.
 
     Attributes:
         text: without the stop string and without special tokens.
         token_ids: the generated tokens, an end token included.
         origins: for each token, whether it was accepted, a correction or a bonus.
-        seed: the seed in use (also where none was given). Under "auto", a text without a given seed need not come again
-            with it, since K adapts to the load.
-        num_cached_tokens: prompt tokens that were in the cache already, and were not fed again.
+        seed: the seed in use, also where none was given. Under "auto" it need not reproduce the text unless it was
+            given, since K adapts to the load.
+        num_cached_tokens: prompt tokens found in the cache, and not fed again.
     """
 
     text: str
@@ -310,49 +310,49 @@ class Completion:
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next in a row. The loop leads it along the drafts of a round, back, and along the
-    committed tokens.
+    """Masks the next token of a row. The loop advances it over the drafts of a round, rolls it back, and advances it
+    over the committed tokens.
 
     Attributes:
-        error: why it cannot say any more; None as long as it can.
+        error: why it can give no further masks; None as long as it can.
     """
 
     @property
     def error(self) -> str | None: ...
 
     def allowed(self) -> NDArray[np.bool_] | None:
-        """Which tokens may come next [V], at least one; None for all."""
+        """Mask of the allowed next tokens [V], at least one; None for all."""
         ...
 
     def push(self, token_id: int) -> bool:
-        """Go on by a token, if it may come next. Returns whether it may."""
+        """Advance by a token if it is allowed. Returns whether it is."""
         ...
 
     def pop(self, num_tokens: int) -> None:
-        """Go back by so many tokens."""
+        """Roll back by ``num_tokens``."""
         ...
 
 
 class Stop(Protocol):
-    """Says when a row ends. The loop asks it after every committed token, in order."""
+    """Decides when a row ends. Called with every committed token, in order."""
 
     def push(self, token_id: int) -> FinishReason | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row for the loop.
+    """One sequence for the loop to generate.
 
     Attributes:
         prompt_ids: at least one token. The last ``num_resumed`` of them are output of an earlier stream.
-        sampling: with a seed; of the whole output.
-        stop: asked after every token.
-        constraint: asked before every token.
+        sampling: with a seed; for the whole output.
+        stop: called after every token.
+        constraint: called before every token.
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
-        reports_drafts: ``RowRound.drafted`` is wanted.
-        is_repeatable: its text is to be the same again, whatever has been compiled by then (see ``Execution``).
-        drafts_beyond_end: its last rounds draft as many tokens as the others, though not all of them may be committed.
-            So the output is the beginning of that with a larger ``max_new_tokens``.
+        reports_drafts: fill ``RowRound.drafted``.
+        is_repeatable: the output must not depend on what has been compiled by then (see ``Execution``).
+        drafts_beyond_end: the last rounds draft as many tokens as the others, though not all of them may be committed,
+            so that the output is a prefix of that with a larger ``max_new_tokens``.
     """
 
     prompt_ids: Sequence[int]

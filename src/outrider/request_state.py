@@ -1,4 +1,4 @@
-"""One prompt on its way through the loop: options in, chunks of text out."""
+"""The state of one request: options in, chunks of text out."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound
 from outrider.text.row_text import RowText
 
 _OPTIONS = [field.name for field in fields(Sampling)]
-_OF_CALLS = ("num_draft_tokens", "num_slots")  # options that all rows of a call share
-_LISTS = {"stop": str, "stop_token_ids": int}  # options whose value for one row is a list of these
+_OF_CALLS = ("num_draft_tokens", "num_slots")  # shared by all rows of a call
+_LISTS = {"stop": str, "stop_token_ids": int}  # options whose value for one row is a list, with the type of its items
 
 
 def check_names(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
-            meant, instead = own_name(name, (*_OPTIONS, *_OF_CALLS)), instead_of(name)
-            nothing = f"there is no such option: {instead}" if instead else "there is no such option"
-            raise OptionError(name, value, f"did you mean {meant}?" if meant else nothing)
+            name_here, instead = own_name(name, (*_OPTIONS, *_OF_CALLS)), instead_of(name)
+            unknown = f"there is no such option: {instead}" if instead else "there is no such option"
+            raise OptionError(name, value, f"did you mean {name_here}?" if name_here else unknown)
 
 
 def seed_of(seed: Any, index: int) -> Any:
-    """The seed of prompt ``index`` of a call: one seed for several prompts is that of the first, and those after it
-    count on. What is no seed is left for ``Sampling`` to refuse."""
+    """Base seed plus index, for prompt ``index`` of a call. Invalid seeds are left to ``Sampling`` to refuse."""
     is_seed = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     return int(seed) + index if is_seed else seed
 
@@ -83,14 +82,14 @@ def fields_of(sampling: Sampling) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RequestState:
-    """One prompt on its way through the loop.
+    """One request in the loop, with its text so far.
 
     Attributes:
-        request: with the tokens of ``resume_ids`` as part of the prompt.
-        num_resumed: how many these are.
+        request: with ``resume_ids`` as part of the prompt.
+        num_resumed: number of ``resume_ids``.
         has_seed: the seed was given, not drawn.
-        origins: of all tokens that ``text`` has seen.
-        chunks: so far, where they are gathered.
+        origins: one for each token pushed to ``text``.
+        chunks: so far, where they are collected.
     """
 
     request: Request
@@ -102,7 +101,7 @@ class RequestState:
     chunks: list[Chunk] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.origins = ["accepted"] * self.num_resumed  # their text was given out, but for a few characters held back
+        self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
 
 
 def chunks_of(rounds: Iterator[Round], jobs: Sequence[RequestState]) -> Iterator[Chunk]:
@@ -136,7 +135,7 @@ def chunk_of(row: RowRound, job: RequestState, timing: Timing) -> Chunk:
 
 
 def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
-    """Text by token to text by origin; neighbours of the same origin are joined."""
+    """Group text by origin: neighbouring tokens of the same origin are joined."""
     groups = groupby(text, key=lambda item: origins[item[0]])
     return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
 

@@ -175,7 +175,7 @@ def test_masks_that_do_not_follow_the_drafts_are_found_out(monkeypatch: pytest.M
 
     monkeypatch.setattr(Masks, "along", first)
     target, drafter = table_pair(8)
-    with pytest.raises(NumericsError, match="no token that the text may go on with is possible"):
+    with pytest.raises(NumericsError, match="every token that the constraint allows has a logit of minus infinity"):
         tokens(target, drafter, _requests(8), BLOCK, 3)
 
 

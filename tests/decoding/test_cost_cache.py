@@ -17,7 +17,7 @@ from torch import nn
 from outrider.decoding import cost_cache
 from outrider.decoding.cost_cache import kept_costs, round_costs
 from outrider.decoding.measured_costs import MeasuredCosts, measure_round_costs
-from outrider.decoding.pair_state import Experience
+from outrider.decoding.pair_state import PairState
 from outrider.drafters.base import NoDrafter
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.records import Round, Timing
@@ -93,7 +93,7 @@ def test_a_file_of_the_future(days: int, is_used: bool, folder: Path, monkeypatc
 def test_costs_that_cannot_be_are_kept_for_an_hour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K = 1 at 3.3 plain rounds, and times that scatter too much."""
     busy, scattered = measured({**COSTS, 1: 3.3 * COSTS[0]}), measured(COSTS, spread=0.6)
-    assert busy.doubt == "17.2 s for K = 1 cannot be right beside the other K"
+    assert busy.doubt == "17.2 s for K = 1 contradicts the other K"
     assert scattered.doubt == "the times of 20 rounds of K = 0 scatter by 60%"
     _measuring(monkeypatch, busy, scattered, measured(COSTS))
     for wanted in (busy, scattered):
@@ -115,7 +115,7 @@ def test_a_wrong_file_heals(scale: float, drafts_pay: bool, monkeypatch: pytest.
     _measuring(monkeypatch, measured(wrong))
     assert _costs() == wrong
     target, drafter = table_pair(5)
-    learned = Experience(target, drafter).under(RULES["rejection"], 1, 60)
+    learned = PairState(target, drafter).estimates(RULES["rejection"], 1, 60)
     assert kept_costs()[0][0].is_used and learned.costs.measured == {1: wrong}
     schedule = MadeUpTimes({1: true}, learned)
     chosen: list[int] = []

@@ -46,7 +46,7 @@ def _rounds(
                 seconds += costs[0] / 4
             last_k = k
             yield k, num_accepted + 1, seconds
-        schedule.forget(index)
+        schedule.row_ended(index)
 
 
 def _rate(
@@ -139,7 +139,7 @@ class _Deaf:
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        self.inner.learned.habit(num_rows)._num_since_try = -1
+        self.inner.learned.k_history(num_rows)._num_since_try = -1
         return self.inner.next_k(rows, num_rows)
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
@@ -148,8 +148,8 @@ class _Deaf:
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
         pass
 
-    def forget(self, index: int) -> None:
-        self.inner.forget(index)
+    def row_ended(self, index: int) -> None:
+        self.inner.row_ended(index)
 
 
 def test_a_machine_that_is_slower_now_is_slower_for_every_k() -> None:
@@ -232,7 +232,7 @@ class _Noting:
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
         self.noted.append((num_rows, k, seconds))
 
-    def forget(self, index: int) -> None:
+    def row_ended(self, index: int) -> None:
         pass
 
 

@@ -107,8 +107,8 @@ def test_rounds_are_learned_together_as_one_by_one() -> None:
     together.learn(rounds)
     for round_ in rounds:
         one_by_one.learn([round_])
-    assert together.judged == pytest.approx(one_by_one.judged)
-    assert together.stood == pytest.approx(one_by_one.stood)
+    assert together.verified == pytest.approx(one_by_one.verified)
+    assert together.accepted == pytest.approx(one_by_one.accepted)
 
 
 def _row() -> Row:
@@ -123,7 +123,7 @@ def test_the_last_rounds_of_a_call_are_learned_when_the_next_begins() -> None:
     schedule.learn([_judged(2, 1)])
     schedule.learn_cost(1, 2, 1e-3 * COSTS[1][2])
     AdaptiveSchedule(learned)
-    assert learned.acceptance.judged[:2] == [1.0, 1.0]
+    assert learned.acceptance.verified[:2] == [1.0, 1.0]
     assert learned.costs.seconds(1, 2) < COSTS[1][2]
 
 
@@ -140,7 +140,7 @@ def test_no_round_is_lost_between_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, range(4)))
     AdaptiveSchedule(learned)
-    assert learned.acceptance.judged[0] == pytest.approx(sum(0.998**age for age in range(2_000)), rel=1e-9)
+    assert learned.acceptance.verified[0] == pytest.approx(sum(0.998**age for age in range(2_000)), rel=1e-9)
 
 
 def test_rows_with_a_constant_k_are_learned_from() -> None:
@@ -149,8 +149,8 @@ def test_rows_with_a_constant_k_are_learned_from() -> None:
     for _ in range(5):
         schedule.next_k([row], 1)
         schedule.learn([_judged(2, 2)])
-    assert schedule.learned.acceptance.judged[0] == pytest.approx(4.0, rel=0.01)
-    assert schedule.learned.habit(1).usual_k is None
+    assert schedule.learned.acceptance.verified[0] == pytest.approx(4.0, rel=0.01)
+    assert schedule.learned.k_history(1).usual_k is None
 
 
 def test_a_row_differs_by_one_number() -> None:
@@ -168,13 +168,13 @@ def decoder() -> Decoder:
     return Decoder(target, None, frozenset(), drafter, acceptance="rejection", num_draft_tokens="auto")
 
 
-def test_the_experience_of_a_pair_is_handed_on(decoder: Decoder) -> None:
+def test_replace_keeps_the_estimates_of_a_pair(decoder: Decoder) -> None:
     """To decoders of the same pair, and to no others."""
     other = replace(decoder, acceptance="block", num_draft_tokens=3)
-    assert other.experience is decoder.experience
+    assert other.pair_state is decoder.pair_state
     for changed in (decoder.plain(), replace(decoder, target=table_pair(5, 1)[0]), decoder.compiled()):
-        assert changed.experience is not decoder.experience
-        assert replace(changed, num_draft_tokens=2).experience is changed.experience
+        assert changed.pair_state is not decoder.pair_state
+        assert replace(changed, num_draft_tokens=2).pair_state is changed.pair_state
     assert replace(decoder) == decoder  # it is no part of what a decoder is
 
 
@@ -191,8 +191,8 @@ def test_costs_are_read_once_in_a_process(decoder: Decoder, monkeypatch: pytest.
     for acceptance, num_rows in (("rejection", 2), ("rejection", 2), ("rejection", 1), ("rejection", 4), ("block", 1)):
         decoder.generate(prompts[:num_rows], max_new_tokens=30, acceptance=acceptance)
     assert asked == [("rejection", 1), ("rejection", 2), ("rejection", 4), ("block", 1)]
-    under = decoder.experience.under
-    learned = [under(RULES[name], 1, 40).acceptance.judged[0] for name in ("rejection", "block", "gumbel")]
+    estimates = decoder.pair_state.estimates
+    learned = [estimates(RULES[name], 1, 40).acceptance.verified[0] for name in ("rejection", "block", "gumbel")]
     assert learned[0] > learned[1] > learned[2] == 0.0
 
 
@@ -203,7 +203,7 @@ def test_a_text_with_a_seed_does_not_depend_on_earlier_calls(decoder: Decoder) -
 
 
 def test_calls_at_the_same_time(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They learn into one experience, and under gumbel each text is that of plain decoding."""
+    """They share their estimates, and under gumbel each text is that of plain decoding."""
     # Not measured: whether drafts pay would depend on the load.
     monkeypatch.setattr(pair_state, "round_costs", lambda *_: {0: 1.0, 1: 1.01, 2: 1.02, 4: 1.04})
     plain = [text.token_ids for text in decoder.plain().generate([[1]] * 4, seed=[0, 1, 2, 3], acceptance="gumbel")]
@@ -213,10 +213,10 @@ def test_calls_at_the_same_time(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(text, range(4))) == plain
-    learned = decoder.experience.under(RULES["gumbel"], 1, 40)
+    learned = decoder.pair_state.estimates(RULES["gumbel"], 1, 40)
     with learned.lock:
         learned.catch_up()
-    assert learned.acceptance.judged[0] > 0
+    assert learned.acceptance.verified[0] > 0
 
 
 def test_the_law_of_later_calls() -> None:

@@ -95,11 +95,11 @@ def test_a_choice_stands_while_the_rows_are_the_same() -> None:
 
 
 def test_a_choice_that_is_made_again_stands_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For eight rounds, not four. (Each choice asks once for the habit of its load.)"""
+    """For eight rounds, not four. (Each choice asks once for the history of K at its load.)"""
     schedule, row = adaptive({1: {0: 1.0, 2: 9.0}}), _row(1, 1_000)
-    asked, habit = [], PairEstimates.habit
+    asked, k_history = [], PairEstimates.k_history
     monkeypatch.setattr(
-        PairEstimates, "habit", lambda learned, num_rows: asked.append(number) or habit(learned, num_rows)
+        PairEstimates, "k_history", lambda learned, num_rows: asked.append(number) or k_history(learned, num_rows)
     )
     for number in range(30):  # noqa: B007
         assert schedule.next_k([row], 1) == 0
@@ -123,7 +123,7 @@ class Wandering:
     def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
         pass
 
-    def forget(self, index: int) -> None:
+    def row_ended(self, index: int) -> None:
         pass
 
 

@@ -370,7 +370,7 @@ def test_llama_4_is_cut_where_it_would_scale_queries_by_the_length_of_the_cache(
 
 
 def test_a_tokenizer_goes_with_a_model_in_memory() -> None:
-    with pytest.raises(outrider.UsageError, match="brings its own"):
+    with pytest.raises(outrider.UsageError, match="has its own"):
         outrider.load("fable", tokenizer=word_tokenizer())
     one, other = random_llama(), random_llama(seed=1)
     with pytest.raises(outrider.UsageError, match="different tokenizers"):

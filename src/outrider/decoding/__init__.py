@@ -1,1 +1,1 @@
-"""The loop, and all that it keeps of the rows that it writes."""
+"""The loop: draft, verify, commit. Batches, slots, prefill, readback and schedules."""

@@ -1,11 +1,10 @@
-"""Batch: the rows being written, in the slots that they occupy.
+"""Batch: the rows that are generating, in their slots.
 
 Token buffer, lengths and sampling options live on the device, one entry for each slot. A round runs on the first b
-slots, a view of the same memory. Slots that take no part have limit 0: nothing is fed for them, and their results are
-discarded.
+slots, a view of the same memory. Inactive slots have limit 0: nothing is fed for them, and their results are discarded.
 
-The host reads the outcome of a round late: it may have started the next ones by then. Of a row's length on the device
-it knows bounds, and no shape depends on more.
+The host reads the result of a round late: it may have started the next ones by then. It knows bounds of a row's length
+on the device, and no shape depends on more.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from outrider.sampling.probs import Settings
 
 
 def final_length(target: LM, request: Request) -> int:
-    """The most tokens that a request comes to, prompt included."""
+    """The most tokens of a request, prompt included."""
     num_given = len(request.prompt_ids) - request.num_resumed
     return min(num_given + request.sampling.max_new_tokens, target.context_len)
 
 
 def final_room(target: LM, request: Request, max_k: int) -> int:
-    """The most tokens that its rounds may commit, prompt included, if each drafts at most ``max_k``."""
+    """The most tokens that the rounds of a request may commit, prompt included, if each drafts at most ``max_k``."""
     return min(final_length(target, request) + request.drafts_beyond_end * max_k, target.context_len)
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """The host's side of one request, from its submission to its end. Never used again for another.
+    """The host's state of one request, from its submission to its end. Never reused for another.
 
     Attributes:
         index: of its request.
         token_ids: prompt and output, as far as it was read.
         limit: the length at which the row ends.
         room: the length that its rounds may reach; more than the limit where drafts are not shortened for it.
-        slot: where it is written; -1 while it waits.
-        num_cached: tokens of the prompt that the slot held already.
-        num_filled: tokens of the prompt in the target's cache.
+        slot: its slot; -1 while it waits.
+        num_cached: prompt tokens found in the slot's cache.
+        num_filled: prompt tokens in the target's cache.
         is_done: it has ended, or was cancelled.
-        is_spoilt: numbers that are not finite are in its slot.
+        is_spoilt: its slot holds NaN or infinite values.
         may_lack_one: see ``RowBounds``.
     """
 
@@ -66,8 +65,8 @@ class Row:
     is_spoilt: bool = False
     may_lack_one: bool = False
     token_ids: list[int] = field(init=False)
-    _unread: deque[int] = field(default_factory=deque, init=False)  # most drafted in rounds that were not read yet
-    _reach: int = field(init=False)  # the most that the length on the device may be, but for the room
+    _unread: deque[int] = field(default_factory=deque, init=False)  # most drafted in each unread round
+    _reach: int = field(init=False)  # upper bound of the length on the device, ignoring the room
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
@@ -75,12 +74,12 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens that were read so far, prompt included."""
+        """Tokens read so far, prompt included."""
         return len(self.token_ids)
 
     @property
     def has_unread(self) -> bool:
-        """Whether rounds were started in which it takes part, and not read yet."""
+        """Whether it is in rounds that were started and not read."""
         return bool(self._unread)
 
     @property
@@ -89,38 +88,38 @@ class Row:
 
     @property
     def num_missing(self) -> int:
-        """Tokens of the prompt that are still to be fed. (The first round feeds the last one.)"""
+        """Prompt tokens left to prefill. (The first round feeds the last one.)"""
         return self.prompt_length - 1 - self.num_filled
 
     @property
     def shortest(self) -> int:
-        """The least that the length on the device may be: every round commits a token, up to the limit."""
+        """Lower bound of the length on the device: every round commits a token, up to the limit."""
         return min(self.length + len(self._unread), self.limit)
 
     @property
     def longest(self) -> int:
-        """The most that it may be."""
+        """Upper bound of the length on the device."""
         return min(self._reach, self.room)
 
     @property
-    def goes_on(self) -> bool:
+    def needs_round(self) -> bool:
         """Whether it may need another round."""
         return not self.is_done and self.shortest < self.limit
 
     def most_drafted(self, k: int) -> int:
-        """The most tokens that it drafts in a round, where the schedule says k."""
+        """The most tokens that it drafts in a round, if the schedule chose k."""
         constant_k = self.request.num_draft_tokens
-        # A round commits at most one token more than it drafts: never one too many.
+        # A round commits at most one token more than it drafts.
         return max(0, min(k if constant_k is None else constant_k, self.room - self.shortest - 1))
 
     def start_round(self, most_drafted: int) -> None:
-        """A round has been started in which at most so many tokens are drafted."""
+        """Update the bounds for a started round that drafts at most ``most_drafted`` tokens."""
         self._unread.append(most_drafted)
         self._reach += most_drafted + 1
         self.may_lack_one = most_drafted > 0 or self.may_lack_one
 
     def read_round(self, num_drafted: int, num_accepted: int) -> None:
-        """The first round that was not read yet has been read."""
+        """Update the bounds with the result of the oldest unread round."""
         most_drafted = self._unread.popleft()
         self._reach -= most_drafted - num_accepted
         if most_drafted > 0 and not self._unread:
@@ -128,11 +127,10 @@ class Row:
 
 
 class _Head(NamedTuple):
-    """Shared by all rounds on the first slots while the same rows take part. The tensors that the batch has as well are
-    views of it.
+    """The first slots, shared by all rounds while the rows do not change. Tensors that the batch has as well are views.
 
     Attributes:
-        last_places: the last place of each row that may have a token, beyond its limit too. [B]
+        last_places: the last position of each row that may get a token, beyond its limit too. [B]
         nothing: zeros. [B]
         constant_k: None where the schedule chooses for all rows.
         constraints: None where no row has any.
@@ -154,17 +152,17 @@ class Batch:
     """S slots, some of them occupied by rows.
 
     Attributes:
-        rows: host side: of each slot the row that takes part in rounds, None where none does.
+        rows: on the host: the active row of each slot, or None.
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
-        limits: the length at which each row ends; 0 in slots that take no part. [S]
+        limits: the length at which each row ends; 0 in inactive slots. [S]
         rooms: the length that its rounds may reach; 0 likewise. [S]
-        last_ids: the last two tokens of each row; no model has been fed the last one yet. (The one before it is 0 in
-            texts of one token.) [S, 2]
+        last_ids: the last two tokens of each row; the last one was not fed to any model yet. (The one before it is 0
+            in sequences of one token.) [S, 2]
         seeds: [S]
         settings: sampling options. Their form (which of them are in use) grows with the rows that join and does not
-            shrink when they leave, since each form is a program of its own; it is made anew when all slots are free.
-        history: of the texts, as far as the settings need it.
+            shrink when they leave, since each form is a program of its own; it is reset when all slots are free.
+        history: of the sequences, as far as the settings need it.
     """
 
     def __init__(self, num_slots: int, capacity: int, max_k: int, vocab_size: int, device: torch.device) -> None:
@@ -181,24 +179,24 @@ class Batch:
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
         self._heads: dict[int, _Head] = {}
-        self.forget_options()
+        self.reset_options()
 
-    def forget_options(self) -> None:
-        """No slot is in use: the form of the options is free again."""
+    def reset_options(self) -> None:
+        """Reset the form of the options. All slots must be free."""
         self.settings = Settings.neutral(len(self.rows), self.ids.device)
         self.history = NO_HISTORY
         self._heads.clear()
 
     def admit(self, row: Row) -> None:
-        """Put the prompt into the row's slot. It takes no part in rounds yet: they write beyond its length, if at
-        all."""
+        """Write the prompt into the row's slot. The row is inactive until ``start``: rounds write beyond its length, if
+        at all."""
         slot, device = row.slot, self.ids.device
         self.ids[slot, : row.length] = torch.tensor(row.token_ids, device=device)
         self.lengths[slot] = row.length
         self.seeds[slot] = row.request.sampling.seed or 0
 
     def start(self, row: Row) -> None:
-        """The caches hold the prompt: from the next round on the row takes part."""
+        """Activate a row whose prefill is complete."""
         slot, sampling = row.slot, row.request.sampling
         self.rows[slot] = row
         self.limits[slot], self.rooms[slot] = row.limit, row.room
@@ -212,7 +210,7 @@ class Batch:
         self._heads.clear()
 
     def release(self, slot: int) -> None:
-        """The row has ended."""
+        """Deactivate the slot of a row that has ended."""
         self.rows[slot] = None
         self.limits[slot] = self.rooms[slot] = 0
         self._heads.clear()
@@ -230,16 +228,16 @@ class Batch:
 
     @property
     def running(self) -> list[Row]:
-        """The rows that take part in rounds."""
+        """The active rows."""
         return [row for row in self.rows if row is not None]
 
     @property
     def has_constraints(self) -> bool:
-        """Whether the host must have read all tokens before it knows which may come next."""
+        """Whether the host must read all tokens before it can mask the next ones."""
         return any(row is not None and row.request.constraint is not None for row in self.rows)
 
     def view(self, num_rows: int, chosen_k: int) -> Rows:
-        """The first slots, for a round.
+        """The first slots, as a drafter sees them.
 
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
@@ -288,13 +286,13 @@ class Batch:
         )
         return head
 
-    def commit(self, rows: Rows, judged: VerifyResult) -> None:
+    def commit(self, rows: Rows, result: VerifyResult) -> None:
         """Append to each row its accepted tokens and the one after them."""
-        rows.ids.scatter_(1, judged.places, judged.committed)
-        rows.history.append(judged.committed, rows.lengths, judged.lengths)
-        # Copied, since a prepared step writes over its results.
-        rows.last_ids.copy_(judged.last_ids)
-        rows.lengths.copy_(judged.lengths)
+        rows.ids.scatter_(1, result.places, result.committed)
+        rows.history.append(result.committed, rows.lengths, result.lengths)
+        # Copied, since a prepared step overwrites its results.
+        rows.last_ids.copy_(result.last_ids)
+        rows.lengths.copy_(result.lengths)
         for row, bounds in zip(self.rows, rows.bounds, strict=False):
             if row is not None and bounds is not None:
                 row.start_round(bounds.most_drafted)

@@ -1,12 +1,12 @@
-"""How the costs of rounds with different K are related, whatever the models and the machine.
+"""Bounds between the costs of rounds with different K, whatever the models and the machine.
 
 A round of k drafted tokens is a draft of k tokens and a forward of the target over k + 1. For 0 < j < k:
 
-    cost(j) <= cost(k)               to draft and verify more takes longer; also for j = 0
-    cost(k) <= ceil(k / j) cost(j)   in so many rounds of j as many tokens are drafted, and more verified
-    verify(k) <= (k + 1) verify(0)   the same tokens could be fed one by one
+    cost(j) <= cost(k)               drafting and verifying more takes longer; also for j = 0
+    cost(k) <= ceil(k / j) cost(j)   that many rounds of j draft as many tokens, and verify more
+    verify(k) <= (k + 1) verify(0)   the tokens could be fed one by one
 
-So a measurement can be seen to be wrong, and costs of some K bound those of others.
+So wrong measurements can be detected, and costs of some K bound those of others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOLERANCE = 1.25  # measured costs scatter, and a kernel may be a little better
 
 
 def least_cost(k: int, others: Mapping[int, float]) -> float:
-    """The least that a round of k drafted tokens can take.
+    """Lower bound of the cost of a round of k drafted tokens.
 
     Args:
         others: costs of other K.
@@ -29,14 +29,14 @@ def least_cost(k: int, others: Mapping[int, float]) -> float:
 
 
 def most_cost(k: int, others: Mapping[int, float]) -> float:
-    """The most, likewise."""
+    """Upper bound, likewise."""
     below = (cost * math.ceil(k / j) for j, cost in others.items() if 0 < j < k)
     above = (cost for j, cost in others.items() if j > k)
     return min([*below, *above], default=math.inf)
 
 
 def implausible_k(costs: Mapping[int, float], verify_s: Mapping[int, float]) -> int | None:
-    """The K whose cost is above its bounds by the most, if that is more than a quarter; None if no cost is.
+    """The K whose cost exceeds its upper bounds by the largest factor; None if all are within a quarter.
 
     Args:
         costs: K -> seconds of a round; 0 is among them.

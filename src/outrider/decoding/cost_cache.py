@@ -1,4 +1,4 @@
-"""Costs of rounds, kept on disk for later runs of the same pair on this machine."""
+"""Costs of rounds, cached on disk for later runs of the same pair on this machine."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _KEPT = timedelta(days=30)  # drivers, power settings and neighbours change without a new name
-# The rounds of a run correct them. To measure on a busy machine may take a minute, which not every run should.
+# Rounds correct them while they run. Measuring on a busy machine may take a minute, which not every run should.
 _DOUBTED = timedelta(hours=1)
-_METHOD = 6  # to be changed with what is timed, or how: costs that were kept are of another number then
+_METHOD = 6  # change it with the method of timing: cached costs with another number are ignored
 _DESCRIPTION = {
     **dict.fromkeys(("target", "draft", "acceptance", "dtype", "execution", "device", "processor", "torch"), str),
     **dict.fromkeys(("num_rows", "num_threads"), int),
 }
-# What the values of a damaged file raise where they are used: numbers without end, objects in objects without end ...
+# Raised by the values of a damaged file where they are used: infinite numbers, endless nesting ...
 _UNREADABLE = OSError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError
 
 
 def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
-    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours. Where
-    rounds do not wait for their programs, and compiled ones were not measured before, these are the costs of eager
-    ones.
+    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours. If
+    rounds do not wait for their programs, and compiled ones were not measured before, the costs of eager ones.
 
     Args:
-        num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
-            serves the run as well.
+        num_tokens: final length of the longest row. The cache gets that size, so that programs compiled for measuring
+            serve the run as well.
     """
     path = _path(target, drafter, rule, num_rows)
     choices = timed_ks(target, drafter)
     kept = current_ranks().of_first(lambda: _seconds(path, choices))
     if kept is not None:
         return kept
-    if not target.execution.waits:  # eager rounds do for the time being
+    if not target.execution.waits:  # the costs of eager rounds do until then
         costs = round_costs(target.eager(), drafter.with_models(LM.eager), rule, num_rows, num_tokens)
         return {k: costs[k] for k in choices}
     measured = measure_round_costs(target, drafter, rule, num_rows, num_tokens)
@@ -68,8 +67,8 @@ class KeptCosts:
     """One file of costs.
 
     Attributes:
-        of: what they are the costs of, in words: models, rule, number of rows and machine.
-        measured_at: the time of the file.
+        of: description: models, rule, number of rows and machine.
+        measured_at: modification time of the file.
     """
 
     path: Path
@@ -79,12 +78,12 @@ class KeptCosts:
 
     @property
     def is_used(self) -> bool:
-        """Whether a run would begin with them. A time far in the future is of a wrong clock: they may be of any age."""
+        """Whether a run would use them. A time far in the future is of a wrong clock: their age is unknown."""
         return abs(datetime.now(UTC) - self.measured_at) < (_KEPT if self.measured.doubt is None else _DOUBTED)
 
 
 def kept_costs() -> tuple[list[KeptCosts], list[Path]]:
-    """All files of costs, the newest first; and those that cannot be read: damaged, of another version or another user.
+    """All files of costs, the newest first; and the unreadable ones: damaged, of another version or another user.
 
     Raises:
         FileError: the folder cannot be read.
@@ -106,7 +105,7 @@ def kept_costs() -> tuple[list[KeptCosts], list[Path]]:
 
 
 def _read(path: Path) -> KeptCosts:
-    """Raises one of _UNREADABLE if it is not there, or not what was written."""
+    """Read a file of costs. Raises one of _UNREADABLE if it is missing or damaged."""
     content = json.loads(path.read_text(encoding="utf-8"))
     of, load = content.pop("of"), content.pop("load")
     of = {name: of[name] for name in _DESCRIPTION}
@@ -128,7 +127,7 @@ def _read(path: Path) -> KeptCosts:
 
 
 def _seconds(path: Path, ks: Sequence[int]) -> dict[int, float] | None:
-    """The costs that are kept there, if they can be used."""
+    """The cached costs, if they can be used."""
     try:
         kept = _read(path)
     except _UNREADABLE:
@@ -169,7 +168,7 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
     def facts(lm: LM) -> tuple[Any, ...]:
         weights = list(lm.model.parameters())
         num_params = sum(weight.numel() for weight in weights)
-        # Kept as they are stored, they are read in another time.
+        # Weights that are kept in their stored form take another time to read.
         kinds = sorted({(type(weight).__name__, str(stored_tensors(weight)[0].dtype)) for weight in weights})
         return lm.name, num_params, kinds, str(lm.dtype), str(lm.device), lm.execution.name
 

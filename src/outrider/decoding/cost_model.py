@@ -1,12 +1,12 @@
 """Costs of rounds while the loop runs: measured ones, corrected by the times of its own rounds.
 
-Costs are measured in an idle process (costs.py). A server shares its cores with clients, and rounds take longer there,
-in other proportions: those that draft less suffer more from work that comes once a round. So each measured cost has a
-factor of its own, a running average of the time of such rounds over the expected time. The machine's pace is kept
-beside the factors: it changes from second to second, for all K alike, and decides nothing.
+Costs are measured in an idle process (measured_costs.py). A server shares its cores with clients, and rounds take
+longer there, in other proportions: rounds that draft less suffer more from work done once per round. So each measured
+cost has a factor of its own, a running average of the time of its rounds over the expected time. The machine's pace is
+kept beside the factors: it changes from second to second, for all K alike, and affects no choice.
 
-Measured costs may also be wrong, by any factor. Two rounds of one K that are far from the expected time, in the same
-direction, replace what was known of it.
+Measured costs may also be wrong, by any factor. Two rounds of one K far from the expected time, in the same direction,
+replace its cost.
 
 This module knows no rows and chooses nothing.
 """
@@ -20,15 +20,14 @@ from dataclasses import dataclass, field
 
 from outrider.decoding.cost_bounds import least_cost
 
-# A round that takes longer counts as so many times the expected time: it may have been held up by something else. One
-# that takes less than the inverse counts as the inverse.
+# The time of a round over the expected one is clipped to this factor and its inverse: other work may have delayed it.
 _MOST = 1.5
-_PACE_ROUNDS = 16  # over so many rounds the pace of the machine is averaged
-_MOST_WEIGHT = 64.0  # and each factor over so many rounds of its kind
-_OWN = 0.7  # a round that shows its factor as far as this may change it at once
+_PACE_ROUNDS = 16  # over which the pace of the machine is averaged
+_MOST_WEIGHT = 64.0  # in rounds of its K, over which a factor is averaged
+_OWN = 0.7  # a round with this share of its own factor may change it at once
 _NEXT_TO_NOTHING = 0.01  # times what is expected, where there is no better bound
 _KEPT = 0.9995  # weight of a round after the next one of any kind
-_DOUBT = 0.5  # the part of a cost that may be missing in truth, before any round has shown it
+_DOUBT = 0.5  # share by which a cost may be too high before any round of its K
 # It falls with this power of the weight: faster than noise does (1/2), since each try of a K costs something.
 _DOUBT_FALLS = 0.75
 
@@ -39,12 +38,12 @@ class _Size:
 
     Attributes:
         measured: K -> seconds.
-        pace: of all rounds, over the measured costs.
-        factors: of each K beside it.
-        recent: number of rounds that the pace rests on, by their K. Where all are of one K, its next round shows the
-            pace alone; it shows a factor as far as they are of others.
-        weights: number of rounds that each factor rests on, as far as they show it; old ones count less.
-        surprises: K -> seconds of its last round, where they were far from what was expected.
+        pace: time of all rounds over the measured costs.
+        factors: time of each K over its measured cost and the pace.
+        recent: rounds behind the pace, by K. If all are of one K, its next round informs the pace alone; the more are
+            of other K, the more it informs its factor.
+        weights: rounds behind each factor, by how much they inform it; old ones count less.
+        surprises: K -> seconds of its last round, where far from the expected time.
     """
 
     measured: Mapping[int, float]
@@ -71,7 +70,7 @@ class _Size:
         return self.weights[k] + self.recent[k]
 
     def learn(self, k: int, error: float, share: float) -> None:
-        """A round took ``error`` times what was expected, and counts as much as ``share``."""
+        """Learn from a round that took ``error`` times the expected time, with weight ``share``."""
         self.num_rounds += share
         for other in self.weights:
             self.weights[other] *= 1 - share * (1 - _KEPT)
@@ -80,7 +79,7 @@ class _Size:
         self.recent[k] += share
         own = 1 - self.recent[k] / sum(self.recent.values())
         believed = self._believed(k, error) ** share if own > _OWN else 1.0
-        for other in self.measured:  # what was measured with it is as wrong
+        for other in self.measured:  # costs measured together are wrong together
             if other == k or (min(k, other) > 0 and self.num_seen(other) == 0):
                 self.factors[other] *= believed
         error = min(max(error / believed, 1 / _MOST), _MOST)
@@ -89,15 +88,15 @@ class _Size:
         self.factors[k] *= 1 + (error - 1) * share * own / (1 + self.weights[k])
 
     def _believed(self, k: int, error: float) -> float:
-        """By what the cost of a K changes at once: where two of its rounds in a row were far from what was expected, on
-        the same side, by as much as the one that was less far."""
+        """Factor by which the cost of a K changes at once: if two consecutive rounds of it were far from the expected
+        time, on the same side, the error of the nearer one."""
         expected = self.seconds(k)
         last = self.surprises.pop(k, expected) / expected
         if 1 / _MOST <= error <= _MOST:
             return 1.0
         is_second = not 1 / _MOST <= last <= _MOST
         if is_second and (last > 1) != (error > 1):
-            return 1.0  # times scatter as much as that
+            return 1.0  # noise
         self.surprises[k] = error * expected
         if not is_second:
             return 1.0
@@ -118,26 +117,26 @@ class LiveCosts:
 
     @property
     def measured(self) -> dict[int, Mapping[int, float]]:
-        """As they were before any round."""
+        """The costs before any round."""
         return {num_rows: size.measured for num_rows, size in sorted(self._sizes.items())}
 
     def add(self, measured: Mapping[int, Mapping[int, float]]) -> None:
-        """Costs at other numbers of rows."""
+        """Add costs at other numbers of rows."""
         self._sizes |= {num_rows: _Size(costs) for num_rows, costs in measured.items()}
         self._near.clear()
 
     def size_below(self, num_rows: int) -> int:
-        """The largest number of rows that was measured and is not above this one; the least if there is none."""
+        """The largest measured number of rows not above this one; the smallest if there is none."""
         return max((size for size in self._sizes if size <= num_rows), default=min(self._sizes))
 
     def seconds(self, num_rows: int, k: int) -> float:
-        """Expected for a round; between the numbers of rows that were measured, by a straight line, and for a K that
-        was not, those of the next one."""
+        """Expected cost of a round, interpolated between the measured numbers of rows; for a K that was not measured,
+        that of the next larger one."""
         measured_k = self._measured_k(k)
         return sum(share * size.seconds(measured_k) for size, share in self._around(num_rows))
 
     def least_seconds(self, num_rows: int, k: int) -> float:
-        """That it may be in truth, the less the fewer rounds of this kind there were."""
+        """Optimistic cost: lower when fewer rounds of this K were seen."""
         measured_k = self._measured_k(k)
         return sum(
             share * size.seconds(measured_k) * (1 - _DOUBT * math.pow(1 + size.weights[measured_k], -_DOUBT_FALLS))
@@ -145,32 +144,31 @@ class LiveCosts:
         )
 
     def least_possible(self, num_rows: int, k: int) -> float:
-        """The least that it can be in truth, by what those of other K took of which more was seen."""
+        """Lower bound of the cost, from the times of other K that were seen more often."""
         measured_k = self._measured_k(k)
         return sum(share * size.least_possible(measured_k) for size, share in self._around(num_rows))
 
     def num_seen(self, num_rows: int, k: int) -> float:
-        """On how many rounds of this K its cost rests; old ones count less."""
+        """Rounds of this K behind its cost; old ones count less."""
         return sum(share * size.num_seen(k) for size, share in self._around(num_rows))
 
     def surprises(self, num_rows: int) -> set[int]:
-        """The K whose last round was far from what was expected, so that another one will tell."""
+        """The K whose last round was far from the expected time, so that another round must confirm its cost."""
         return {k for size, _ in self._around(num_rows) for k in size.surprises}
 
     def _measured_k(self, k: int) -> int:
         return self.ks[min(bisect_left(self.ks, k), len(self.ks) - 1)]
 
     def learn(self, num_rows: int, k: int, seconds: float) -> None:
-        """See what a round took. It must have done nothing else; rounds of a K that was not measured are passed
-        over."""
+        """Learn from the time of a round without a prefill; rounds of a K that was not measured are ignored."""
         if k not in self.ks:
             return
-        error = max(seconds / self.seconds(num_rows, k), _NEXT_TO_NOTHING)  # a clock may be coarse
+        error = max(seconds / self.seconds(num_rows, k), _NEXT_TO_NOTHING)  # the clock may be coarse
         for size, share in self._around(num_rows):
             size.learn(k, error, share)
 
     def _around(self, num_rows: int) -> Sequence[tuple[_Size, float]]:
-        """The numbers of rows next to this one that were measured, and how near it is to each: shares of 1."""
+        """The measured numbers of rows next to this one, with their interpolation weights."""
         found = self._near.get(num_rows)
         if found is None:
             below = self.size_below(num_rows)

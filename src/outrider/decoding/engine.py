@@ -1,15 +1,15 @@
 """The loop: draft, verify, commit. Rows join and leave between rounds.
 
 Plain decoding is this loop with a drafter that proposes nothing, so that the baseline of every comparison runs the same
-code as the thing compared. Ids go in, rounds come out; the loop knows no text, no files and no terminal.
+code as the thing compared. Token ids go in, rounds come out; the loop knows no text, files or terminal.
 
 Each row has a slot of a preallocated cache. Before each round the target's cache holds all of its tokens but the last.
-The verify forward feeds that one and the K drafted tokens, which gives p at K+1 positions; the rule says how many
-drafted tokens are accepted, and draws the one after them. Places of rejected tokens are written over later (see
+The verify forward feeds that one and the K drafted tokens, which gives p at K+1 positions; the rule decides how many
+drafted tokens are accepted, and draws the one after them. Cache entries of rejected tokens are overwritten later (see
 runtime/cache.py).
 
 Tokens and lengths stay on the device from round to round. The host reads them to stream and to stop. With an execution
-that looks ahead the next round has been started by then; its results for rows that have ended are discarded.
+that looks ahead, the next round has been started by then; its results for rows that have ended are discarded.
 
 Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
 """
@@ -43,7 +43,7 @@ from outrider.sampling.rules import Rule
 from outrider.system.ranks import Agreement
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 4  # rounds that a row may keep the batch wider than it needs to be, before it is moved down
+_PATIENCE = 4  # rounds that a single row may keep the batch wider than necessary, before it is moved down
 
 
 def decode(
@@ -55,13 +55,13 @@ def decode(
     num_draft_tokens: int | Schedule,
     num_slots: int | None = None,
 ) -> Iterator[Round]:
-    """Generate for all requests, a round at a time, until every row has ended: submit all, step until idle.
+    """Generate for all requests, round by round: submit all, step until idle.
 
     Args:
         requests: prompts of at least one token and less than the target's context; sampling options with a seed.
         num_draft_tokens: K, the most tokens drafted for a row in a round, or a schedule that chooses it. A row drafts
             fewer near its end, unless it ``drafts_beyond_end``.
-        num_slots: rows at a time; None for all at once.
+        num_slots: concurrent rows; None for all.
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
@@ -89,7 +89,7 @@ def decode(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Numbers of rows: generating, waiting for the rest of their prompt, waiting for a slot; and of free slots."""
+    """Numbers of rows that generate, are in prefill, or wait for a slot; and of free slots."""
 
     num_running: int
     num_filling: int
@@ -117,10 +117,10 @@ class Engine:
     ) -> None:
         """
         Args:
-            num_slots: S, rows that generate at a time.
+            num_slots: S, concurrent rows.
             capacity: most tokens in a row, prompt included, and those that its last round may commit beyond its end.
-            prefill_chunk: about so many tokens of prompts are fed between two rounds, which bounds how long a prompt
-                that joins holds up the others; None: all that there are.
+            prefill_chunk: about the number of prompt tokens fed between two rounds, which bounds how long a joining
+                prompt delays other rows; None for no limit.
         """
         self._target, self._drafter, self._rule, self._schedule = target, drafter, rule, schedule
         self._capacity = min(capacity, target.context_len)
@@ -129,7 +129,7 @@ class Engine:
         self._cache = target.new_cache(num_slots, self._capacity)
         self._session = drafter.open(num_slots, self._capacity, target.device)
         self._noise = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
-        # States are advanced by lengths that the host knows.
+        # States are advanced by lengths on the host.
         lms = target, *drafter.models
         for lm in lms:
             lm.check_rollback(schedule.max_k)
@@ -137,12 +137,12 @@ class Engine:
         self._lookahead = 0 if must_read else target.execution.lookahead
         self._slots = Slots(num_slots, self._cache.take_over)
         self._last_k = -1
-        self._has_told = False
-        self._num_high = 0  # rounds in a row in which a single row kept the batch wider than it needs to be
+        self._has_warned = False
+        self._num_high = 0  # consecutive rounds in which a single row kept the batch wider than necessary
         self._agreement = Agreement()
         self._clock = Clock(target.device)
         self._prefills: list[tuple[Any, Any]] = []
-        self._under_way: deque[StartedRound] = deque()
+        self._in_flight: deque[StartedRound] = deque()
         self._filling: deque[Row] = deque()
         # Shared with other threads.
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class Engine:
         """Queue a request.
 
         Returns:
-            Its index, by which rounds name it.
+            Its index, as in ``RowRound.row``.
         """
         assert 0 < len(request.prompt_ids) < self._capacity, "a prompt has a token, and leaves room for one"
         assert (request.num_draft_tokens or 0) <= self._schedule.max_k
@@ -166,13 +166,13 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> None:
-        """Give a request up. It leaves before the next round, and no round names it from then on."""
+        """Cancel a request. It leaves before the next round, and is in no round from then on."""
         with self._lock:
             self._cancelled.add(index)
 
     @property
     def schedule(self) -> Schedule:
-        """Which K, in which round."""
+        """Chooses K for each round."""
         return self._schedule
 
     @property
@@ -186,60 +186,59 @@ class Engine:
         """Let rows leave and join, feed a chunk of prompts, and run one round.
 
         Returns:
-            The round, in which rows may be missing that have just joined; None when all requests have ended.
+            The round, without rows whose prefill is incomplete; None when all requests have ended.
         """
         if self._slots.num_used == 0:
-            self._clock.wait(self._clock.mark())  # for work that a loop before this one may have left
+            self._clock.wait(self._clock.mark())  # for work left by an earlier loop
         begin_s = time.perf_counter()
         self._leave_cancelled()
         self._join()
         self._fill()
         lookahead = 0 if self._batch.has_constraints else self._lookahead
-        while self._may_start and len(self._under_way) <= lookahead:
-            self._under_way.append(self._start_round())
-        if not self._under_way:
+        while self._needs_round and len(self._in_flight) <= lookahead:
+            self._in_flight.append(self._start_round())
+        if not self._in_flight:
             return None
-        started = self._under_way.popleft()
+        started = self._in_flight.popleft()
         drafting, verifying, verified, end = started.marks
         self._clock.wait(end)
         self._agreement.check(started.report.numbers)
         row_rounds = read(started, self._target.name)
-        self._tell_of_broken_drafts(row_rounds)
+        self._warn_of_broken_drafts(row_rounds)
         self._schedule.learn(row_rounds)
         self._leave_ended(started)
         self._move_down()
         is_idle = self._slots.num_used == 0 and not self._waiting
-        if is_idle and self._under_way:
-            # A round too many is on the clock of those who started it.
-            self._clock.wait(self._under_way[-1].marks[-1])
-            self._under_way.clear()
+        if is_idle and self._in_flight:
+            # A surplus round counts in the time of this call.
+            self._clock.wait(self._in_flight[-1].marks[-1])
+            self._in_flight.clear()
         prefill_s = sum(self._clock.seconds(*pair) for pair in started.prefills)
         draft_s, verify_s = self._clock.seconds(drafting, verifying), self._clock.seconds(verifying, verified)
-        # The consumer's work between rounds is not counted; but a device that worked on meanwhile is not faster for it.
+        # The consumer's time between rounds is excluded, but not the device time that it overlapped.
         total_s = max(time.perf_counter() - begin_s, prefill_s + self._clock.seconds(drafting, end))
         timing = Timing(prefill_s, draft_s, verify_s, total_s)
-        # A prefill sweeps the processor's caches, a change of K as well, and the last round may have waited for one too
-        # many.
-        is_like_the_last, self._last_k = self._last_k == started.num_columns, started.num_columns
-        if is_like_the_last and not (started.prefills or is_idle):
+        # Ignore unrepresentative times: after a prefill or a change of K, or when going idle.
+        is_same_k, self._last_k = self._last_k == started.num_columns, started.num_columns
+        if is_same_k and not (started.prefills or is_idle):
             self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
         return Round(tuple(row_rounds), timing)
 
-    def _tell_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
-        """Once: it costs speed, and changes no output."""
-        if not self._has_told and any(row.has_broken_draft for row in row_rounds):
-            self._has_told = True
-            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts end there", self._drafter.name)
+    def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
+        """Log it once: it costs speed, and changes no output."""
+        if not self._has_warned and any(row.has_broken_draft for row in row_rounds):
+            self._has_warned = True
+            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)
 
     @property
-    def _may_start(self) -> bool:
-        """Whether a row may need another round."""
-        return any(row.goes_on for row in self._batch.running)
+    def _needs_round(self) -> bool:
+        """Whether an active row may need another round."""
+        return any(row.needs_round for row in self._batch.running)
 
     # Joining and leaving
 
     def _leave_cancelled(self) -> None:
-        if not self._cancelled:  # one that comes now is seen in the next step
+        if not self._cancelled:  # a later one is seen in the next step
             return
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
@@ -255,8 +254,7 @@ class Engine:
 
     def _leave(self, row: Row) -> None:
         slot, row.slot, row.is_done = row.slot, -1, True
-        # Numbers that are not finite would spoil the next text in the slot. A prompt that was cancelled while it was
-        # fed may have left some, and so may rounds that nobody will read.
+        # NaN would reach the next sequence in the slot. A cancelled prefill or unread rounds may have left some.
         row.is_spoilt |= row in self._filling
         if row.is_spoilt or row.has_unread:
             num_kept = 0 if row.is_spoilt else row.length - 1
@@ -267,13 +265,13 @@ class Engine:
             if row in self._filling:
                 self._filling.remove(row)
             self._slots.release(slot)
-        self._schedule.forget(row.index)
+        self._schedule.row_ended(row.index)
 
     def _join(self) -> None:
-        """Give free slots to those who have waited longest."""
+        """Give free slots to the rows that have waited longest."""
         while self._waiting and self._slots.num_free:
             if self._slots.num_used == 0:
-                self._batch.forget_options()
+                self._batch.reset_options()
             with self._lock:
                 row = self._waiting.popleft()
                 slot, moved_to, source, num_shared = self._slots.place(row)
@@ -284,17 +282,17 @@ class Engine:
             row.slot, row.num_cached, row.num_filled = slot, self._cache.num_spared(slot, num_shared), num_shared
             self._agreement.note((row.index, slot, row.token_ids, row.request.sampling))
             self._batch.admit(row)
-            self._noise.forget()
+            self._noise.invalidate()
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:
-        """The text of a slot now begins as that of another, in all caches."""
+        """Copy a prefix from one slot to another, in all caches."""
         self._cache.copy(source, slot, num_tokens)
         if slot != source:
-            self._batch.lengths[slot] = num_tokens + 1  # a session may trust that a slot's text is as long as its cache
+            self._batch.lengths[slot] = num_tokens + 1  # sessions rely on a slot being as long as its cache
         self._session.assign(slot, source, num_tokens)
 
     def _move_down(self) -> None:
-        """A row that alone keeps the batch wider than it needs to be is moved to a free slot further down."""
+        """Move a row that alone keeps the batch wider than necessary to a lower free slot."""
         height, num_used, round_rows = self._slots.height, self._slots.num_used, self._target.execution.round_rows
         if self._waiting or height == num_used:
             self._num_high = 0
@@ -312,7 +310,7 @@ class Engine:
         self._session.assign(slot, row.slot, row.longest)
         self._slots.move(row.slot, slot)
         self._batch.move(row.slot, slot)
-        self._noise.forget()
+        self._noise.invalidate()
         self._num_high = 0
 
     def _rows_with_slots(self) -> list[Row]:
@@ -321,8 +319,7 @@ class Engine:
     # Prompts
 
     def _fill(self) -> None:
-        """Feed one chunk of prompts, and start the rows whose prompts are complete. While no row generates, chunks
-        follow one another."""
+        """Prefill one chunk (all chunks while no row is active), and activate the rows whose prefill is complete."""
         num_left = self._prefill_chunk
         while self._filling and (num_left is None or num_left > 0 or not self._batch.running):
             rows, width = next_forward(self._filling, self._target.device, chunk=self._prefill_chunk, num_left=num_left)
@@ -336,7 +333,7 @@ class Engine:
                         self._filling.remove(row)
 
     def _feed(self, rows: Sequence[Row], width: int) -> None:
-        """The next tokens of prompts in slots next to one another, at most ``width`` of each."""
+        """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each."""
         begin, end = rows[0].slot, rows[-1].slot + 1
         ids = self._batch.ids[begin:end]
         starts = [row.num_filled for row in rows]
@@ -389,15 +386,15 @@ class Engine:
             allowed = None if rows.masks is None else rows.masks.along(draft)
             options = rows.settings, rows.history, allowed
             arguments = (cache, rows.last_ids, rows.lengths, limits, draft, *options, noise)
-            judged = VerifyResult(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
+            result = VerifyResult(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
             verified = self._clock.mark()
-            taking_part = tuple(batch.rows[:num_rows])
-            batch.commit(rows, judged)
+            slot_rows = tuple(batch.rows[:num_rows])
+            batch.commit(rows, result)
             self._session.observe(
-                CommittedTokens(judged.committed, judged.places, judged.places[:, 0], judged.lengths, judged.features)
+                CommittedTokens(result.committed, result.places, result.places[:, 0], result.lengths, result.features)
             )
-            # Prepared steps write over their results, so that those not read before the next round must be copied.
-            report = report_of(taking_part, draft, judged, copy=self._lookahead > 0)
+            # Prepared steps overwrite their results: copy what is read after the next round starts.
+            report = report_of(slot_rows, draft, result, copy=self._lookahead > 0)
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self._clock.mark()
-        return StartedRound(taking_part, report, marks, prefills)
+        return StartedRound(slot_rows, report, marks, prefills)

@@ -1,5 +1,5 @@
-"""What a round costs on this machine, for each number of drafted tokens. This module does not know what is done with
-it."""
+"""Measures the cost of a round on this machine, for each number of drafted tokens. This module does not know what the
+costs are for."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _MOST_PASSES, _PASSES_S = 5, 1.0  # another pass over all K only while all passes took less than this
-_MOST_REPEATED, _REPEATED_S = 25, 5.0  # the same, where the result is not to be believed
+_MOST_REPEATED, _REPEATED_S = 25, 5.0  # likewise, while the result is not reliable
 _LARGEST_ERROR = 0.1  # of a cost, from the spread of its times
-_SILENT_S = 5.0  # of measuring, between lines of the log
-_NUM_ROUNDS = 4  # of an arm in each pass, after one that is not counted
+_SILENT_S = 5.0  # between log lines
+_NUM_ROUNDS = 4  # of an arm in each pass, after one that is discarded
 _PLAIN = Sampling()
-_SHORT = 16  # tokens to begin with, where nothing else is asked for
+_SHORT = 16  # initial tokens of a row, unless given
 
 
 def load_sizes(num_slots: int) -> list[int]:
-    """1, 2, 4, ... rows and all slots."""
+    """Numbers of rows to measure: 1, 2, 4, ... and all slots."""
     return sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
 
 
 def timed_ks(target: LM, drafter: Drafter) -> list[int]:
-    """The K that the execution favours and the drafter can draft."""
+    """The K to measure: those that the execution favours and the drafter can draft."""
     most = drafter.most_drafted
     return [k for k in target.execution.favoured_k if most is None or k <= most]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Costs of rounds, and how far they can be believed. All are by K.
+    """Costs of rounds and their reliability, by K.
 
     Attributes:
-        seconds: of a round.
-        verify_s: of its verify.
-        spread: the interquartile range of the times, over ``seconds``.
-        num_rounds: that were timed.
-        load: the system's load average when they were; None where it is not known.
+        seconds: time of a round.
+        verify_s: time of its verify.
+        spread: interquartile range of the times, over ``seconds``.
+        num_rounds: number of timed rounds.
+        load: load average of the system at the time; None where it is unknown.
     """
 
     seconds: Mapping[int, float]
@@ -64,10 +64,10 @@ class MeasuredCosts:
 
     @property
     def doubt(self) -> str | None:
-        """Why they are not to be believed; None if they are."""
+        """Why they are not reliable; None if they are."""
         k = implausible_k(self.seconds, self.verify_s)
         if k is not None:
-            return f"{self.seconds[k]:.3g} s for K = {k} cannot be right beside the other K"
+            return f"{self.seconds[k]:.3g} s for K = {k} contradicts the other K"
         error = {k: spread / math.sqrt(self.num_rounds[k]) for k, spread in self.spread.items()}
         worst = max(error, key=error.__getitem__)
         if error[worst] > _LARGEST_ERROR:
@@ -76,17 +76,16 @@ class MeasuredCosts:
 
 
 def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> MeasuredCosts:
-    """The costs of rounds of ``num_rows`` rows, measured now: for about a second, and again for some more where the
-    result is not to be believed.
+    """Measure the costs of rounds of ``num_rows`` rows: for about a second, and longer if the result is not reliable.
 
     Args:
-        num_tokens: of the longest row in the end. A cache of that size is taken, so that what is compiled for measuring
-            serves the run as well.
+        num_tokens: final length of the longest row. The cache gets that size, so that programs compiled for measuring
+            serve the run as well.
     """
     arms = [CostArm(target, drafter, k) for k in timed_ks(target, drafter)]
     average = average_of([target, *drafter.models])
     load = _load_average()
-    begin_s = told_s = time.perf_counter()
+    begin_s = logged_s = time.perf_counter()
     _LOG.info(
         "measuring rounds of %s with %s (%d %s, K = %s)",
         target.name,
@@ -96,11 +95,11 @@ def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int,
         ", ".join(str(arm.k) for arm in arms),
     )
 
-    def tell(arm: CostArm) -> None:
-        nonlocal told_s
+    def log_progress(arm: CostArm) -> None:
+        nonlocal logged_s
         now_s = time.perf_counter()
-        if now_s - told_s > _SILENT_S:
-            told_s = now_s
+        if now_s - logged_s > _SILENT_S:
+            logged_s = now_s
             _LOG.info("measuring rounds: K = %d, %.0f s", arm.k, now_s - begin_s)
 
     def is_enough(taken: Sequence[Sequence[Timing]], num_passes: int, seconds: float) -> bool:
@@ -116,7 +115,7 @@ def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int,
         length=min(_SHORT, target.context_len // 2),
         num_tokens=num_tokens,
         is_enough=is_enough,
-        on_arm=tell,
+        on_arm=log_progress,
     )
     return _measured(arms, taken, average, current_ranks().shared(load))
 
@@ -154,14 +153,14 @@ def _interquartile_range(values: Sequence[float]) -> float:
 
 
 def average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
-    """How times of rounds are averaged: by the median, which is not moved by what disturbs a few of them. But with
-    states some rounds advance them, which is part of the costs: by the mean."""
+    """The average for times of rounds: the median, which ignores a few disturbed rounds; for models with states the
+    mean, since advancing them in some rounds is part of the cost."""
     return statistics.fmean if any(lm.has_states for lm in lms) else statistics.median
 
 
 @dataclass(frozen=True, slots=True)
 class CostArm:
-    """What rounds are timed of: a drafter, and so many tokens drafted with it. K = 0 is plain decoding."""
+    """A pair and the K at which its rounds are timed. K = 0 is plain decoding."""
 
     target: LM
     drafter: Drafter
@@ -169,7 +168,7 @@ class CostArm:
 
 
 def tokens_needed(most_k: int) -> int:
-    """How many tokens the timed rounds may add to a row."""
+    """The most tokens that the timed rounds may add to a row."""
     return (1 + _NUM_ROUNDS) * (most_k + 1)
 
 
@@ -186,23 +185,23 @@ def time_rounds(
     on_pass: Callable[[], None] = lambda: None,
     on_arm: Callable[[CostArm], None] = lambda _: None,
 ) -> list[list[Timing]]:
-    """The times of rounds of each arm, on random text, arms in turn.
+    """Time the rounds of each arm, on random tokens, arms in turn.
 
     Args:
-        length: tokens of each row to begin with.
-        num_tokens: of the longest row in the end, at least. A cache of that size is taken, so that what is compiled for
-            measuring serves the run as well.
+        length: initial tokens of each row.
+        num_tokens: least final length of the longest row. The cache gets that size, so that programs compiled for
+            measuring serve the run as well.
         num_passes: over all arms, at least; every second one in the opposite order, so that a machine that becomes
-            slower does so for all.
-        is_enough: asked after these and after each one more, with the times so far, the number of passes, and the
-            seconds that they took. One process of a job decides.
-        sampling: options that the rounds run under.
-        on_pass: called after each pass, and after the one that warms up.
+            slower affects all arms alike.
+        is_enough: called after these and after each further pass, with the times so far, the number of passes, and
+            the seconds that they took. The first rank of a job decides.
+        sampling: options of the rows.
+        on_pass: called after each pass and after the warm-up.
         on_arm: called after the rounds of each arm, in all passes.
 
     Returns:
-        For each arm its rounds. If a run has several, without the first: it comes after the prefill, which has swept
-        the processor's caches, and a text has one of its kind. The second holds the prefill in its place.
+        The rounds of each arm. If a run has several, the first is left out: it follows the prefill, which evicts the
+        CPU caches, and occurs once per sequence. The prefill is added to the second.
     """
     generator = torch.Generator().manual_seed(0)
     taken: list[list[Timing]] = [[] for _ in arms]
@@ -214,8 +213,8 @@ def time_rounds(
         requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
         drafter = arm.drafter
         if not drafter.models:
-            # On random text a look-up finds nothing, and its rounds would seem to cost next to nothing.
-            drafter = AlteredDrafter(drafter, drafter.name, _filled_up)
+            # In random tokens a look-up finds nothing, and its rounds would seem to be free.
+            drafter = AlteredDrafter(drafter, drafter.name, _padded_draft)
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
         first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
         if not others:  # the context is full
@@ -224,7 +223,7 @@ def time_rounds(
         return others
 
     for arm in arms:
-        rounds(arm)  # whatever happens only once
+        rounds(arm)  # warm up
         on_arm(arm)
     on_pass()
     begin = time.perf_counter()
@@ -240,8 +239,8 @@ def time_rounds(
     return current_ranks().shared(taken)
 
 
-def _filled_up(rows: Rows, k: int, draft: Draft) -> Draft:
-    """As many tokens as are wanted, whatever a look-up has found."""
+def _padded_draft(rows: Rows, k: int, draft: Draft) -> Draft:
+    """A draft of as many tokens as are wanted, whatever a look-up has found."""
     if int(rows.num_wanted.amax()) == 0:
         return draft
     return Draft(ids=rows.last_ids[:, 1:].expand(-1, k), probs=None, num_drafted=rows.num_wanted)

@@ -1,4 +1,4 @@
-"""What was learned of a pair, kept from one generation to the next."""
+"""Acceptance and cost estimates of a pair, kept from one generation to the next."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
 
-class Experience:
-    """Of a target with a drafter: what adaptive schedules have learned, by the rule that judges the drafts. It may be
-    used by several threads at once.
+class PairState:
+    """Acceptance and cost estimates of one pair, kept per rule. Thread-safe.
 
-    Sampling options are no part of it: a row whose options let fewer drafts stand than usual shows that itself. The
-    processes of one job learn the same, since they commit the same tokens and share the times of the first.
+    Sampling options are not part of it, since each row has an estimate of its own (``RowEstimate``). The ranks of a job
+    learn the same, since they commit the same tokens and share the times of the first rank.
     """
 
     def __init__(self, target: LM, drafter: Drafter) -> None:
@@ -27,15 +26,15 @@ class Experience:
         self._by_rule: dict[str, PairEstimates] = {}
 
     def is_of(self, target: LM, drafter: Drafter) -> bool:
-        """Whether these are the very models, with their executions."""
+        """Whether these are its models, with their executions."""
         return target is self._target and drafter is self._drafter
 
-    def under(self, rule: Rule, num_slots: int, num_tokens: int) -> PairEstimates:
-        """What was learned under this rule. Costs at loads of up to ``num_slots`` rows that are not known yet are
-        measured first, or taken from disk (``round_costs``).
+    def estimates(self, rule: Rule, num_slots: int, num_tokens: int) -> PairEstimates:
+        """The estimates under this rule. Missing costs for up to ``num_slots`` rows are measured first, or read from
+        disk (``round_costs``).
 
         Args:
-            num_tokens: of the longest row in the end.
+            num_tokens: final length of the longest row.
         """
         with self._lock:
             learned = self._by_rule.get(rule.name)

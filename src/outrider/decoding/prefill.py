@@ -1,4 +1,4 @@
-"""Prompts: which rows the next forward feeds, and how far."""
+"""Prefill: which rows the next forward feeds, and how far."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from outrider.runtime.lm import PREFILL_TOKENS
 from outrider.runtime.padding import num_together
 
 PREFILL_CHUNK = 512
-"""Tokens of prompts between two rounds, unless told otherwise."""
+"""Default number of prompt tokens between two rounds."""
 
 
 def next_forward(
     filling: Iterable[Row], device: torch.device, *, chunk: int | None, num_left: int | None
 ) -> tuple[list[Row], int]:
-    """The row that has waited longest, with those after it that are in the next slots and of like length.
+    """The row that has waited longest, with those after it in adjacent slots and of similar length.
 
     Args:
-        filling: rows whose prompts are incomplete, at least one, by how long they have waited.
+        filling: rows whose prefill is incomplete, at least one, the longest waiting first.
         device: of the target.
         chunk: the most tokens of a row; None for as many as a forward takes.
         num_left: the most tokens of several rows together; None likewise.
 
     Returns:
-        The rows, and how many tokens each is fed at most.
+        The rows, and the most tokens that each is fed.
     """
     most_columns, most_tokens = (PREFILL_TOKENS if n is None else min(n, PREFILL_TOKENS) for n in (chunk, num_left))
     rows: list[Row] = []

@@ -1,7 +1,7 @@
-"""What the host reads of a round.
+"""Readback: the host's part of a round.
 
-A round is started, and copies of what comes of it are sent to the host. When they are there the host takes note: tokens
-and counts, the ends of rows, log-probabilities. The loop may have started the next round by then (see engine.py).
+The results of a started round are copied to the host. Once there, the host reads tokens, counts and log-probabilities,
+and applies stop conditions. The loop may have started the next round by then (see engine.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outrider.sampling.probs import wide
 
 
 class Report(NamedTuple):
-    """Of a round, for the host.
+    """The results of a round, for the host.
 
     Attributes:
         numbers: ``VerifyResult.report``. [B, K+5]
         drafted_probs: see ``Verdict``. [B, K, 2]
-        drafted_ids: if a row wants them. [B, K]
-        logprobs: if a row wants them.
+        drafted_ids: if a row asks for them. [B, K]
+        logprobs: if a row asks for them.
     """
 
     numbers: Tensor
@@ -38,11 +38,11 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StartedRound:
-    """A round that the device may still be working on. Its tensors are the host's, and filled by the last mark.
+    """A round that the device may still be computing. Its tensors are on the host, and filled by the last mark.
 
     Attributes:
-        rows: of each slot the row that takes part. A slot may change hands before the round is read; its row does not.
-        marks: when drafting began, when verifying began and ended, and when all was there.
+        rows: the active row of each slot at the start. The slot may get another row before the round is read.
+        marks: when drafting began, when verifying began and ended, and when all results were on the host.
         prefills: the beginning and end of each chunk of prefill since the round before.
     """
 
@@ -57,23 +57,23 @@ class StartedRound:
         return self.report.numbers.shape[1] - 5
 
 
-def report_of(rows: Sequence[Row | None], draft: Draft, judged: VerifyResult, *, copy: bool) -> Report:
-    """Send it to the host.
+def report_of(rows: Sequence[Row | None], draft: Draft, result: VerifyResult, *, copy: bool) -> Report:
+    """Start copying the results of a round to the host.
 
     Args:
-        copy: also what is there.
+        copy: also copy tensors that are on the host already.
     """
-    wants_drafts = any(row is not None and row.request.reports_drafts for row in rows)
+    needs_drafts = any(row is not None and row.request.reports_drafts for row in rows)
     return Report(
-        _to_host(judged.report, copy=copy),
-        _to_host(judged.drafted_probs, copy=copy),
-        _to_host(draft.ids, copy=copy) if wants_drafts else None,
-        _logprobs_of(rows, judged.logits, judged.committed),
+        _to_host(result.report, copy=copy),
+        _to_host(result.drafted_probs, copy=copy),
+        _to_host(draft.ids, copy=copy) if needs_drafts else None,
+        _logprobs_of(rows, result.logits, result.committed),
     )
 
 
 def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """The same on the host, filled when all that was started on the device before has been done."""
+    """A copy on the host, filled when the work queued on the device before it is done."""
     if tensor.device.type == "cpu":
         return tensor.clone() if copy else tensor
     return tensor.to("cpu", non_blocking=tensor.is_cuda)
@@ -87,7 +87,7 @@ class Logprobs(NamedTuple):
     top_ids: Tensor
 
     def of(self, b: int, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        """Of the first tokens of one row."""
+        """Log-probabilities of the first tokens of one row."""
         chosen, top, ids = (values[b, :num_tokens].tolist() for values in self)
         return tuple(
             TokenLogprob(chosen[i], tuple(zip(ids[i][:num_top], top[i][:num_top], strict=True)))
@@ -96,7 +96,7 @@ class Logprobs(NamedTuple):
 
 
 def _logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) -> Logprobs | None:
-    """If a row wants them."""
+    """Log-probabilities, if a row asks for them."""
     wanted = [None if row is None else row.request.sampling.logprobs for row in rows]
     if all(num_top is None for num_top in wanted):
         return None
@@ -107,8 +107,7 @@ def _logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) 
 
 
 def read(started: StartedRound, target_name: str) -> list[RowRound]:
-    """Take note of a round on the host, and let each row's stop act on it token by token. Rows that have ended before
-    are passed over."""
+    """Read a finished round and apply stop conditions token by token. Rows that ended before are skipped."""
     report = started.report
     probs = report.drafted_probs.tolist()
     row_rounds = []
@@ -121,13 +120,13 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         row.read_round(num_drafted, n)
         is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[:n] if is_bad else tokens[: n + 1])
-        broken = _follow(row, token_ids)
+        error = _advance_constraint(row, token_ids)
         if is_bad and reason is None:
             row.is_spoilt = True
-            broken = broken or str(NumericsError.at(target_name, row.length + n))
-        if broken is not None:
+            error = error or str(NumericsError.at(target_name, row.length + n))
+        if error is not None:
             row.is_done = True
-            row_rounds.append(_failed(row, broken, num_cached))
+            row_rounds.append(_failed(row, error, num_cached))
             continue
         row.token_ids += token_ids
         row.is_done = reason is not None
@@ -165,13 +164,13 @@ def _ratio(p: float, q: float) -> float:
     return p / q if q > 0 else math.inf
 
 
-def _follow(row: Row, token_ids: Sequence[int]) -> str | None:
-    """Lead the row's constraint along committed tokens; or why that is not possible."""
+def _advance_constraint(row: Row, token_ids: Sequence[int]) -> str | None:
+    """Advance the row's constraint over committed tokens. Returns the reason if that is impossible."""
     constraint = row.request.constraint
     if constraint is None:
         return None
     if constraint.error is None and not all(map(constraint.push, token_ids)):
-        return "no token that the text may go on with is possible: each has a logit of minus infinity"
+        return "every token that the constraint allows has a logit of minus infinity"
     return constraint.error
 
 

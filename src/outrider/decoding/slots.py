@@ -1,8 +1,8 @@
-"""Slots: who is where, and which texts the free ones remember.
+"""Slots: which row has which slot, and the prefixes cached in free slots.
 
-Rows keep to the bottom, since a round runs on the first slots up to the highest one in use. The caches of a free slot
-still hold the keys and values of its last text; a prompt that begins like it takes them over. This module decides; the
-engine moves the tensors.
+Rows take the lowest slots, since a round runs on the first slots up to the highest one in use. The caches of a free
+slot still hold the keys and values of its last sequence; a prompt that shares a prefix with it reuses them. This module
+decides; the engine moves the tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from outrider.decoding.batch import Row
 
-LEAST_SHARED = 16  # tokens; to copy fewer is not worth the while
+LEAST_SHARED = 16  # tokens; copying fewer does not pay
 
 
 class SlotAssignment(NamedTuple):
-    """Where a row goes, and the copies to make before, in this order.
+    """The slot of a row, and the copies to make first, in this order.
 
     Attributes:
         slot: the row's.
-        moved_to: where the memory of this slot is moved first; None if it is given up.
-        source: the slot whose first ``num_shared`` tokens are then copied (or stay, if it is the same slot).
+        moved_to: the slot that the cache of this slot is moved to; None if it is evicted.
+        source: the slot whose first ``num_shared`` tokens are then copied (or kept, if it is the same slot).
     """
 
     slot: int
@@ -38,9 +38,9 @@ class SlotAssignment(NamedTuple):
 class _Slot:
     """
     Attributes:
-        row: in use by it.
-        token_ids: where free, the tokens whose keys and values it holds.
-        last_used: a counter, 0 where never.
+        row: the row that uses it.
+        token_ids: if free, the tokens whose keys and values it holds.
+        last_used: a counter, 0 if never.
     """
 
     row: Row | None = None
@@ -49,7 +49,7 @@ class _Slot:
 
     @property
     def held(self) -> Sequence[int]:
-        """The tokens that the target's cache holds for certain."""
+        """The tokens that are in the target's cache for certain."""
         if self.row is None:
             return self.token_ids
         row = self.row
@@ -57,12 +57,12 @@ class _Slot:
 
 
 class Slots:
-    """S slots. Rows are put in, taken out and moved down."""
+    """S slots. Rows are placed, released and moved down."""
 
     def __init__(self, num_slots: int, take_over: Callable[[int, int], int]) -> None:
         """
         Args:
-            take_over: how many of the first tokens that a slot holds another text may begin with.
+            take_over: (slot, length of a shared prefix) -> how much of it may be reused.
         """
         self._take_over = take_over
         self._slots = [_Slot() for _ in range(num_slots)]
@@ -86,25 +86,24 @@ class Slots:
         return self._free[0]
 
     def place(self, row: Row) -> SlotAssignment:
-        """Put a row into the lowest free slot. The memory that is given up for it is the least recently used of all
-        free slots."""
+        """Put a row into the lowest free slot. Evicts the least recently used cache of all free slots."""
         slot = heappop(self._free)
         source, num_shared = self._longest_shared(row.request.prompt_ids[:-1], slot)  # the last token is always fed
         moved_to = None
-        mine = self._slots[slot]
-        if len(mine.token_ids) >= LEAST_SHARED and not (num_shared and source == slot):
-            given_up = min(
+        own = self._slots[slot]
+        if len(own.token_ids) >= LEAST_SHARED and not (num_shared and source == slot):
+            evicted = min(
                 (i for i, one in enumerate(self._slots) if one.row is None and not (num_shared and i == source)),
                 key=lambda i: self._slots[i].last_used,
             )
-            if given_up != slot:
-                moved_to = given_up
-                self._slots[given_up].token_ids, self._slots[given_up].last_used = mine.token_ids, mine.last_used
-        mine.row, mine.token_ids = row, ()
+            if evicted != slot:
+                moved_to = evicted
+                self._slots[evicted].token_ids, self._slots[evicted].last_used = own.token_ids, own.last_used
+        own.row, own.token_ids = row, ()
         return SlotAssignment(slot, moved_to, source, num_shared)
 
     def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
-        """The slot that shares most tokens with a prompt, and their number; ``slot`` and 0 if there are too few."""
+        """The slot that shares the longest prefix with a prompt, and its length; ``slot`` and 0 if it is too short."""
         if len(prompt) < LEAST_SHARED:
             return slot, 0
         shared = [self._take_over(i, _num_shared(prompt, one.held)) for i, one in enumerate(self._slots)]
@@ -112,7 +111,7 @@ class Slots:
         return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
 
     def release(self, slot: int) -> None:
-        """The row has ended. Its text is remembered, unless it is spoilt."""
+        """Free the slot of a row that has ended. Its cache stays reusable, unless it is spoilt."""
         self._count += 1
         one = self._slots[slot]
         assert one.row is not None
@@ -121,14 +120,14 @@ class Slots:
         heappush(self._free, slot)
 
     def move(self, source: int, slot: int) -> None:
-        """Move a row to a free slot, whose memory is given up."""
+        """Move a row to a free slot, whose cache is evicted."""
         self._slots[slot], self._slots[source] = self._slots[source], _Slot()
         self._free.remove(slot)
         heapify(self._free)
         heappush(self._free, source)
 
     def num_held(self, slot: int) -> int:
-        """Tokens that a slot holds for certain."""
+        """Number of tokens in the slot's cache for certain."""
         return len(self._slots[slot].held)
 
 

@@ -1,4 +1,4 @@
-"""The second step of a round: feed the drafts to the target, and judge them.
+"""The second step of a round: feed the drafts to the target, and verify them.
 
 Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
 """
@@ -25,12 +25,12 @@ class VerifyResult(NamedTuple):
     Attributes:
         logits: [B, K+1, V]
         committed: the accepted tokens and the one after them, which fills the remaining columns. [B, K+1]
-        places: of the committed tokens in the text. [B, K+1]
-        lengths: of the texts with them. [B]
-        last_ids: the last two tokens of the texts with them. [B, 2]
-        report: for the host: ``committed``; how many drafted tokens are accepted, and of how many that were judged;
-            whether the target's logits after the accepted ones are not finite, so that there is no token after them;
-            and whether the draft's logits were not finite at a place. [B, K+5]
+        places: positions of the committed tokens. [B, K+1]
+        lengths: of the sequences after the round. [B]
+        last_ids: the last two tokens of the sequences after the round. [B, 2]
+        report: for the host: ``committed``; the numbers of accepted and of verified drafted tokens; whether the
+            target's logits after the accepted ones are not finite, so that no token follows them; and whether the
+            draft was cut, as its logits were not finite. [B, K+5]
         drafted_probs: see ``Verdict``. [B, K, 2]
         features: of the tokens fed, if the drafter asks for them. [B, K+1, F]
     """
@@ -60,11 +60,11 @@ def verify_step(
     allowed: Tensor | None,
     noise: Any,
 ) -> tuple[Tensor, ...]:
-    """Feed each row's last token and its drafted tokens, and judge them. A row at its limit stays as it is, and a slot
-    that takes no part has limit 0.
+    """Feed each row's last token and its drafted tokens, and verify them. A row at its limit stays unchanged; inactive
+    slots have limit 0.
 
     A draft is cut before the first token for which the draft or the target has no distribution. That depends on the
-    tokens before it alone, like any length of a draft, so the output's distribution stays the target's. Only the place
+    tokens before it alone, like any length of a draft, so the output distribution stays the target's. Only the position
     from which the next token is drawn can end a row, as in plain decoding.
 
     Args:
@@ -72,37 +72,37 @@ def verify_step(
         allowed: see ``Masks.along``; None without constraints. [B, K+1, V]
 
     Returns:
-        The parts of a ``VerifyResult``, the features only where some are asked for.
+        The fields of a ``VerifyResult``, the features only if asked for.
     """
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
-    goes_on = lengths < limits
+    is_active = lengths < limits
     num_drafted = draft.num_drafted
     if draft.is_finite is not None:
         num_drafted = torch.minimum(num_drafted, _first(~draft.is_finite))
-    is_fed = (offsets <= num_drafted[:, None]) & goes_on[:, None]
+    is_fed = (offsets <= num_drafted[:, None]) & is_active[:, None]
     known = torch.cat((last_ids, draft.ids), dim=1)  # [B, K+2]
     ids = known[:, 1:]
-    places = lengths[:, None] + offsets  # of the tokens after those that are fed
+    places = lengths[:, None] + offsets  # of the tokens after the fed ones
     positions = torch.where(is_fed, places - 1, -1)
     logits, found = lm.forward_with_features(ids, positions, cache, view_len, features, keeps_finite=True)
     is_bad = is_fed & ~is_finite(logits)
-    num_judged = torch.minimum(num_drafted, _first(is_bad))
+    num_verified = torch.minimum(num_drafted, _first(is_bad))
     probs = to_probs(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V]
-    verdict = rule.verify(probs, replace(draft, num_drafted=num_judged), noise)
+    verdict = rule.verify(probs, replace(draft, num_drafted=num_verified), noise)
     if cache.has_states:
         cache.settle(lengths + verdict.num_accepted)
     num_accepted, next_ids = verdict.num_accepted, verdict.next_ids[:, None]
     committed = torch.where(offsets < num_accepted[:, None], torch.cat((draft.ids, next_ids), dim=1), next_ids)
     is_bad_end = is_bad.gather(1, num_accepted[:, None]).squeeze(1)
-    numbers = num_accepted, num_judged, is_bad_end.long(), (goes_on & (num_drafted < draft.num_drafted)).long()
+    numbers = num_accepted, num_verified, is_bad_end.long(), (is_active & (num_drafted < draft.num_drafted)).long()
     report = torch.cat((committed, torch.stack(numbers, dim=1)), dim=1)
-    lengths = lengths + torch.where(goes_on, num_accepted + 1, 0)
+    lengths = lengths + torch.where(is_active, num_accepted + 1, 0)
     last_ids = torch.cat((known.gather(1, num_accepted[:, None] + 1), next_ids), dim=1)
     results = logits, committed, places, lengths, last_ids, report, verdict.drafted_probs
     return results if found is None else (*results, found)
 
 
 def _first(is_hit: Tensor) -> Tensor:
-    """The first column that is hit, their number where none is. [B, K+1] -> [B]"""
+    """First column that is True; the number of columns if none is. [B, K+1] -> [B]"""
     num_columns = is_hit.shape[1]
     return torch.where(is_hit, torch.arange(num_columns, device=is_hit.device), num_columns).amin(dim=1)

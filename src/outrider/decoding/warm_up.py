@@ -1,4 +1,4 @@
-"""A few rounds of every size that a use will come to, so that all their steps have run once."""
+"""Warm-up: a few rounds of every size that a use will need, so that every step has run once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from outrider.sampling.rules import Rule
 _SHORTEST = 16
 
 
-def rehearse(
+def warm_up(
     target: LM, drafter: Drafter, rule: Rule, sampling: Sampling, ks: Sequence[int], num_slots: int, num_tokens: int
 ) -> None:
-    """
+    """Run a few rounds of every size.
+
     Args:
-        ks: numbers of drafted tokens; 0 is among them, as each text may end with a round that drafts none.
-        num_slots: rounds have as many rows, or fewer.
+        ks: numbers of drafted tokens, 0 included, since a sequence may end with a round without drafts.
+        num_slots: the most rows of a round.
         num_tokens: most tokens of a row, prompt included.
     """
     arms = [CostArm(target, drafter, k) for k in ks]
@@ -28,7 +29,7 @@ def rehearse(
         length = min(_SHORTEST, most // 2)
         while True:
             time_rounds(arms, rule, num_rows=num_rows, length=length, num_tokens=most, num_passes=1, sampling=sampling)
-            # The shortest text that needs the next size of view.
+            # The shortest sequence that needs the next size of view.
             length = target.execution.round_length(length) + 1
             if length + tokens_needed(max(ks)) > most:
                 break

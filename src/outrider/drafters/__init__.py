@@ -1,1 +1,1 @@
-"""What proposes tokens: a small model, a look-up in the text itself, or nothing."""
+"""Drafters: a small model, prompt look-up, or none."""

@@ -1,11 +1,10 @@
 """The interface of drafters, and the drafter that proposes nothing.
 
-A drafter is configuration and may be shared. ``open`` starts a session over the slots of one engine, which holds what
-must be remembered between rounds. The state of a session is a function of the committed text and of the target's
-features alone, never of drafts that were rejected: so a text may be cut and resumed, and does not depend on its
-neighbours.
+A drafter is configuration and may be shared. ``open`` starts a session over the slots of one engine, which holds the
+state between rounds. That state is a function of the committed tokens and of the target's features alone, never of
+rejected drafts: so a sequence may be cut and resumed, and does not depend on its neighbours in the batch.
 
-A drafter states what the loop and the tools need to know about it. Nobody asks for its class.
+A drafter declares the properties that the loop and the tools need. Nothing checks its class.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from outrider.sampling.rules import Rule
 
 @dataclass(frozen=True, slots=True)
 class RowBounds:
-    """What the host knows of a row that takes part in a round.
+    """The host's bounds for an active row in a round.
 
     Attributes:
         shortest, longest: bounds of its length on the device, which the host may not have read yet.
-        most_drafted: at most so many tokens are drafted for it.
-        may_lack_one: its last draft may have been accepted whole. (The last drafted token was never fed to a draft
-            model, so that its cache then lacks one token more.)
+        most_drafted: the most tokens drafted for it.
+        may_lack_one: its last draft may have been fully accepted. (The last drafted token was never fed to a draft
+            model, so that its cache then lacks one more token.)
     """
 
     shortest: int
@@ -51,13 +50,13 @@ class Rows:
     Attributes:
         ids: column j holds the token at position j; columns from a row's length on are undefined. [B, N]
         lengths: tokens so far, prompt included. [B]
-        last_ids: the last two tokens of each row; the first of them is any, where the text has one token. [B, 2]
-        num_wanted: most tokens to draft for each row; 0 in slots that take no part. [B]
+        last_ids: the last two tokens of each row; the first is arbitrary in sequences of one token. [B, 2]
+        num_wanted: most tokens to draft for each row; 0 in inactive slots. [B]
         settings: sampling options.
-        history: of the texts, as far as the settings need it.
-        bounds: of each row; None for slots that take no part.
-        masks: the tokens that constraints leave; None where no row has a constraint.
-        is_repeatable: a row among them has to be (see ``Request``).
+        history: of the sequences, as far as the settings need it.
+        bounds: of each row; None for inactive slots.
+        masks: the tokens that constraints allow; None if no row has a constraint.
+        is_repeatable: one of the rows has to be (see ``Request``).
     """
 
     ids: Tensor
@@ -75,21 +74,21 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """The most that the length of a row may be."""
+        """Upper bound of the length of any row."""
         return max((row.longest for row in self.bounds if row is not None), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A chunk of prompts, just fed to the target: columns ``starts`` to ``ends`` of slots next to one another.
+    """A chunk of prompts, just fed to the target: columns ``starts`` to ``ends`` of adjacent slots.
 
     Attributes:
         ids: the slots' tokens; column j holds the token at position j. [R, N]
         first_slot: the first of the R slots.
-        starts, ends: the target's cache held ``starts`` tokens of each prompt, and holds ``ends`` now. R numbers each
+        starts, ends: tokens of each prompt in the target's cache before and after. R numbers each
         lengths: of the prompts. R numbers
-        features: of the tokens fed, from the column ``starts`` on; columns beyond ``ends`` are padding. None where
-            none are asked for, or where nothing was fed (a prompt of one token, or found in a cache). [R, T, F]
+        features: of the tokens fed, from the column ``starts`` on; columns beyond ``ends`` are padding. None if not
+            asked for, or if nothing was fed (a prompt of one token, or found in the cache). [R, T, F]
     """
 
     ids: Tensor
@@ -102,14 +101,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class CommittedTokens:
-    """The outcome of a round, in tensors of fixed shape. They are valid until the session drafts again.
+    """The result of a round, in tensors of fixed shape. They are valid until the session drafts again.
 
     Attributes:
         ids: the committed tokens; columns beyond them repeat the last one. [B, K+1]
-        places: of the columns in the text. [B, K+1]
-        old_lengths, lengths: of the texts before and after the round. [B]
+        places: positions of the columns. [B, K+1]
+        old_lengths, lengths: of the sequences before and after the round. [B]
         features: of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is valid where
-            old_length + c < length; None where none are asked for. [B, K+1, F]
+            old_length + c < length; None if not asked for. [B, K+1, F]
     """
 
     ids: Tensor
@@ -120,42 +119,41 @@ class CommittedTokens:
 
 
 class Session(ABC):
-    """A drafter at work on the slots of one engine."""
+    """The state of a drafter over the slots of one engine."""
 
     @abstractmethod
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the q that is reported.
+        """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the reported q.
 
-        Where there are ``rows.masks``, a token that they forbid will not stand. So a model draws each token from what
-        the masks leave of q, and tells them (``Masks.push``); then it must read its drafts on the host one by one.
+        A token that ``rows.masks`` forbid cannot be accepted. So a model draws each token from its masked q and pushes
+        it (``Masks.push``); it must then read its drafts on the host one by one.
 
         Args:
-            k: at least every number wanted; the draft has at most so many columns.
+            k: upper bound of ``rows.num_wanted`` and of the draft's columns.
             noise: of this round, for at least k tokens.
         """
 
     def catch_up(self, rows: Rows) -> bool:
-        """Before ``propose``: read what was left out while nothing was drafted.
+        """Feed the tokens that were skipped while nothing was drafted. Called before ``propose``.
 
         Returns:
-            Whether prompts were among it. If so, it counts as prefill, else as drafting.
+            Whether prompts were among them. If so, the time counts as prefill, else as drafting.
         """
         return False
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:  # noqa: B027
-        """The text of a slot now begins with the first ``num_tokens`` tokens of the text of slot ``source``, and holds
-        no others. (A row that moves may have fewer.) A source of None keeps the slot's own first ``num_tokens``, and
-        erases the rest down to the last number."""
+        """Replace a slot's content by the first ``num_tokens`` tokens of slot ``source``. (A row that moves may have
+        fewer.) A source of None keeps the slot's own first ``num_tokens``, and zeroes the rest."""
 
     def prefill(self, chunk: Prefill) -> None:  # noqa: B027
-        """A chunk of prompts was fed to the target."""
+        """Called after a chunk of prompts was fed to the target."""
 
     def observe(self, committed: CommittedTokens) -> None:  # noqa: B027
-        """A round was committed. Called after every round, also those without drafts."""
+        """Called after every round was committed, also those without drafts."""
 
 
 class Drafter(Protocol):
-    """Something that can propose tokens.
+    """Proposes tokens.
 
     Attributes:
         name: for tables and messages.
@@ -166,51 +164,51 @@ class Drafter(Protocol):
 
     @property
     def lm(self) -> LM | None:
-        """The language model behind q, if q depends on the text alone; None for other drafters. ``q_sampling`` tells
-        under which options it gives q."""
+        """The language model of q, if q depends on the tokens alone; None for other drafters. ``q_sampling`` gives the
+        sampling options of q."""
         ...
 
     @property
     def models(self) -> tuple[LM, ...]:
-        """The models that it owns: for memory, compiling and checksums."""
+        """Its models: for memory, compilation and checksums."""
         ...
 
     @property
     def context_len(self) -> int | None:
-        """Most tokens in a text that it drafts for; None where there is no limit."""
+        """Most tokens of a sequence that it can draft for; None for no limit."""
         ...
 
     @property
     def most_drafted(self) -> int | None:
-        """Most tokens that it can draft in a round: 0 for plain decoding, None where there is no limit."""
+        """Most tokens that it can draft in a round: 0 for plain decoding, None for no limit."""
         ...
 
     @property
     def is_one_hot(self) -> bool:
-        """Whether its drafts are certain (``Draft.probs`` is None)."""
+        """Whether q is one-hot (``Draft.probs`` is None)."""
         ...
 
     @property
     def reads_on_host(self) -> bool:
-        """Whether it must read committed tokens on the host before it drafts. Then no round is started ahead."""
+        """Whether it must read committed tokens on the host before it drafts, so that no round is started ahead."""
         ...
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The hidden states of the target that its session is given: index i is the input of decoder layer i."""
+        """The hidden states of the target that its session needs: index i is the input of decoder layer i."""
         ...
 
     def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
         """Start a session over empty slots.
 
         Args:
-            capacity: most tokens in a text.
+            capacity: most tokens in a sequence.
             device: of the loop's tensors.
         """
         ...
 
     def with_models(self, change: Callable[[LM], LM]) -> Drafter:
-        """The same drafter, with its models changed (``compiled_lm``, ``LM.eager``)."""
+        """A copy whose models are changed (``compiled_lm``, ``LM.eager``)."""
         ...
 
 
@@ -227,20 +225,20 @@ class NoDrafter:
     features: tuple[int, ...] = ()
 
     def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
-        return _Silent()
+        return _EmptySession()
 
     def with_models(self, change: Callable[[LM], LM]) -> NoDrafter:
         return self
 
 
-class _Silent(Session):
+class _EmptySession(Session):
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         return empty_draft(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class AlteredDrafter:
-    """A drafter whose drafts are altered before anyone sees them.
+    """Wraps a drafter and alters its drafts.
 
     Args:
         alter: (rows, k, draft) -> draft.
@@ -296,12 +294,12 @@ class _AlteredSession(Session):
 
 
 def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:
-    """The options under which the drafter's model gives q, for a row with ``sampling``: the same, or greedy ones."""
+    """The sampling options of q for a row with ``sampling``: ``sampling``, or greedy if q is one-hot."""
     return replace(sampling, temperature=0.0) if drafter.is_one_hot else sampling
 
 
 def empty_draft(rows: Rows) -> Draft:
-    """No tokens for any row."""
+    """A draft without tokens."""
     device = rows.ids.device
     return Draft(
         ids=torch.zeros(len(rows), 0, dtype=torch.long, device=device),
@@ -311,7 +309,7 @@ def empty_draft(rows: Rows) -> Draft:
 
 
 def padded(draft: Draft, k: int) -> Draft:
-    """The same with k columns; the new ones are padding. There must be one already."""
+    """Pad a draft to k columns. It must have at least one."""
     num_new = k - draft.ids.shape[1]
     if num_new == 0:
         return draft

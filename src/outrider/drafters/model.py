@@ -1,4 +1,4 @@
-"""The classic drafter: a smaller language model with the same tokens."""
+"""The classic drafter: a smaller language model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
 GREEDY = ":greedy"
-"""Ends the name of a draft model that drafts its most probable tokens."""
+"""Suffix of the name of a draft model that drafts its most probable tokens."""
 
 
 def split_name(name: Any) -> tuple[Any, bool]:
-    """The model that a draft's name stands for, and whether it drafts greedily."""
+    """Split a draft's name into the model, and whether it drafts greedily."""
     is_greedy = isinstance(name, str) and name.endswith(GREEDY)
     return (name.removesuffix(GREEDY), True) if is_greedy else (name, False)
 
@@ -35,8 +35,8 @@ class ModelDrafter:
     """Drafts with a language model, under the same sampling options as the target.
 
     Attributes:
-        is_greedy: it drafts its most probable tokens instead, so that q is one-hot: a drafted token then stands with
-            probability p, and not with min(1, p/q). Several inference engines draft like this.
+        is_greedy: draft the most probable tokens instead, so that q is one-hot and tokens are accepted with probability
+            p instead of min(1, p/q). Several inference engines draft like this.
     """
 
     lm: LM
@@ -88,19 +88,20 @@ def _draft_steps(
     """Draft K tokens, one after the other.
 
     Args:
-        allowed: the tokens that constraints leave, for K = 1; None for all. [B, V]
-        fed: tokens that come first; the last one is the last committed token. They are not fed in rows whose cache has
-            them already (it has ``cached``), nor in rows without drafts. [B, T]
-        cached, lengths: [B]
-        num_drafted: at most; none where the context is full. [B]
+        allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
+        fed: the first tokens to feed; the last one is the last committed token. Tokens in the cache (``cached``) are
+            not fed again, and rows without drafts are not fed. [B, T]
+        cached: tokens in the cache. [B]
+        lengths: [B]
+        num_drafted: the most tokens to draft; none are drafted if the context is full. [B]
 
     Returns:
-        ids [B, K], whether q is finite [B, K], the tokens drafted [B], those in the cache then [B], and q [B, K, V]
-        unless it is one-hot
+        ids [B, K], whether q is finite [B, K], the numbers of drafted tokens [B] and of cached ones [B], and q
+        [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
-    # The last drafted token is never fed, so the draft may go one beyond its own context.
+    # The last drafted token is never fed, so the draft may exceed its own context by one.
     num_drafted = torch.minimum(num_drafted, (lm.context_len + 1 - lengths).clamp_min(0))
     if is_greedy:
         settings = settings.greedy()
@@ -111,7 +112,7 @@ def _draft_steps(
     positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
     is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
     positions = torch.where(is_owed, positions, -1)
-    states = cache  # what is fed first is committed; what follows moves a copy
+    states = cache  # the first tokens are committed; drafts advance a copy
     for i in range(k):
         if ids:
             history = history.then(ids[-1])
@@ -131,32 +132,32 @@ def _draft_steps(
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
     cached = torch.where(num_drafted > 0, lengths + num_drafted - 1, cached)
-    made = torch.stack(ids, dim=1), torch.stack(finite, dim=1), num_drafted, cached
-    return made if is_greedy else (*made, torch.stack(probs, dim=1))
+    results = torch.stack(ids, dim=1), torch.stack(finite, dim=1), num_drafted, cached
+    return results if is_greedy else (*results, torch.stack(probs, dim=1))
 
 
 class ModelSession(Session):
     """The draft model's cache over the slots of an engine.
 
-    ``cached`` counts the tokens of each row that were fed. After a verdict the valid ones are the first
-    ``min(cached, length - 1)``: if fewer tokens were accepted than fed, the committed text goes on with another token
-    at position length - 1, which is the first wrong one in the cache. The minimum must be taken after *every* round
-    with drafts, in all rows: a round later the length has grown, and would hide the rejected token.
+    ``cached`` counts the tokens of each row that were fed. After verification the first ``min(cached, length - 1)`` are
+    valid: if fewer tokens were accepted than fed, the committed sequence has another token at position length - 1,
+    the first stale one in the cache. The minimum must be taken after *every* round with drafts, in all rows: a round
+    later the length has grown, and would hide the rejected token.
 
-    So the cache of a row that is drafted for lacks one token if its last draft was accepted whole, since the last
-    token was never fed, and one more for each round without drafts since then. A prompt that joins while no row is
-    drafted for is lacking as well: where drafts do not pay, they should not be paid for. ``catch_up`` feeds all that.
+    So the cache of a row lacks one token if its last draft was fully accepted, since the last drafted token was never
+    fed, and one more for each round without drafts since then. The draft reads a prompt only when drafting starts, so
+    that it costs nothing where drafts do not pay. ``catch_up`` feeds the missing tokens.
     """
 
     def __init__(self, lm: LM, is_greedy: bool, num_slots: int, capacity: int, device: torch.device) -> None:
         self._lm, self._is_greedy = lm, is_greedy
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._filled = [0] * num_slots  # of prompts being fed: tokens in the cache
-        self._num_left = [0] * num_slots  # tokens of its prompt that were left for later, at most
-        self._num_idle = [0] * num_slots  # rounds since the last in which the row was drafted for
+        self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
+        self._num_left = [0] * num_slots  # deferred prompt tokens, at most
+        self._num_idle = [0] * num_slots  # rounds since the row was last drafted for
         self._is_idle = True  # nothing was drafted in the last round, or there was none
-        self._most_left = PREFILL_TOKENS // num_slots  # tokens of a prompt: one forward reads what all slots lack
+        self._most_left = PREFILL_TOKENS // num_slots  # deferred tokens per prompt: one forward reads all of them
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         num_left = num_idle = 0
@@ -165,7 +166,7 @@ class ModelSession(Session):
             self._cached[slot].clamp_(max=num_tokens)
             return
         if num_tokens > 0:
-            # The one place where the host waits for the device: a prompt joins, or a row moves.
+            # Here alone the host waits for the device: a prompt joins, or a row moves.
             num_tokens = self._cache.take_over(source, min(num_tokens, int(self._cached[source])))
             num_left, num_idle = self._num_left[source], self._num_idle[source]
         self._cache.copy(source, slot, num_tokens)
@@ -173,8 +174,8 @@ class ModelSession(Session):
         self._num_left[slot], self._num_idle[slot] = num_left, num_idle
 
     def prefill(self, chunk: Prefill) -> None:
-        """A prompt that is longer than the draft's context is left out: nothing is drafted for it. While nothing is
-        drafted for any row, all but long prompts are left for later."""
+        """Feed a chunk of prompts, except those longer than the draft's context: nothing is drafted for them. While no
+        row is drafted for, short prompts are deferred until drafting starts."""
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
         is_fed = [length <= self._lm.context_len for length in chunk.lengths]
         starts = self._filled[begin:end]
@@ -198,7 +199,7 @@ class ModelSession(Session):
         self._cached[begin:end] = torch.tensor(ends, device=device)
 
     def catch_up(self, rows: Rows) -> bool:
-        """What a row lacks beyond one token, which is fed with its drafts."""
+        """Feed the tokens that a row lacks beyond the one that is fed with its drafts."""
         lacking = self._lacking(rows)
         if max(lacking) <= 1:
             return False
@@ -223,7 +224,7 @@ class ModelSession(Session):
         cached = self._cached[:num_rows]
         was_idle, self._is_idle = self._is_idle, not any(wanted)
         if self._is_idle:
-            if not was_idle:  # later rounds only make texts longer, and ``assign`` sets what joins or moves
+            if not was_idle:  # later rounds only lengthen rows, and ``assign`` handles those that join or move
                 cached.copy_(torch.minimum(cached, rows.lengths - 1))
             self._count_idle(wanted)
             return empty_draft(rows)
@@ -235,12 +236,12 @@ class ModelSession(Session):
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
         shape = rule, self._is_greedy, view_len
         if rows.masks is None:
-            texts = cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
-            arguments = cache, fed, *texts, None, noise
-            made = lm.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
+            state = cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
+            arguments = cache, fed, *state, None, noise
+            results = lm.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
         else:
-            made = self._one_by_one(rows, rows.masks, shape, k, cache, fed, cached, noise)
-        ids, is_good, num_drafted, now_cached, *probs = made
+            results = self._one_by_one(rows, rows.masks, shape, k, cache, fed, cached, noise)
+        ids, is_good, num_drafted, now_cached, *probs = results
         cached.copy_(now_cached)
         self._count_idle(wanted)
         return Draft(ids=ids, probs=probs[0] if probs else None, num_drafted=num_drafted, is_finite=is_good)
@@ -256,8 +257,7 @@ class ModelSession(Session):
         cached: Tensor,
         noise: Any,
     ) -> tuple[Tensor, ...]:
-        """The same drafts, each as a step of its own: which tokens may come next is known on the host when it has read
-        those before."""
+        """Draft each token in a step of its own: the host must read a token to mask the next one."""
         lengths, history = rows.lengths, rows.history
         columns: list[tuple[Tensor, ...]] = []
         num_drafted = torch.zeros_like(lengths)
@@ -266,18 +266,18 @@ class ModelSession(Session):
             is_wanted = (rows.num_wanted - i).clamp(0, 1)
             arguments = (states, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
             try:
-                made = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
+                results = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
             except CompileError:
-                masks.lead_back()  # others of the rows may go on
+                masks.roll_back()  # other rows may continue
                 raise
-            # Copied, since a prepared step writes over its results.
-            fed, is_good, is_drafted, cached, *probs = (part.clone() for part in made)
+            # Copied, since a prepared step overwrites its results.
+            fed, is_good, is_drafted, cached, *probs = (part.clone() for part in results)
             columns.append((fed, is_good, *probs))
             num_drafted += is_drafted
             lengths, history = lengths + 1, history.then(fed[:, 0])
             masks.push(fed[:, 0], is_drafted)
             if cache.has_states:
-                states = cache.scratch() if i == 0 else states  # drafts move a copy
+                states = cache.scratch() if i == 0 else states  # drafts advance a copy
                 states.bound = num_known + i
         ids, is_good, *probs = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
         return ids, is_good, num_drafted, cached, *probs
@@ -298,16 +298,15 @@ class ModelSession(Session):
         return [row is not None and row.most_drafted > 0 and row.shortest <= most for row in rows.bounds]
 
     def _lacking(self, rows: Rows) -> list[int]:
-        """How many tokens the cache of each row that is drafted for may lack at most, besides the last one of its text;
-        0 for others."""
+        """The most tokens that the cache of each drafted row may lack besides its last token; 0 for other rows."""
         return [
             self._num_left[slot] + self._num_idle[slot] + row.may_lack_one if row is not None and is_wanted else 0
             for slot, (row, is_wanted) in enumerate(zip(rows.bounds, self._wanted(rows), strict=True))
         ]
 
     def _fed(self, rows: Rows) -> Tensor:
-        """The tokens that the drafts begin with: the last committed one, and the one before it if a row's cache may
-        lack that; or always, where each shape has to be prepared.
+        """The first tokens to feed: the last committed one, and the one before it if a row's cache may lack it (always,
+        if shapes must be prepared).
 
         Returns:
             [B, 1 or 2]

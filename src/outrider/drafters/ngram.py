@@ -1,8 +1,8 @@
-"""Prompt look-up: the text so far proposes its own continuation.
+"""Prompt look-up: drafts tokens from earlier in the sequence.
 
-The last n tokens of the text (n from ``max_ngram`` down to 1) are searched for earlier in it, and what followed there
-is drafted. q is one-hot, so nothing but the tokens is reported. The idea is Saxena's prompt lookup decoding (2023) and,
-with references as the source, Yang et al. 2304.04487.
+The last n tokens (n from ``max_ngram`` down to 1) are searched for earlier in the sequence, and the tokens that
+followed there are drafted. q is one-hot, so only tokens are reported. The idea is Saxena's prompt lookup decoding
+(2023) and, with references as the source, Yang et al. 2304.04487.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.sampling.rules import Rule
 
 
 class NgramDrafter:
-    """Drafts by looking up the last tokens earlier in the text."""
+    """Drafts by looking up the last tokens earlier in the sequence."""
 
     name = "ngram"
     lm: LM | None = None
@@ -43,16 +43,16 @@ class NgramDrafter:
 
 
 class NgramSession(Session):
-    """It keeps nothing: everything is in the text."""
+    """A session without state: everything is in the sequence."""
 
     def __init__(self, max_ngram: int) -> None:
         self._max_ngram = max_ngram
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         width = rows.longest
-        lengths = rows.lengths.clamp_max(width)  # slots that take no part may be longer
+        lengths = rows.lengths.clamp_max(width)  # inactive slots may be longer
         begins, num_found = self._look_up(rows.ids[:, :width], lengths, rows.num_wanted)
-        # Elsewhere the host would have to wait for this number, which costs more than columns of padding.
+        # On other devices the host would have to wait for this number, which costs more than padding.
         num_columns = int(num_found.amax()) if num_found.device.type == "cpu" else k
         if num_columns == 0:
             return empty_draft(rows)
@@ -61,7 +61,7 @@ class NgramSession(Session):
         return Draft(ids=ids, probs=None, num_drafted=num_found)
 
     def _look_up(self, ids: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each row's continuation begins, and how many tokens of it there are (0: not found). [B], [B]"""
+        """Start and length of each row's continuation (length 0: not found). [B], [B]"""
         num_rows, width = ids.shape
         begins, num_found = torch.zeros_like(lengths), torch.zeros_like(lengths)
         for n in range(1, min(self._max_ngram, width - 1) + 1):  # a longer match overrides a shorter one
@@ -70,7 +70,7 @@ class NgramSession(Session):
             is_hit = (ids.unfold(1, n, 1) == suffix[:, None]).all(dim=-1)  # [B, width-n+1]
             ends = torch.arange(n, width + 1, device=ids.device)  # where the continuation of each window begins
             num_after = torch.minimum(lengths[:, None] - ends, wanted[:, None])  # [B, width-n+1]
-            # Of several hits the one with most to offer, then the latest.
+            # The hit with the longest continuation, then the latest.
             score = torch.where(is_hit & (num_after > 0), num_after * (width + 1) + ends, -1)
             best, at = score.max(dim=1)
             is_found = best > 0

@@ -1,7 +1,7 @@
-"""What sampling options need to know of a text: the tokens that occur in it, for penalties, and the number of those
-generated.
+"""Token history that sampling options need: the tokens that occur in a sequence, for penalties, and the number of
+generated tokens.
 
-Position i of a round sees the tokens drafted before it, so that p and q are those of the would-be text. This module
+Position i of a round sees the tokens drafted before it, so that p and q are those of the would-be prefix. This module
 does not apply the options (probs.py does).
 """
 
@@ -16,8 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The texts of B rows so far; or, for T places of each row, the text before it. A field is None as long as no row
-    needs it.
+    """History of B rows; or, for T positions of each row, the history before them. A field is None until used.
 
     Attributes:
         seen: whether a token occurs, in the prompt or in the output. [B, V] or [B, T, V]
@@ -35,12 +34,12 @@ class History:
         return (value for name in _NAMES if (value := getattr(self, name)) is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> History:
-        """The same change of each field that is in use."""
+        """Apply ``change`` to each field in use."""
         values = [getattr(self, name) for name in _NAMES]
         return History(*(None if value is None else change(value) for value in values))
 
     def begin(self, row: int, ids: Tensor, num_given: int) -> None:
-        """A text begins in a row. In place.
+        """Start a new sequence in a row. In place.
 
         Args:
             ids: its tokens so far; the first ``num_given`` are the prompt. [N]
@@ -54,11 +53,11 @@ class History:
             self.num_generated[row] = len(ids) - num_given
 
     def append(self, ids: Tensor, old_lengths: Tensor, lengths: Tensor) -> None:
-        """Output of all rows. In place.
+        """Append output to all rows. In place.
 
         Args:
             ids: columns beyond a row's tokens repeat the last one. [B, T]
-            old_lengths, lengths: of the texts before and after. [B]
+            old_lengths, lengths: of the sequences before and after. [B]
         """
         if self.seen is not None:
             self.seen.scatter_(1, ids, True)
@@ -69,11 +68,11 @@ class History:
             self.num_generated.add_(lengths - old_lengths)
 
     def along(self, ids: Tensor, is_output: Tensor | None = None) -> History:
-        """Before each of T+1 places, when ``ids`` follow one another; the first place is where the rows are now.
+        """History before each of T+1 positions along ``ids``; the first one is the present history.
 
         Args:
             ids: [B, T]
-            is_output: which of them are; None for all. [B, T]
+            is_output: which of them are output; None for all. [B, T]
         """
         num = self.num_generated
         if num is not None:
@@ -86,7 +85,7 @@ class History:
         )
 
     def then(self, ids: Tensor) -> History:
-        """After one more token of each row. [B]"""
+        """History after one more token of each row. [B]"""
         return self.along(ids[:, None]).map(lambda values: values[:, 1])
 
 
@@ -95,7 +94,7 @@ NO_HISTORY = History()
 
 
 def _summed(start: Tensor, ids: Tensor, is_counted: Tensor | None) -> Tensor:
-    """The occurrences before each place: of the start [B, V], and of ids [B, T]. [B, T+1, V]"""
+    """Occurrences before each position: ``start`` [B, V] plus those in ids [B, T]. [B, T+1, V]"""
     is_next = ids[..., None] == torch.arange(start.shape[1], device=start.device)
     if is_counted is not None:
         is_next &= is_counted[..., None]

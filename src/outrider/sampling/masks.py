@@ -1,7 +1,7 @@
-"""Masks: which tokens the constraints of rows leave at each place of a round.
+"""Masks: the tokens that constraints allow at each position of a round.
 
-A mask follows from the text before it, drafts included, and is made on the host. p and q see the same masks, so that
-the output follows the target's masked law, token by token.
+A mask follows from the tokens before it, drafts included, and is made on the host. p and q are masked alike, so that
+the output follows the target's masked distribution, token by token.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outrider.records import Constraint, Draft
 
 @dataclass(slots=True)
 class _Walk:
-    """One constraint on its way along drafted tokens.
+    """One constraint, advanced over drafted tokens.
 
     Attributes:
-        masks: at the places so far; None where any token may come.
-        num_pushed: how far the constraint itself has gone. After a token that it forbids it stays behind: that one will
-            not stand, and no mask after it matters.
+        masks: at the positions so far; None where all tokens are allowed.
+        num_pushed: tokens that the constraint was advanced by. It stops at a forbidden token: that one will be
+            rejected, and no mask after it matters.
     """
 
     constraint: Constraint
@@ -44,10 +44,10 @@ class _Walk:
 
 
 class Masks:
-    """The masks of one round. ``push`` goes on by a drafted token, ``along`` ends the round.
+    """The masks of one round. ``push`` advances by a drafted token, ``along`` ends the round.
 
     Args:
-        constraints: of the B rows, which have come to the end of the committed text.
+        constraints: of the B rows, advanced to the end of the committed tokens.
     """
 
     def __init__(self, constraints: Sequence[Constraint | None], vocab_size: int, device: torch.device) -> None:
@@ -55,27 +55,27 @@ class Masks:
         self._vocab_size, self._device = vocab_size, device
 
     def here(self) -> Tensor:
-        """The tokens that may come next. [B, V]"""
+        """Mask of the allowed next tokens. [B, V]"""
         return self._tensor([() if walk is None else walk.masks[-1:] for walk in self._walks], 1)[:, 0]
 
     def push(self, ids: Tensor, is_drafted: Tensor) -> None:
-        """Go on by a token, in rows that have one. [B], [B]"""
+        """Advance by a token, in rows that have one. [B], [B]"""
         for walk, token_id, is_meant in zip(self._walks, ids.tolist(), is_drafted.tolist(), strict=True):
             if walk is not None and is_meant:
                 walk.push(token_id)
 
     def along(self, draft: Draft) -> Tensor:
-        """The tokens that may come at the K places of the draft and at the one after; the constraints are led back to
-        the committed text. [B, K+1, V]"""
+        """Masks at the K positions of the draft and the one after; rolls the constraints back to the committed tokens.
+        [B, K+1, V]"""
         for walk, ids, num_drafted in zip(self._walks, draft.ids.tolist(), draft.num_drafted.tolist(), strict=True):
             if walk is not None:
                 for token_id in ids[len(walk.masks) - 1 : num_drafted]:
                     walk.push(token_id)
-        self.lead_back()
+        self.roll_back()
         return self._tensor([() if walk is None else walk.masks for walk in self._walks], draft.ids.shape[1] + 1)
 
-    def lead_back(self) -> None:
-        """Lead the constraints back to the committed text."""
+    def roll_back(self) -> None:
+        """Roll the constraints back to the committed tokens."""
         for walk in self._walks:
             if walk is not None:
                 walk.constraint.pop(walk.num_pushed)

@@ -1,14 +1,14 @@
 """Randomness as a pure function of (seed, position, offset, use).
 
-A counter-based generator has no state to carry, so that noise can be made anywhere, in any order and for any subset of
-the rows, and its words are the same on every device. The generator is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw:
+A counter-based generator has no state, so that noise can be made anywhere, in any order and for any subset of the rows,
+and its words are the same on every device. The generator is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw:
 Parallel Random Numbers: As Easy as 1, 2, 3; SC 2011), written in tensor operations.
 
 Two kinds of keys, for two kinds of rules:
 
-- ``round_uniforms``: (seed, position at which the round began, offset in the round, use). Under block verification a
-  token's fate depends on tokens drafted *after* it. Noise keyed by the token's own position alone would be met again by
-  the next round, no longer independent of what was committed; the round in the key prevents that.
+- ``round_uniforms``: (seed, position at which the round began, offset in the round, use). Under block verification
+  the acceptance of a token depends on tokens drafted *after* it. Noise keyed by position alone would be reused in the
+  next round, no longer independent of the committed tokens; the round in the key prevents that.
 - ``gumbels``: (seed, position, token id), for the rule in which draft and target must see the same noise.
 
 This module does not know what the numbers are used for.
@@ -29,7 +29,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 
-# The last word of the counter: what the numbers are for. No two uses ever share a counter.
+# The last word of the counter: the use of the numbers. No two uses share a counter.
 _USE_DRAFT_AND_ACCEPT = 0
 _USE_NEXT = 1
 _USE_GUMBEL = 2
@@ -48,7 +48,7 @@ def philox_4x32(counters: Tensor, keys: Tensor) -> Tensor:
         Random 32-bit words in int64. [..., 4]
     """
     device = counters.device
-    # Made on the device: while a CUDA graph is recorded nothing may be copied from the host.
+    # Made on the device: nothing may be copied from the host while a CUDA graph is captured.
     is_first = torch.arange(2, device=device) == 0
     multipliers, steps = torch.where(is_first, *_MULTIPLIERS), torch.where(is_first, *_KEY_STEPS)
     # The even words (0 and 2) are multiplied, the odd ones (1 and 3) are mixed in: two lanes of the same arithmetic.
@@ -63,14 +63,14 @@ def philox_4x32(counters: Tensor, keys: Tensor) -> Tensor:
 
 
 def split_words(values: Tensor) -> Tensor:
-    """Non-negative int64 [...] as two 32-bit words, low word first [..., 2]."""
+    """Split non-negative int64 [...] into two 32-bit words, low word first [..., 2]."""
     return torch.stack((values & _MASK, values >> 32), dim=-1)
 
 
 def _to_uniform(low: Tensor, high: Tensor) -> Tensor:
-    """Two 32-bit words to a number in (0, 1) on a grid of 2**-53 (2**-24 where the device lacks float64).
+    """Convert two 32-bit words to a number in (0, 1) on a grid of 2**-53 (2**-24 where the device lacks float64).
 
-    The half step keeps 0 out, so that logarithms are finite; 1 is out of reach in any case.
+    The half step excludes 0, so that logarithms are finite; 1 is out of reach in any case.
     """
     if low.device.type == "mps":
         return ((low >> 9).to(torch.float32) + 0.5) * 2.0**-23
@@ -83,15 +83,15 @@ class RoundUniforms:
     """All uniform numbers of one round, each used once.
 
     Attributes:
-        values: in one tensor, since the loop picks them out in each round: ``next``, then ``accept`` and ``draft`` of
-            each offset. [B, 2K+1]
+        values: in one tensor, since the loop selects from them in each round: ``next``, then ``accept`` and ``draft``
+            of each offset. [B, 2K+1]
     """
 
     values: Tensor
 
     @classmethod
     def of(cls, draft: Tensor, accept: Tensor, next: Tensor) -> RoundUniforms:
-        """draft, accept [B, K], next [B]"""
+        """Pack draft, accept [B, K] and next [B]."""
         return cls(torch.cat((next[:, None], torch.stack((accept, draft), dim=-1).flatten(1)), dim=1))
 
     @property
@@ -110,16 +110,16 @@ class RoundUniforms:
         return self.values[:, 0]
 
     def at(self, offset: int) -> Tensor:
-        """What the draft token at this offset is drawn with. [B]"""
+        """For drawing the drafted token at this offset. [B]"""
         return self.draft[:, offset]
 
     def token(self, offset: int) -> RoundUniforms:
-        """The same for a round that begins at this offset and drafts one token."""
+        """Numbers for a round that begins at this offset and drafts one token."""
         one = slice(offset, offset + 1)
         return RoundUniforms.of(self.draft[:, one], self.accept[:, one], self.next)
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
-        """Of these rows [B'], for rounds of at most ``k`` drafted tokens."""
+        """Select rows [B'], for rounds of at most ``k`` drafted tokens."""
         return RoundUniforms(self.values[:, : 2 * k + 1].index_select(0, rows))
 
 
@@ -155,7 +155,7 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         seeds: [B]
-        positions: index of the token that the noise is to choose. [B, T]
+        positions: of the tokens that the noise chooses. [B, T]
 
     Returns:
         [B, T, V]
@@ -182,23 +182,23 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenGumbels:
-    """The Gumbel noise of one token of each row, made when it is asked for, and once."""
+    """The Gumbel noise of one token of each row, computed lazily and once."""
 
     seeds: Tensor  # [B]
     positions: Tensor  # [B]
     vocab_size: int
-    _made: list[Tensor] = field(default_factory=list, init=False)
+    _values: list[Tensor] = field(default_factory=list, init=False)
 
     def values(self) -> Tensor:
         """[B, V]"""
-        if not self._made:
-            self._made.append(gumbels(self.seeds, self.positions[:, None], self.vocab_size)[:, 0])
-        return self._made[0]
+        if not self._values:
+            self._values.append(gumbels(self.seeds, self.positions[:, None], self.vocab_size)[:, 0])
+        return self._values[0]
 
 
 @dataclass(frozen=True, slots=True)
 class GumbelNoise:
-    """The Gumbel noise of one round. A row without drafts needs that of one token."""
+    """The Gumbel noise of one round. A row without drafts needs the noise of one token only."""
 
     seeds: Tensor  # [B]
     round_starts: Tensor  # [B]
@@ -213,21 +213,21 @@ class GumbelNoise:
         return self._tokens[offset]
 
     def token(self, offset: int) -> GumbelNoise:
-        """The same for a round that begins at this offset and drafts one token."""
+        """Noise for a round that begins at this offset and drafts one token."""
         noise = GumbelNoise(self.seeds, self.round_starts + offset, self.vocab_size)
         noise._tokens.append(self.at(offset))
         return noise
 
     def select(self, rows: Tensor, k: int) -> GumbelNoise:
-        """Of these rows [B']. It is made when asked for, so ``k`` bounds nothing."""
+        """Select rows [B']. The noise is computed lazily, so ``k`` has no effect."""
         return GumbelNoise(self.seeds[rows], self.round_starts[rows], self.vocab_size)
 
 
 class NoiseAhead:
-    """Noise of the rounds to come, made for many possible beginnings at once.
+    """Noise of coming rounds, made for many possible starts at once.
 
-    On the CPU the generator's cost is mostly that of its calls: the noise of 256 rounds takes twice as long as that of
-    one. Since it is a pure function of where a round begins, what is never used does no harm.
+    On the CPU the generator's cost is mostly call overhead: the noise of 256 rounds takes twice as long as that of one.
+    Since it is a pure function of where a round begins, unused noise does no harm.
 
     Args:
         make: (seeds [B], round starts [B], K, V) -> noise with a method ``select``.
@@ -236,10 +236,10 @@ class NoiseAhead:
 
     def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], k: int, vocab_size: int) -> None:
         self._make, self._k, self._vocab_size = make, k, vocab_size
-        self._ends: list[int] = []  # of the beginnings that it was made for, at the least
+        self._ends: list[int] = []  # lower bounds of the ends of the ranges of starts
 
-    def forget(self) -> None:
-        """Rows have changed: another seed, or another text."""
+    def invalidate(self) -> None:
+        """Drop the noise after a change of rows: another seed, or another sequence."""
         self._ends = []
 
     def at(self, seeds: Tensor, lengths: Tensor, shortest: Sequence[int], longest: Sequence[int], k: int) -> Any:
@@ -248,8 +248,7 @@ class NoiseAhead:
         Args:
             seeds: [B]
             lengths: at which the round begins. [B]
-            shortest, longest: bounds of these numbers, for the host, which need not know them. 0 for rows whose length
-                stays as it is.
+            shortest, longest: the host's bounds of the lengths. 0 for inactive rows.
         """
         num_rows = len(shortest)
         is_covered = len(self._ends) == num_rows and all(map(lt, longest, self._ends))
@@ -260,5 +259,5 @@ class NoiseAhead:
             self._ends = [length + num_starts for length in shortest]
             self._shift = num_starts * torch.arange(num_rows, device=seeds.device) - lengths
             self._last = num_rows * num_starts - 1
-        # A row that has ended may be longer than noise was made for. Its results are discarded, but the place must be.
+        # A row that has ended may be beyond the noise. Its results are discarded, but the index must be valid.
         return self._noise.select((self._shift + lengths).clamp_(max=self._last), k)

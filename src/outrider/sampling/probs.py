@@ -1,11 +1,11 @@
-"""The one door from logits to probabilities, for p and q alike, and the ways to draw from them.
+"""Logits to probabilities, for p and q alike, and drawing from them.
 
 Order and meaning of the processors are those of Hugging Face's ``generate``: logit bias, repetition penalty,
-temperature, top-k, top-p, min-p. The penalties of OpenAI's API (presence, frequency) and the least number of tokens
-come after the repetition penalty, as in vLLM. All arithmetic is in float32 or better. Temperature 0 is a one-hot row at
-the largest logit (the lowest id of several), so that greedy decoding is sampling from a distribution like any other.
+temperature, top-k, top-p, min-p. The penalties of OpenAI's API (presence, frequency) and min_tokens come after the
+repetition penalty, as in vLLM. All arithmetic is in float32 or better. Temperature 0 is a one-hot row at
+the largest logit (the lowest id on ties), so that greedy decoding is sampling from a distribution like any other.
 
-Every function works row by row: what comes out for a row does not depend on the rows beside it.
+Every function works row by row: the result for a row does not depend on the other rows.
 
 This module does not know models, drafts or acceptance.
 """
@@ -23,16 +23,16 @@ from outrider.runtime.shape_buckets import power_of_two
 from outrider.sampling.history import NO_HISTORY, History
 
 _TINY = torch.finfo(torch.float32).tiny
-_MOST_TOKENS = torch.iinfo(torch.int32).max  # in a text
+_MOST_TOKENS = torch.iinfo(torch.int32).max  # in a sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sampling options of B rows as tensors. A field is None as long as no row has used it."""
+    """The sampling options of B rows as tensors. A field is None until a row uses it."""
 
     temperature: Tensor  # [B]
     top_k: Tensor | None = None  # [B], V where off
-    largest_top_k: int = 1  # at least the largest of those that are on: few different numbers, since shapes follow
+    largest_top_k: int = 1  # at least the largest in use: a power of two, since shapes depend on it
     top_p: Tensor | None = None  # [B]
     min_p: Tensor | None = None  # [B]
     repetition_penalty: Tensor | None = None  # [B]
@@ -40,14 +40,14 @@ class Settings:
     frequency_penalty: Tensor | None = None  # [B]
     logit_bias: Tensor | None = None  # [B, V]
     min_tokens: Tensor | None = None  # [B]
-    is_end: Tensor | None = None  # the tokens that are forbidden before so many; there if min_tokens is [B, V]
+    is_end: Tensor | None = None  # tokens forbidden before min_tokens; set together with it. [B, V]
     has_greedy: bool = False
     has_sampled: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
-        """The options of these rows, with all tokens that end a text among their ``stop_token_ids``
-        (``Sampling.with_ends``). Constraints are not among the options that tensors hold."""
+        """Settings of these rows, with all end tokens among their ``stop_token_ids`` (``Sampling.with_ends``).
+        Constraints are not part of the settings."""
         assert not any(row.is_constrained for row in rows)
         settings = cls.neutral(len(rows), device)
         for index, row in enumerate(rows):
@@ -56,17 +56,16 @@ class Settings:
 
     @classmethod
     def neutral(cls, num_rows: int, device: torch.device) -> Settings:
-        """Of rows that nobody samples yet."""
+        """Settings of unused rows."""
         return cls(torch.ones(num_rows, device=device))
 
     @property
     def has_counts(self) -> bool:
-        """Whether it matters how often a token occurs in the output."""
+        """Whether an option needs the counts of tokens in the output."""
         return self.presence_penalty is not None or self.frequency_penalty is not None
 
     def with_room(self, history: History, num_rows: int, vocab_size: int) -> History:
-        """A history with the fields that these options need, too. (Rows that began without them have neutral values
-        here.)"""
+        """Add the fields that these options need to a history. (Rows that began without them have neutral values.)"""
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self.temperature.device)
@@ -80,8 +79,8 @@ class Settings:
         return history
 
     def with_row(self, index: int, row: Sampling, vocab_size: int) -> Settings:
-        """These settings with the options of one row, written in place where there is a place. Options that no row
-        has used before are added; those in use stay, also if this row does not use them."""
+        """Set the options of one row, in place where tensors exist. Options that no row has used before are added;
+        those in use stay, also if this row does not use them."""
         top_k = min(row.top_k or vocab_size, vocab_size)
         largest = self.largest_top_k if top_k == vocab_size else max(self.largest_top_k, power_of_two(top_k))
         like = self.temperature
@@ -106,7 +105,7 @@ class Settings:
         )
 
     def greedy(self) -> Settings:
-        """The same at temperature 0, where the filters change nothing."""
+        """A copy at temperature 0, where the filters change nothing."""
         return replace(
             self,
             temperature=torch.zeros_like(self.temperature),
@@ -118,7 +117,7 @@ class Settings:
         )
 
     def head(self, num_rows: int) -> Settings:
-        """Of the first rows, a view."""
+        """A view of the first rows."""
         if num_rows == len(self.temperature):
             return self
         tensors = {name: value for name in _PER_ROW if (value := getattr(self, name)) is not None}
@@ -131,11 +130,11 @@ _PER_ROW = tuple(one.name for one in fields(Settings) if "Tensor" in one.type)
 def _with_value(
     values: Tensor | None, like: Tensor, index: int, value: float, neutral: float, dtype: torch.dtype = torch.float32
 ) -> Tensor | None:
-    """One option of all rows [B], None where no row has used it so far."""
+    """One option of all rows [B]; None if no row has used it so far."""
     if values is None:
         if value == neutral:
             return None
-        # float32 everywhere: the numbers are the same whatever the dtype of the logits.
+        # float32, so that the values do not depend on the dtype of the logits.
         values = torch.full_like(like, neutral, dtype=dtype)
     values[index] = value
     return values
@@ -149,7 +148,7 @@ def _with_tokens(
     vocab_size: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor | None:
-    """One option of all rows that has a number for some tokens [B, V], None where no row has used it so far."""
+    """One per-token option of all rows [B, V]; None if no row has used it so far."""
     if values is None:
         if not given:
             return None
@@ -157,12 +156,12 @@ def _with_tokens(
     row = torch.zeros(vocab_size, dtype=dtype)
     for token_id, value in given.items():
         row[token_id] = value
-    values[index] = row.to(values.device)  # at once, not number by number
+    values[index] = row.to(values.device)  # one copy, not one per value
     return values
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float64, where the device has it."""
+    """Convert to float64, where the device has it."""
     return x if x.device.type == "mps" else x.to(torch.float64)
 
 
@@ -172,7 +171,7 @@ def wide_sum(x: Tensor) -> Tensor:
 
 
 def normalised(rows: Tensor) -> Tensor:
-    """Rows that sum to 1, in float64 where the device has it; rows of zeros stay. [..., V]"""
+    """Normalise rows to sum to 1, in float64 where the device has it; rows of zeros stay. [..., V]"""
     total = wide_sum(rows)[..., None]
     return wide(rows) / torch.where(total > 0, total, 1.0)
 
@@ -194,8 +193,8 @@ def to_probs(
 
     Args:
         logits: [B, T, V]
-        history: before each of T places, with the fields that the settings need.
-        allowed: the tokens that constraints leave (masks.py); None for all. [B, T, V]
+        history: before each of T positions, with the fields that the settings need.
+        allowed: the tokens that constraints allow (masks.py); None for all. [B, T, V]
 
     Returns:
         [B, T, V] in float32, or float64 where the logits are.
@@ -246,7 +245,7 @@ def _keep_top_k(scores: Tensor, top_k: Tensor, largest: int) -> Tensor:
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    # Ascending, as Hugging Face does it: what is cut off is the lower tail of mass at most 1 - top_p.
+    # Ascending, as in Hugging Face: cut the lower tail of mass at most 1 - top_p.
     ascending, order = scores.sort(dim=-1, stable=True)
     is_cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1.0 - top_p)[:, None, None]
     is_cut[..., -1] = False  # the most probable token always stays
@@ -270,14 +269,14 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = wide(weights).cumsum(dim=-1)
     threshold = uniform[:, None] * cumulative[:, -1:]
-    # The first index whose cumulative sum is above the threshold. On a flat stretch (weight zero) that is never it, if
-    # the sum is made in order, as on the CPU.
+    # The first index whose cumulative sum is above the threshold: never one of weight zero if the sum is sequential, as
+    # on the CPU.
     ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(weights.shape[-1] - 1)
-    if weights.device.type != "cpu":  # a parallel sum may not be flat in its last bits
+    if weights.device.type != "cpu":  # a parallel sum may increase at weight zero in its last bits
         ids = torch.where(weights.gather(-1, ids) > 0, ids, weights.argmax(dim=-1, keepdim=True))
     return ids.squeeze(-1)
 
 
 def draw_gumbel(probs: Tensor, noise: Tensor) -> Tensor:
-    """The Gumbel-max trick: argmax of log-probability plus noise follows the probabilities. [..., V] -> [...]"""
+    """Draw by the Gumbel-max trick: argmax of log-probability plus noise. [..., V] -> [...]"""
     return (wide(probs).log() + noise).argmax(dim=-1)

@@ -1,19 +1,19 @@
-"""The acceptance rules: which drafted tokens stand, and which token comes after them.
+"""The acceptance rules: how many drafted tokens are accepted, and the token after them.
 
 All rules here are lossless: whatever the draft, the committed tokens follow the target's distribution. Each is a pure
 function of p, q, the drafted ids and the round's noise. Proofs: docs/how-it-works.md.
 
 - ``rejection``: accept x with probability min(1, p(x)/q(x)), one by one, else draw from the residual (p - q)+.
   Leviathan, Kalman, Matias 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
-- ``block``: judge the drafted tokens together, so that a token with p < q may be saved by those after it. It never
+- ``block``: verify the drafted tokens together, so that a token with p < q may be saved by those after it. It never
   accepts fewer on average. Sun et al. 2403.10444, algorithm 2.
-- ``gumbel``: draft and target take the argmax of log-probability plus the *same* Gumbel noise; a drafted token stands
-  if it is the one that the target takes. Same seed, same text as plain decoding, whatever the draft. Daliri, Musco,
-  Suresh 2408.07978 (with Gumbel noise in place of exponential, the same race in other units).
+- ``gumbel``: draft and target take the argmax of log-probability plus the *same* Gumbel noise; a drafted token is
+  accepted if the target takes it too. Same seed, same output as plain decoding, whatever the draft. Daliri, Musco,
+  Suresh 2408.07978 (with Gumbel noise in place of exponential, an equivalent race).
 
-The noise may be made for more offsets than were drafted; the rest of it is not used.
+The noise may have more offsets than were drafted; the rest is unused.
 
-A rule also says how its drafts are drawn and what noise it needs, since the three belong together. This module does not
+A rule also defines how drafts are drawn and which noise it needs, since the three belong together. This module does not
 know where p and q come from.
 """
 
@@ -33,7 +33,7 @@ from outrider.sampling.probs import draw, draw_gumbel, normalised, one_hot, wide
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule and the noise it lives on, whose type is the rule's own affair.
+    """A rule with its noise, whose type is private to the rule.
 
     Attributes:
         make_noise: (seeds [B], round starts [B], K, V) -> noise of one round.
@@ -48,7 +48,7 @@ class Rule:
 
 
 def _draft_probs(target_probs: Tensor, draft: Draft) -> Tensor:
-    """q [B, K, V], written out where it is one-hot."""
+    """q [B, K, V], materialised where it is one-hot."""
     return draft.probs if draft.probs is not None else one_hot(draft.ids, target_probs)
 
 
@@ -58,13 +58,13 @@ def _at(probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def _normalised_at(probs: Tensor, ids: Tensor) -> Tensor:
-    """probs [B, K, V] at ids [B, K] -> [B, K] in float64 (the comparison with u must not round)."""
+    """probs [B, K, V] at ids [B, K] -> [B, K] in float64 (comparing with u must not round)."""
     # A softmax in float32 sums to 1 only up to 1e-6.
     return wide(_at(probs, ids)) / wide_sum(probs)
 
 
 def _is_drafted(draft: Draft) -> Tensor:
-    """Which of the K columns are meant. [B, K]"""
+    """Mask of the drafted columns, without padding. [B, K]"""
     return torch.arange(draft.ids.shape[1], device=draft.ids.device) < draft.num_drafted[:, None]
 
 
@@ -79,8 +79,8 @@ def _row_at(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def residual(target_rows: Tensor, draft_rows: Tensor) -> Tensor:
-    """(p - q)+, not normalised. Where it is zero everywhere (p = q up to rounding: nothing can be rejected but by
-    rounding) it is p. [..., V] in float64"""
+    """(p - q)+, not normalised; p if that is zero everywhere (p = q up to rounding, so that only rounding can reject).
+    [..., V] in float64"""
     p, q = normalised(target_rows), normalised(draft_rows)
     rest = (p - q).clamp_min_(0.0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
@@ -96,7 +96,7 @@ def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdi
     p_x, q_x = _normalised_at(target_probs[:, :-1], draft.ids), _normalised_at(draft_probs, draft.ids)
     accept = noise.accept[:, : draft.ids.shape[1]]
     num_accepted = _prefix_length((accept * q_x < p_x) & _is_drafted(draft))
-    # After full acceptance there is no q: the residual of p and nothing is p itself, the bonus.
+    # After full acceptance there is no q: the residual is p itself, for the bonus.
     next_rows = _row_at(target_probs, num_accepted)
     is_rejected = num_accepted < draft.num_drafted
     q_rows = _draft_row(draft_probs, num_accepted, is_rejected)
@@ -104,20 +104,20 @@ def rejection(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdi
     return Verdict(num_accepted, next_ids, torch.stack((p_x, q_x), dim=-1))
 
 
-def _draft_row(draft_probs: Tensor, index: Tensor, is_there: Tensor) -> Tensor:
-    """q at index [B], zero where it is not there. [B, V]"""
+def _draft_row(draft_probs: Tensor, index: Tensor, is_valid: Tensor) -> Tensor:
+    """q at index [B], zero where it is not valid. [B, V]"""
     num_rows, k, vocab_size = draft_probs.shape
     if k == 0:
         return draft_probs.new_zeros(num_rows, vocab_size)
-    return torch.where(is_there[:, None], _row_at(draft_probs, index.clamp_max(k - 1)), 0.0)
+    return torch.where(is_valid[:, None], _row_at(draft_probs, index.clamp_max(k - 1)), 0.0)
 
 
 def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
-    """Accept the longest prefix whose own coin, of the joint weight of the prefix, comes up.
+    """Accept the longest prefix that passes its own test, with a probability from its joint weight.
 
     With w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and R_i = sum_v (w_i p_i(v) - q_i(v))+, where p_i and q_i are the
-    rows after i drafted tokens, prefix i is good with probability R_i / (R_i + 1 - w_i), the full draft with w_n. The
-    longest good prefix stands, and the next token is drawn from (w_i p_i - q_i)+.
+    rows after i drafted tokens, prefix i passes with probability R_i / (R_i + 1 - w_i), the full draft with w_n. The
+    longest prefix that passes is accepted, and the next token is drawn from (w_i p_i - q_i)+.
 
     Args:
         target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
@@ -129,25 +129,25 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     q_x = wide(_at(draft_probs, draft.ids)) / q_sums
     weights = [torch.ones_like(draft.num_drafted, dtype=p_x.dtype)]
     for i in range(k):
-        # q(x) = 0 only in padding columns; whatever weight comes out there is not looked at.
+        # q(x) = 0 only in padding columns, whose weights are unused.
         weights.append((weights[-1] * p_x[:, i] / q_x[:, i]).clamp_max(1.0))
     w = torch.stack(weights, dim=1)  # [B, K+1]
     num_accepted = torch.zeros_like(draft.num_drafted)
     if k:
-        # R_1 .. R_{K-1}: prefix K is a full draft, or padding. Rows are normalised and weighted at once, since each of
-        # them takes long where the vocabulary is large.
+        # R_1 .. R_{K-1}: prefix K is a full draft, or padding. Rows are normalised and weighted in one pass, since each
+        # pass is slow for a large vocabulary.
         inner, w_tail = slice(1, k), w[:, 1:]
         p_scales, q_scales = (w / p_sums)[:, inner], 1.0 / q_sums[:, inner]
         rest = _rest(target_probs[:, inner], p_scales, draft_probs[:, inner], q_scales).sum(-1)
         rest = torch.cat((rest, w_tail[:, -1:]), dim=1)
         is_full = torch.arange(1, k + 1, device=w.device) == draft.num_drafted[:, None]
-        goods = torch.where(is_full, w_tail, rest / (rest + 1.0 - w_tail))  # 0/0 is NaN, and never good
-        is_good = (noise.accept[:, :k] < goods) & _is_drafted(draft)
-        num_accepted = (torch.arange(1, k + 1, device=w.device) * is_good).amax(dim=1)
+        pass_probs = torch.where(is_full, w_tail, rest / (rest + 1.0 - w_tail))  # 0/0 is NaN, and never passes
+        passes = (noise.accept[:, :k] < pass_probs) & _is_drafted(draft)
+        num_accepted = (torch.arange(1, k + 1, device=w.device) * passes).amax(dim=1)
     p_row = normalised(_row_at(target_probs, num_accepted))
     q_row = normalised(_draft_row(draft_probs, num_accepted, num_accepted < draft.num_drafted))
     rows = (_row_at(w, num_accepted)[:, None] * p_row - q_row).clamp_min_(0.0)
-    # As in residual(): an empty rest means p = q up to rounding.
+    # As in residual(): all zeros means p = q up to rounding.
     rows = torch.where(rows.sum(-1, keepdim=True) > 0, rows, p_row)
     return Verdict(num_accepted, draw(rows, noise.next), torch.stack((p_x, q_x), dim=-1))
 
@@ -158,11 +158,11 @@ def _rest(p: Tensor, p_scales: Tensor, q: Tensor, q_scales: Tensor) -> Tensor:
 
 
 def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
-    """Commit what the target itself would take with this noise; drafted tokens stand as long as they agree.
+    """Commit the tokens that the target draws with this noise; drafted tokens are accepted as long as they agree.
 
     Args:
         target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
-        noise: which the drafts were drawn with, too.
+        noise: the drafts were drawn with it, too.
     """
     rows = [draw_gumbel(target_probs[:, i], noise.at(i).values()) for i in range(target_probs.shape[1])]
     target_ids = torch.stack(rows, dim=1)  # [B, K+1]

@@ -1,1 +1,1 @@
-"""Existing texts scored by models: teacher forcing and alpha."""
+"""Scoring of existing texts: teacher forcing and alpha."""

@@ -1,8 +1,8 @@
 """alpha: how far two models agree, from their logits alone.
 
-At one place of a text, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q is accepted
-under ``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the places of a text is alpha. Nothing
-is generated: both models score existing text.
+At one position, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q is accepted under
+``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the positions of a text is alpha. Nothing is
+generated: both models score existing texts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.stats.intervals import Interval, bounded_mean
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """alpha of a pair under some sampling options, with an interval over the texts, and the number of tokens judged."""
+    """alpha of a pair under some sampling options, with an interval over the texts, and the number of scored tokens."""
 
     sampling: Sampling
     alpha: Interval
@@ -54,19 +54,19 @@ def measure_alpha(
     batch_size: int = 8,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Alpha]:
-    """alpha under each of the sampling options; every text is read once by each model.
+    """Measure alpha under each of the sampling options; each model reads every text once.
 
     Args:
-        texts: cut to the context of both models; texts without a token to judge are left out.
+        texts: cut to the context of both models; texts without a token to score are left out.
         on_done: called with the number of texts just done, for a progress bar.
 
     Raises:
-        PromptError: there is nothing to judge.
+        PromptError: there is nothing to score.
     """
     most = min(target.context_len, draft.context_len)
     texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
     if not texts:
-        raise PromptError("no text has two tokens or more, so there is no token to judge")
+        raise PromptError("no text has two tokens or more, so there is no token to score")
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
 
     def agreement(p: ForcedTokens, q: ForcedTokens) -> Tensor:
@@ -81,7 +81,7 @@ def measure_alpha(
 
 
 def sampling_grid(temperatures: Sequence[float], top_ps: Sequence[float]) -> Iterator[Sampling]:
-    """All pairs; at temperature 0, where top-p changes nothing, only one."""
+    """All pairs; at temperature 0, where top-p has no effect, only one."""
     for temperature, top_p in product(temperatures, top_ps):
         if temperature > 0 or top_p == top_ps[0]:
             yield Sampling(temperature=temperature, top_p=top_p)

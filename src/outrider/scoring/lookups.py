@@ -1,4 +1,4 @@
-"""The proposals of a drafter without a model at every place of existing texts, by its own code."""
+"""Proposals of a model-free drafter at every position of existing texts, by its own code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
-_AT_ONCE = 256  # prefixes in one batch; bounds the memory
+_BATCH_SIZE = 256  # prefixes; bounds the memory
 
 
 def proposals(
@@ -20,10 +20,10 @@ def proposals(
     """The tokens proposed after each prefix, at most ``wanted`` of them.
 
     Args:
-        drafter: whose q is one-hot.
+        drafter: with a one-hot q.
     """
-    for begin in range(0, len(prefixes), _AT_ONCE):
-        part, num_wanted = prefixes[begin : begin + _AT_ONCE], wanted[begin : begin + _AT_ONCE]
+    for begin in range(0, len(prefixes), _BATCH_SIZE):
+        part, num_wanted = prefixes[begin : begin + _BATCH_SIZE], wanted[begin : begin + _BATCH_SIZE]
         k = max(num_wanted)
         lengths = torch.tensor([len(ids) for ids in part])
         ids = torch.zeros(len(part), max(map(len, part)) + k, dtype=torch.long)

@@ -1,6 +1,6 @@
 """Teacher forcing: a model's logits for each token of existing texts.
 
-One forward scores a whole text, where generation takes a forward for each token. The logits equal those of the loop up
+One forward scores a whole text, while generation takes a forward per token. The logits equal those of the loop up
 to rounding (docs/numerics.md). This module does not know where the texts come from, nor how many models are compared.
 """
 
@@ -17,17 +17,16 @@ from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.probs import Settings, is_finite, to_probs
 
-# The logits of one forward, B x T x V, and with them its columns T. Results derived from them may be several times as
-# large.
+# Limits of one forward: logits B x T x V, and columns T. Results derived from them may be several times as large.
 _MOST_LOGITS, _MOST_COLUMNS = 2**25, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text whose tokens from ``num_given`` (at least 1) on are judged.
+    """A text whose tokens from ``num_given`` (at least 1) on are scored.
 
     Attributes:
-        num_prompt: the tokens from here on are output, to the sampling options that ask; None: those that are judged.
+        num_prompt: tokens from here on count as output for penalties; None for ``num_given``.
     """
 
     ids: Sequence[int]
@@ -46,7 +45,7 @@ class ForcedTokens:
         rows: index of each token's text. [M]
         ids: the tokens. [M]
         logits: [M, V]
-        history: before each, as far as the options need it. M places
+        history: before each, as far as the options need it. M positions
     """
 
     rows: Tensor
@@ -55,7 +54,7 @@ class ForcedTokens:
     history: History
 
     def probs(self, settings: Settings) -> Tensor:
-        """Probabilities under the sampling options of one row, on the device of these. [M, V]"""
+        """Probabilities under the sampling options of one row, on the device of the settings. [M, V]"""
         device = settings.temperature.device
         history = self.history.map(lambda values: values[None].to(device))
         return to_probs(self.logits[None].to(device), settings, history)[0]
@@ -67,23 +66,23 @@ class ForcedTokens:
         return chosen - x.logsumexp(dim=-1)
 
     def best_ids(self) -> Tensor:
-        """The most probable token in the place of each. [M]"""
+        """The most probable token at each position. [M]"""
         return self.logits.argmax(dim=-1)
 
 
 @torch.inference_mode()
 def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> Iterator[ForcedTokens]:
-    """Judge texts, a chunk of columns at a time; chunks without a token to judge are left out.
+    """Score texts, chunk by chunk of columns; chunks without a token to score are left out.
 
     Within a chunk tokens are ordered by text and position; so are the chunks. For the same texts two models give the
     same tokens in the same chunks.
 
     Args:
-        texts: each at most one token longer than the model's context: the last token is judged, and not fed.
-        settings: sampling options that ``ForcedTokens.probs`` will be asked for.
+        texts: each at most one token longer than the model's context: the last token is scored, and not fed.
+        settings: sampling options for ``ForcedTokens.probs``.
 
     Raises:
-        NumericsError: the model has no distribution for a token to judge. As in plain decoding, that depends on the
+        NumericsError: the model has no distribution for a token to score. As in plain decoding, that depends on the
             tokens before it alone.
     """
     device = lm.device
@@ -106,32 +105,32 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     for begin in range(0, length - 1, width):
         columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)
         fed, following = ids.gather(1, columns), ids.gather(1, columns + 1)
-        is_judged = (columns + 1 >= num_given) & (columns + 1 < ends)  # [B, T]
-        has_any = bool(is_judged.any())
+        is_scored = (columns + 1 >= num_given) & (columns + 1 < ends)  # [B, T]
+        has_any = bool(is_scored.any())
         view_len = lm.view_len(min(begin + width, length), cache)
         positions = torch.where(columns < ends, columns, -1)
         logits = lm.forward(fed, positions, cache, view_len, num_logits=0 if has_any else 1, keeps_finite=True)
         cache.settle(ends[:, 0])
-        is_bad = is_judged & (is_spoilt | ~is_finite(logits))
+        is_bad = is_scored & (is_spoilt | ~is_finite(logits))
         if has_any and bool(is_bad.any()):
             raise NumericsError.at(lm.name, begin + 1 + int(is_bad.any(dim=0).nonzero()[0]))
         broken = cache.find_broken()
-        if broken is not None:  # zeros are kept in their place, so the texts go on as if nothing were wrong
+        if broken is not None:  # they are replaced by zeros, so that the forward continues
             is_spoilt |= broken.any(dim=1, keepdim=True)
         steps = history.along(fed, is_output=columns >= num_prompt).map(lambda values: values[:, 1:])
         history = steps.map(lambda values: values[:, -1])
         if has_any:
-            rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_judged)
+            rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_scored)
             yield ForcedTokens(
-                rows=rows[is_judged],
-                ids=following[is_judged],
-                logits=logits[is_judged],
-                history=_places(steps, is_judged),
+                rows=rows[is_scored],
+                ids=following[is_scored],
+                logits=logits[is_scored],
+                history=_places(steps, is_scored),
             )
 
 
-def _places(steps: History, is_judged: Tensor) -> History:
-    return steps.map(lambda values: values[is_judged])
+def _places(steps: History, is_scored: Tensor) -> History:
+    return steps.map(lambda values: values[is_scored])
 
 
 @torch.inference_mode()
@@ -144,12 +143,12 @@ def sums_by_text(
     settings: Sequence[Settings] = (),
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Judge texts by one model or several, and sum measurements over their tokens.
+    """Score texts by one model or several, and sum measurements over their tokens.
 
     Args:
-        texts: each with a token to judge; no longer than ``force`` takes.
+        texts: each with a token to score; no longer than ``force`` takes.
         measure: from a ``ForcedTokens`` of each model for the same M tokens, S numbers for each token. [S, M]
-        settings: of which it asks the probabilities.
+        settings: the sampling options that ``measure`` uses.
         on_done: called with the number of texts just done, for a progress bar.
 
     Returns:
@@ -163,7 +162,7 @@ def sums_by_text(
         for forced in zip(*(force(lm, batch, settings) for lm in lms), strict=True):
             rows.append(forced[0].rows.cpu())
             values.append(measure(*forced).to("cpu", torch.float64))
-            del forced  # before the next ones: for a large vocabulary they take most of the memory
+            del forced  # before the next chunk: for a large vocabulary they take most of the memory
         numbers = torch.cat(values, dim=1)  # [S, M]
         sums.append(numbers.new_zeros(len(numbers), len(batch)).index_add_(1, torch.cat(rows), numbers))
         if on_done is not None:

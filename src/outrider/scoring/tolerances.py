@@ -1,4 +1,4 @@
-"""The effects of rounding: how far logits move, and which tokens that moves across the edge of a filter."""
+"""Effects of rounding: how far logits move, and which tokens cross the edge of a filter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.options import Sampling
 from outrider.sampling.history import History
 from outrider.sampling.probs import Settings, to_probs
 
-# Logits this close may change order by rounding (observed values: docs/numerics.md).
+# Logits this close may change their order by rounding (observed values: docs/numerics.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LEAST_TOP_P = 1e-9
 
@@ -23,7 +23,7 @@ def is_allowed(logits: Tensor, history: History, token_id: int, sampling: Sampli
 
     Args:
         logits: [V]
-        history: before it, of one place.
+        history: before it, at one position.
     """
     moved = logits.clone()
     moved[token_id] += shift

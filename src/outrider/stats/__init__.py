@@ -1,1 +1,1 @@
-"""Intervals, closed forms, counts and evidence. Numbers in, numbers out."""
+"""Intervals, closed forms, counts and tests. Numbers in, numbers out."""

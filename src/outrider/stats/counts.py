@@ -1,7 +1,7 @@
 """Counts of rounds, measured or expected, and the quantities derived from them.
 
-The terms are those of ``outrider.records.Stats``: a round that was cut short by the end of its text is left out. Counts
-of real rounds are whole numbers, expected counts are not; otherwise they are treated alike.
+Terms as in ``outrider.records.Stats``: a round truncated by the end of its sequence is left out. Counts of real rounds
+are integers, expected counts are not; otherwise they are treated alike.
 
 This module does not know where the rounds come from.
 """
@@ -24,7 +24,7 @@ class Position:
     Attributes:
         position: i, from 1.
         num_drafted: rounds that drafted at least i tokens.
-        num_judged: of these, rounds in which all tokens before it were accepted.
+        num_judged: of these, rounds in which all tokens before it were accepted, so that it was verified.
         num_accepted: rounds in which it was accepted too.
     """
 
@@ -35,12 +35,12 @@ class Position:
 
     @property
     def conditional(self) -> float | None:
-        """How often it is accepted if those before it are."""
+        """Acceptance rate given that the tokens before it are accepted."""
         return self.num_accepted / self.num_judged if self.num_judged else None
 
     @property
     def unconditional(self) -> float | None:
-        """How often it is accepted when drafted."""
+        """Acceptance rate when drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     def to_json(self) -> dict[str, Any]:
@@ -62,8 +62,8 @@ class RoundCounts:
         accepted: at index i the rounds with exactly i accepted tokens.
         drafted: at index i the rounds with exactly i drafted tokens.
         full: at index i the rounds with i drafted tokens, all accepted.
-        num_truncated: rounds cut short by the end of the text, excluded from the others.
-        num_generated_tokens: all tokens, including those of truncated rounds.
+        num_truncated: rounds truncated by the end of the sequence, excluded from the other counts.
+        num_generated_tokens: all tokens, truncated rounds included.
     """
 
     accepted: tuple[float, ...] = ()
@@ -83,7 +83,7 @@ class RoundCounts:
 
     @classmethod
     def of(cls, rounds: Iterable[tuple[int, int]], num_truncated: int, num_generated_tokens: int) -> RoundCounts:
-        """The counts of rounds, each (drafted, accepted)."""
+        """Count rounds, each (drafted, accepted)."""
         pairs = list(rounds)
         return cls(
             accepted=_histogram(accepted for _, accepted in pairs),
@@ -126,16 +126,16 @@ class RoundCounts:
 
     @property
     def positions(self) -> list[Position]:
-        """Every position that was drafted."""
+        """One entry for every drafted position."""
         longest = self.most_drafted
         at_least = _tail_sums(add_counts(self.accepted, (0,) * (longest + 1)))
         drafted = _tail_sums(self.drafted)
         full = add_counts(self.full, (0,) * (longest + 1))
-        # A round judges token i if i-1 were accepted and an i-th was drafted.
+        # A round verifies token i if i-1 were accepted and an i-th was drafted.
         return [Position(i, drafted[i], at_least[i - 1] - full[i - 1], at_least[i]) for i in range(1, longest + 1)]
 
     def to_json(self) -> dict[str, Any]:
-        """The field names are those of ``Stats``."""
+        """The counts under the field names of ``Stats``."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
@@ -168,5 +168,5 @@ def _histogram(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _tail_sums(values: Sequence[float]) -> list[float]:
-    """At index i the sum of the values from i on."""
+    """Sums of the values from each index on."""
     return list(accumulate(reversed(values)))[::-1]

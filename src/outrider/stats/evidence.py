@@ -1,16 +1,16 @@
-"""Evidence: do tokens follow the laws that they were supposedly drawn from? Numbers in, numbers out.
+"""Tests of whether tokens follow the distributions that they should be drawn from. Numbers in, numbers out.
 
-The tokens arrive one after the other, and p, the law of each given all before it, is known in full. Nothing else is
-assumed: neither independence nor a large number of tokens. A statistic is a function of the token minus its mean under
-p, so that its sum is a martingale if the tokens follow p; here it is given as ``Increments``.
+The tokens arrive one after the other, and p, the distribution of each given all before it, is known in full. Nothing
+else is assumed: neither independence nor a large number of tokens. A statistic is a function of the token minus its
+mean under p, so that its sum is a martingale if the tokens follow p; here it is an ``Increments``.
 
 - ``Bet`` makes a test of such a sum: a gambler who stakes theta on every token has a wealth whose mean never rises
   above 1 if the tokens follow p, so that it ever reaches 1/a with probability at most a (Ville 1939). So 1 / wealth is
   a p-value, at any sample size and any stopping time. Wealths under several stakes may be averaged.
-- ``pit_tests`` are the tests of Kolmogorov and Smirnov and of Pearson on randomised probability integral transforms,
+- ``pit_tests``: the tests of Kolmogorov and Smirnov and of Pearson on randomised probability integral transforms,
   which are independent and uniform if the tokens follow p (Rosenblatt 1952; Brockwell 2007). The number of tokens must
   have been chosen beforehand.
-- ``holm`` keeps the probability that any of several tests gives a false alarm (Holm 1979).
+- ``holm`` bounds the probability of any false alarm among several tests (Holm 1979).
 - ``detectable``, ``tokens_needed``: the power of a bet; ``estimated``: the deviation that the tokens show.
 
 Derivations: docs/certify.md. This module knows neither models nor the meaning of tokens.
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 POWER = 0.99  # at the stated limit of detection
-_MOST_BINS, _TOKENS_PER_BIN = 20, 50  # of Pearson's test: with fewer in a bin its tail is not that of chi-square
+_MOST_BINS, _TOKENS_PER_BIN = 20, 50  # of Pearson's test: with fewer per bin its tail is not that of chi-square
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Increments:
         return Increments(self.values[index], self.moments[:, index], self.lows[index], self.highs[index])
 
     def scaled(self, factors: Floats) -> Increments:
-        """X times a factor for each token, which must be known before the token is. [n]"""
+        """X times a factor for each token, which must not depend on the token. [n]"""
         is_negative = factors < 0
         lows, highs = np.where(is_negative, (self.highs, self.lows), (self.lows, self.highs))
         size = np.abs(factors)
@@ -85,7 +85,7 @@ def _exp_tail(x: Floats) -> Floats:
 
 
 def log_mgfs(increments: Increments, theta: float) -> Floats:
-    """At least log E exp(theta X) under p, for each token. [n]
+    """Upper bound of log E exp(theta X) under p, for each token. [n]
 
     Beyond the third power of X, exp is bounded by its value at the largest X: for x <= h, e^x is at most
     1 + x + x^2/2 + x^3/6 + x^4 _exp_tail(h).
@@ -99,7 +99,7 @@ def log_mgfs(increments: Increments, theta: float) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """Stakes chosen before the tokens are seen: +theta and -theta, with half of the capital each."""
+    """Stakes +theta and -theta, with half of the capital each, chosen before the tokens are seen."""
 
     theta: float
 
@@ -119,18 +119,18 @@ class Bet:
             theta = math.exp(log_theta)
             return (math.log(2 / level) + num_tokens * float(log_mgfs(like, theta).mean())) / theta
 
-        # Where X is seldom large, the best stake may be far below what its variance suggests.
+        # If X is seldom large, the best stake may be far below the one that its variance suggests.
         bounds = math.log(guess) - 7.0, math.log(guess) + 0.5
         return cls(math.exp(optimize.minimize_scalar(least_sum, bounds=bounds, method="bounded").x))
 
     def log_wealth(self, increments: Increments) -> float:
-        """Log of a number that is at least 1/a with probability at most a, if the tokens follow p."""
+        """Log of the wealth, which is at least 1/a with probability at most a if the tokens follow p."""
         total = float(increments.values.sum())
         sides = [theta * total - float(log_mgfs(increments, theta).sum()) for theta in (self.theta, -self.theta)]
         return _log_sum(sides) - math.log(2)
 
     def threshold(self, increments: Increments, level: float) -> float:
-        """The sum of X from which on the stake +theta alone reaches 1/level."""
+        """The least sum of X at which the stake +theta alone reaches 1/level."""
         return (math.log(2 / level) + float(log_mgfs(increments, self.theta).sum())) / self.theta
 
 
@@ -143,7 +143,7 @@ def p_value(log_wealth: float) -> float:
 
 
 def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
-    """Log of the mean over ``num_accounts`` accounts; accounts not named were never staked and hold 1."""
+    """Log of the mean over ``num_accounts`` accounts; those not given were never staked and hold 1."""
     assert len(log_wealths) <= num_accounts
     idle = [0.0] * (num_accounts - len(log_wealths))
     return _log_sum([*log_wealths, *idle]) - math.log(num_accounts)
@@ -153,19 +153,19 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
 class Accounts:
     """A bet for each kind of token: the first of a round, the second ... The capital is divided equally among them.
 
-    The kind of a token must be known before the token is.
+    The kind must not depend on the token.
     """
 
     bets: Mapping[int, Bet]
 
     def log_wealth(self, increments: Increments, kinds: Integers) -> float:
-        """Tokens of a kind without a bet are ignored.
+        """Log of the mean wealth. Tokens of a kind without a bet are ignored.
 
         Args:
             kinds: [n]
         """
-        there = sorted(set(kinds.tolist()) & set(self.bets))
-        return mean_wealth([self.bets[kind].log_wealth(increments[kinds == kind]) for kind in there], len(self.bets))
+        staked = sorted(set(kinds.tolist()) & set(self.bets))
+        return mean_wealth([self.bets[kind].log_wealth(increments[kinds == kind]) for kind in staked], len(self.bets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,8 @@ class Finding:
 
     Attributes:
         statistic: for display: a z, a distance, a chi-square; the log of the wealth of averaged accounts.
-        p: uniform or larger if the tokens follow p.
-        threshold: a p at or below it raises an alarm; set by ``holm``.
+        p: p-value, uniform or larger if the tokens follow p.
+        threshold: a p-value at or below it raises an alarm; set by ``holm``.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Finding:
 
 
 def pit_tests(pits: Floats) -> list[Finding]:
-    """Are these independent uniform numbers? Their number must not depend on them. [n]"""
+    """Test whether numbers are independent and uniform. Their count must not depend on them. [n]"""
     distance = stats.kstest(pits, "uniform")
     num_bins = max(2, min(_MOST_BINS, len(pits) // _TOKENS_PER_BIN))
     counts = np.histogram(pits, bins=num_bins, range=(0.0, 1.0))[0]
@@ -210,27 +210,27 @@ def pit_tests(pits: Floats) -> list[Finding]:
 
 
 def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
-    """The same tests with their thresholds: the probability of any false alarm is at most ``level``. Starting from the
-    smallest p, each is compared with the level over the number of tests left, until one raises no alarm."""
+    """Set the thresholds such that the probability of any false alarm is at most ``level``. Starting from the smallest
+    p, each is compared with the level over the number of tests left, until one raises no alarm."""
     order = sorted(range(len(tests)), key=lambda i: tests[i].p)
-    judged = list(tests)
+    results = list(tests)
     num_left, is_open = len(tests), True
     for i in order:
         threshold = level / num_left if is_open else 0.0
-        judged[i] = Finding(tests[i].name, tests[i].statistic, tests[i].p, threshold)
-        is_open = is_open and judged[i].is_alarm
+        results[i] = Finding(tests[i].name, tests[i].statistic, tests[i].p, threshold)
+        is_open = is_open and results[i].is_alarm
         num_left -= 1
-    return judged
+    return results
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The moments of X if the tokens followed another law, for each token.
+    """The moments of X if the tokens followed another distribution r, for each token.
 
     Attributes:
-        means: E X under that law. [n]
-        seconds: E X^2 under it. [n]
-        distances: total variation between it and p. [n]
+        means: E X under r. [n]
+        seconds: E X^2 under r. [n]
+        distances: total variation between r and p. [n]
     """
 
     means: Floats
@@ -242,21 +242,21 @@ class Drift:
 
 
 def rate_bound(num_events: int, num_trials: int) -> float:
-    """An upper bound of the rate of events, with confidence POWER, from their number in a number of trials (Poisson,
-    Garwood 1936)."""
+    """Upper bound of the rate of events, with confidence POWER, from their number in ``num_trials`` (Poisson, Garwood
+    1936)."""
     return float(stats.chi2.ppf(POWER, 2 * (num_events + 1))) / 2 / num_trials
 
 
 def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> float | None:
     """The least total variation, on average over the tokens, that ``bet`` detects with probability POWER.
 
-    The law detected is p' = (1 - e) p + e r, where r is the law of ``drift``. Its total variation from p is e TV(p, r),
-    and the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2). The least e
-    is the one at which the threshold lies POWER's normal quantile below that mean. (The normal law is used for the
-    power only, never for a p-value.)
+    The distribution detected is p' = (1 - e) p + e r, with r that of ``drift``. Its total variation from p is e
+    TV(p, r), and the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2).
+    The least e is the one at which the threshold lies POWER's normal quantile below that mean. (The normal distribution
+    is used for the power only, never for a p-value.)
 
     Returns:
-        None where not even r itself is detected.
+        None if not even r itself is detected.
     """
     share = _least_share(increments, bet, level, float(drift.means.sum()), float(drift.seconds.sum()))
     return None if share is None else share * float(drift.distances.mean())
@@ -271,7 +271,7 @@ def detectable_reuse(products: Increments, bet: Bet, level: float, reused: float
         reused: the mean of their sum if every token were drawn with its partner's number.
 
     Returns:
-        None where not even that is detected.
+        None if not even that is detected.
     """
     # The square of such a product is largest where ranks are continuous: 1/80, and 1/144 for independent numbers.
     return _least_share(products, bet, level, reused, 144 / 80 * products.variance)
@@ -296,7 +296,7 @@ def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | Non
     standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens deviate in the opposite direction.
 
     Returns:
-        None where X does not distinguish r from p.
+        None if X does not distinguish r from p.
     """
     pull = float(drift.means.sum())
     if pull <= 0:
@@ -306,7 +306,7 @@ def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | Non
 
 
 def tokens_to_alarm(p: float, num_tokens: int, level: float) -> int:
-    """About how many tokens raise an alarm with probability POWER, if so many gave a p above ``level``.
+    """About how many tokens raise an alarm with probability POWER, if ``num_tokens`` gave a p above ``level``.
 
     With its best stake a bet needs the z t = sqrt(2 log(2/level)), and at another z its log wealth is t z - t^2/2 -
     log 2; z grows with the root of the number of tokens. At p = 1 the wealth may be lower, and the number higher.
@@ -320,7 +320,7 @@ def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: fl
     """The number of tokens like these that makes ``wanted`` detectable: ``detectable`` solved for the sample size.
 
     Returns:
-        None where r is not that far from p, or X does not distinguish them.
+        None if r is not that far from p, or X does not distinguish them.
     """
     assert wanted > 0
     e = wanted / float(drift.distances.mean()) if drift.distances.any() else math.inf

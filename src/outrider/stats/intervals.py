@@ -1,8 +1,7 @@
 """Means, ratios and proportions with their intervals. Numbers in, numbers out.
 
 Times on a shared machine drift, so arms are measured in turn and compared pair by pair: effects common to the two runs
-    of a pair cancel in their ratio. Ratios of times are averaged as logarithms, where doubling and halving are
-    symmetric.
+of a pair cancel in their ratio. Ratios of times are averaged as logarithms, where doubling and halving are symmetric.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from scipy import stats
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence interval; without ends for a single value, which has no spread."""
+    """An estimate with its confidence interval; the ends are None for a single value."""
 
     value: float
     low: float | None
@@ -46,10 +45,10 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], lev
 
 
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
-    """sum(numerators) / sum(denominators) over groups that are independent of each other (prompts, say), with the t
+    """sum(numerators) / sum(denominators) over independent groups (prompts, say), with the t
     interval of the ratio estimator by linearisation (Cochran, Sampling Techniques, 1977, section 6.4).
 
-    With sums and counts of the groups it is a mean over members that are correlated within a group.
+    With sums and counts of the groups it is the mean over members that are correlated within a group.
     """
     ratio, error = _ratio_and_error(numerators, denominators)
     if error is None:
@@ -61,13 +60,13 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], le
 def bounded_mean(
     sums: Sequence[float], counts: Sequence[float], bounds: tuple[float, float], level: float = 0.95
 ) -> Interval:
-    """Mean over members that are correlated within a group, each between the two bounds, as the interval is too.
+    """Mean over members that are correlated within a group, each within the bounds, like the interval.
 
-    As a part of the range, the mean has the variance of a proportion of n independent members, with n the effective
+    As a share of the range, the mean has the variance of a proportion of n independent members, with n the effective
     sample size from the estimate of ``ratio_of_sums``. The interval is Wilson's (1927) with this n and the t quantile
     (Korn and Graubard, Survey Methodology 24, 1998; Dean and Pagano, J. Survey Statistics and Methodology 3, 2015).
-    Where groups do not differ, as when all members are at one bound, their variance is not known, and n is the number
-    of members.
+    If groups do not differ, as when all members are at one bound, their variance is unknown, and n is the number of
+    members.
 
     Args:
         sums, counts: of the members of each group.
@@ -76,7 +75,7 @@ def bounded_mean(
     if error is None:
         return Interval(mean, None, None, level)
     low, high = bounds
-    mean = min(max(mean, low), high)  # beyond by rounding alone
+    mean = min(max(mean, low), high)  # beyond only by rounding
     if low == high:
         return Interval(mean, low, high, level)
     part = (mean - low) / (high - low)
@@ -106,27 +105,26 @@ def wald(successes: int, trials: int, level: float = 0.95) -> Interval:
 
 
 def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
-    """Proportion with the score interval of Wilson (1927), which holds its level for small counts too."""
+    """Proportion with the score interval of Wilson (1927), which keeps its level for small counts too."""
     interval = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
     return Interval(successes / trials, float(interval.low), float(interval.high), level)
 
 
 def uniform_bins(num_values: int, num_bins: int, level: float = 0.99) -> tuple[int, int]:
-    """The least and the largest count of independent uniform numbers in equal bins: with a probability of at least
-    ``level`` no bin is outside (Bonferroni)."""
+    """Bounds of the counts of independent uniform numbers in equal bins, which hold for all bins with a probability of
+    at least ``level`` (Bonferroni)."""
     low, high = stats.binom.interval(1 - (1 - level) / num_bins, num_values, 1 / num_bins)
     return int(low), int(high)
 
 
 def uniform_distance(num_values: int, level: float = 0.99) -> float:
-    """The bound on the distance between the empirical distribution of independent uniform numbers and the uniform one
-    that holds with probability ``level`` (Kolmogorov and Smirnov)."""
+    """Bound of the distance between the empirical distribution of independent uniform numbers and the uniform one,
+    which holds with probability ``level`` (Kolmogorov and Smirnov)."""
     return float(stats.kstwo.ppf(level, num_values))
 
 
 def normal_limit(num_values: int, level: float = 0.99) -> float:
-    """The bound on the magnitude of standard normal numbers that holds for all of them with a probability of at least
-    ``level``."""
+    """Bound of the magnitude of standard normal numbers; it holds for all with a probability of at least ``level``."""
     return _z(1 - (1 - level) / num_values)
 
 
@@ -135,15 +133,15 @@ class PairedDifference:
     """Difference of two mean scores on the same trials, second minus first.
 
     Attributes:
-        only_first, only_second: trials in which only this one of the two succeeded (for other scores: had the higher
-            score); the comparison rests on these.
+        only_first, only_second: trials in which only this arm succeeded (for other scores: had the higher score); the
+            comparison rests on these.
         difference: with the normal interval of paired means.
         margin: means closer than this count as equivalent.
         tost_p: p-value of the two one-sided tests against a difference of at least ``margin`` either way
-            (Schuirmann 1987), each by the normal law or, where that is larger, by the binomial law of faults in one
-            direction. Below 0.05: equivalent within the margin.
-        difference_p: two-sided p-value against no difference at all: the normal one or, where that is larger, that of
-            the sign test over the trials in which the arms differ (for successes: McNemar's exact test).
+            (Schuirmann 1987), each by the normal distribution or, where that is larger, by the binomial one of faults
+            in one direction. Below 0.05: equivalent within the margin.
+        difference_p: two-sided p-value against no difference: the normal one or, where that is larger, that of the
+            sign test over the trials in which the arms differ (for successes: McNemar's exact test).
     """
 
     only_first: int
@@ -164,12 +162,12 @@ def paired_difference(
     """Compare two arms trial by trial.
 
     With n trials and the differences d, the variance of their mean is estimated as
-    (sum d^2 + span^2 - (sum d)^2 / n) / n^2. The span is that of half a trial won by the first arm only, and half a
-    trial won by the second only, added so that full agreement does not look like certainty.
+    (sum d^2 + span^2 - (sum d)^2 / n) / n^2. The span adds half a trial won by the first arm only, and half a trial
+    won by the second only, so that full agreement does not look like certainty.
 
     Args:
         first, second: the score of each trial; True or 1 is a success.
-        span: the most that two scores of a trial can differ by.
+        span: the largest possible difference between two scores of a trial.
     """
     n = len(first)
     assert n == len(second) > 0 and margin > 0 and span > 0
@@ -179,7 +177,7 @@ def paired_difference(
     half = _z(level) * se
     tost_p = max(_p_of_worse(value, se, margin, span, n), _p_of_worse(-value, se, margin, span, n))
     only_first, only_second = int((differences < 0).sum()), int((differences > 0).sum())
-    # A few differences in the same direction are not normal: five of five have p = 0.04 by that law, and truly 0.06.
+    # A few differences in the same direction are not normal: five of five have a normal p of 0.04, and truly 0.06.
     sign_p = 2 * stats.binom.cdf(min(only_first, only_second), only_first + only_second, 0.5)
     return PairedDifference(
         only_first=only_first,
@@ -192,19 +190,19 @@ def paired_difference(
 
 
 def num_trials_to_decide(share: float, margin: float, power: float = 0.95) -> int:
-    """The number of trials at which ``paired_difference`` finds two arms that are alike equivalent with a probability
-    of about ``power``: the solution of margin n = (z_0.95 + z) sqrt(share n + 1), where a normal number is within z of
+    """Number of trials at which ``paired_difference`` finds two equal arms equivalent with a probability of about
+    ``power``: the solution of margin n = (z_0.95 + z) sqrt(share n + 1), where a normal number is within z of
     0 with that probability.
 
     Args:
-        share: of the trials in which the arms differ.
+        share: the share of the trials in which the arms differ.
     """
     z = float(stats.norm.ppf(0.95) + stats.norm.ppf((1 + power) / 2))
     return math.ceil((z**2 * share + z * math.sqrt(z**2 * share**2 + 4 * margin**2)) / (2 * margin**2))
 
 
 def _p_of_worse(value: float, se: float, margin: float, span: float, n: int) -> float:
-    """The probability of a loss this small or smaller, if the second arm is worse by the margin: the larger of two
+    """Probability of a loss this small or smaller, if the second arm is worse by the margin: the larger of two
     p-values. The normal one covers differences both ways. A fault in one direction only, in margin/span of the trials,
     appears in few of them, and the observed variance is then no evidence; the number of losses is then binomial."""
     num_losses = math.ceil(-value * n / span - 1e-9)

@@ -1,8 +1,8 @@
-"""How much speculation gains: closed forms.
+"""Closed forms of the speed-up by speculation.
 
 In a round of K drafted tokens the i-th is accepted with probability a_i if those before it are. With c the time of a
-draft step and v that of a verify, both over the time of a plain step of the target, everything follows from two
-numbers: the tokens that a round commits, and its duration.
+draft step and v that of a verify, both over the time of a plain step of the target, the speed-up follows from the
+tokens that a round commits and from its duration.
 
 Source: Leviathan et al. 2211.17192, section 3, where every a_i is the same alpha and v is 1; there K is gamma.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
-    """tau(K), the tokens that a round of K drafted ones is expected to commit, for K = 0, 1, ..., len(acceptance).
+    """tau(K), the expected tokens committed by a round of K drafted tokens, for K = 0, 1, ..., len(acceptance).
 
     tau(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K; for equal a_i it is (1 - alpha^(K+1)) / (1 - alpha), equation 1.
 
@@ -34,8 +34,8 @@ class Prediction:
 
     Attributes:
         tau: tokens per round.
-        speed_up: how many times as fast as plain decoding.
-        operations: how many times as many arithmetic operations.
+        speed_up: speed over that of plain decoding.
+        operations: arithmetic operations over those of plain decoding.
     """
 
     k: int
@@ -49,7 +49,7 @@ def predict(ks: Sequence[int], *, alpha: float, c: float, v: float, c_ops: float
     tau of theorem 3.11.
 
     Args:
-        alpha: the probability that a drafted token is accepted if those before it are, at any place.
+        alpha: the probability that a drafted token is accepted if those before it are, at any position.
         c, v: the time of a draft step and that of a verify, over that of a plain step.
         c_ops: the operations of a draft step over those of a plain step.
     """

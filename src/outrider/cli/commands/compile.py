@@ -79,7 +79,7 @@ def _compile(
 
     from outrider.compile.service import CompileService
     from outrider.decoding.cost_cache import costs_by_load
-    from outrider.decoding.warm_up import rehearse
+    from outrider.decoding.warm_up import warm_up
     from outrider.sampling.rules import RULES
 
     rule = RULES[decoder.acceptance]
@@ -91,7 +91,7 @@ def _compile(
         wanted |= set(beside.target.execution.favoured_k)
     most = decoder.drafter.most_drafted
     ks = sorted({k if most is None else min(k, most) for k in wanted})
-    rehearse(beside.target, beside.drafter, rule, sampling, ks, num_slots, num_tokens)
+    warm_up(beside.target, beside.drafter, rule, sampling, ks, num_slots, num_tokens)
     with progress_bar("programs", len(orders)) as advance:
         for program in as_completed([order.program for order in orders]):
             program.result()
