@@ -51,7 +51,7 @@ def test_what_is_kept_is_deleted(outrider: Outrider, folder: Path) -> None:
     done = outrider("costs", "--clear")
     assert done.code == 0 and "1 that cannot be read" in done.out and not list(folder.iterdir())
     again = outrider("costs", "--clear")
-    assert again.code == 0 and "0 files in" in again.out and "There is nothing to delete." in again.out
+    assert again.code == 0 and "0 files in" in again.out and "Nothing to delete." in again.out
 
 
 def test_what_cannot_be_deleted_is_reported(outrider: Outrider, folder: Path) -> None:

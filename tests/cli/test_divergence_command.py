@@ -13,7 +13,7 @@ def test_the_same_texts(outrider: Outrider, prompts: Path) -> None:
     """In float64, where rounding moves no token."""
     options = "--prompts", prompts, "-n", 30, "--dtype", "float64"
     ended = outrider("divergence", *options, "-k", 3, "--json", "-")
-    assert ended.code == 0 and "2 of 2 texts the same" in ended.err
+    assert ended.code == 0 and "2 of 2 outputs the same" in ended.err
     document = only_document(ended.out, "divergence")
     assert document["num_texts"] == 2 and document["num_tokens"] == 60 and not document["differences"]
     sampled = outrider("divergence", *options, "--acceptance", "gumbel", "-t", 0.9)

@@ -204,7 +204,7 @@ def test_it_can_be_paused_and_played_again(driver: Any, server: Running) -> None
     # In one script, so that no time passes between the two.
     driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
     driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-    assert not is_over(driver) and pause.text == "Go on"
+    assert not is_over(driver) and pause.text == "Continue"
     assert [lane["tokens"] for lane in driver.execute_script(SHOWN)] == [[], []]
     pause.click()
     wait_until(lambda: is_over(driver))
@@ -223,7 +223,7 @@ def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
         fill(driver, prompt="w3 w7", max_tokens=9)
         driver.find_element("id", "start").click()
         wait_until(lambda: "NaN" in driver.find_element("id", "error").text)
-        assert verdict(driver) == "The race has broken off."
+        assert verdict(driver) == "The race was interrupted."
         assert driver.find_element("id", "pause").text == "Pause"
         assert not driver.find_element("id", "pause").is_enabled()
 
