@@ -202,7 +202,7 @@ FIELDS: list[tuple[str, str]] = [
     ('"stop_strings": "."', "a prompt has no field 'stop_strings': did you mean 'stop'?"),
     ('"suppress_tokens": [5]', "a prompt has no field 'suppress_tokens': logit_bias forbids a token"),
     ('"assistant_model": "x"', "a prompt has no field 'assistant_model': the draft is chosen with the target"),
-    ('"colour": 5', "a prompt has no field 'colour': put notes of your own under 'metadata'"),
+    ('"colour": 5', "a prompt has no field 'colour': put your own notes under 'metadata'"),
     ('"temperature": -1', "temperature = -1 is invalid: a number >= 0"),
     ('"temperature": "hot"', "temperature = 'hot' is invalid"),
     ('"temperature": NaN', "temperature = nan is invalid"),

@@ -29,7 +29,7 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     ended = outrider("certify", *arguments, "--json", file, "--html", page)
     assert (ended.code, ended.err) == (0, "")
     assert "CERTIFIED (a correct implementation fails 1 run in 1,000)" in ended.out
-    assert "300 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
+    assert "300 tokens in" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     assert page.read_text(encoding="utf-8") == render_certificate(first)
     assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64

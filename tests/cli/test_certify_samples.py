@@ -61,9 +61,9 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     others = _write(tmp_path / "others", rows)
     assert outrider("certify-samples", "fable", others, "-t", 0.8).code == 0
     ended = outrider("certify-samples", "fable", others, "-t", 2, "--html", page)
-    assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper law" in ended.out
+    assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper distribution" in ended.out
     text = page.read_text(encoding="utf-8")
-    assert "Not consistent" in text and "The law of the text is pushed towards a sharper law" in text
+    assert "Not consistent" in text and "The law of the text is pushed towards a sharper distribution" in text
 
 
 def test_texts_under_a_constraint_are_refused(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
         return outrider("certify-samples", "fable", _write(path, list(rows))).error
 
     good = {"prompt_ids": [1, 2], "token_ids": [3, 4]}
-    assert "two sampled texts" in error(good)
-    assert "two sampled texts" in error()
+    assert "two samples" in error(good)
+    assert "two samples" in error()
     assert "line 2: give 'token_ids'" in error(good, {"prompt": "The king"})
     assert "line 1: give 'prompt_ids'" in error(good | {"prompt_ids": ["a"]})
     assert "line 1: 'text' needs 'prompt'" in error({"prompt_ids": [1], "text": "a"})

@@ -26,7 +26,7 @@ def test_a_fault_is_explained(outrider: Outrider, prompts: Path, monkeypatch: py
     ended = outrider("divergence", "--prompts", prompts, "-n", 30)
     assert ended.code == 1 and "FAILED" in ended.out
     lines = [line for line in ended.out.splitlines() if line.startswith("prompt ")]
-    assert lines and "in plain decoding, here" in lines[0] and "margin" in lines[0] and ": bug" in ended.out
+    assert lines and "in plain decoding, " in lines[0] and "margin" in lines[0] and ": bug" in ended.out
 
 
 def test_bad_options(outrider: Outrider) -> None:

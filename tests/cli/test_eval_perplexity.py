@@ -97,6 +97,6 @@ def test_bad_input(outrider: Outrider, text: Path, tmp_path: Path) -> None:
     assert "--context = 0 is invalid" in outrider("eval", "perplexity", text, "--context", 0).error
     assert "--stride = -1 is invalid" in outrider("eval", "perplexity", text, "--stride", -1).error
     assert "some would be skipped" in outrider("eval", "perplexity", text, "--stride", 9, "--context", 8).error
-    assert "this command reads it" in outrider("eval", "perplexity", text, "--json", text).error
+    assert "another option reads or writes this file" in outrider("eval", "perplexity", text, "--json", text).error
     assert "takes one draft" in outrider("eval", "perplexity", text, "--draft", "ngram", "--draft", "fable").error
     assert text.read_text() == TEXT

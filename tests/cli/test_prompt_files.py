@@ -144,14 +144,14 @@ REFUSED: list[tuple[Any, str]] = [
     (batch({"prompt": "a", "n": 2}), ", body: n = 2 is not supported in a prompt file"),
     (batch({"prompt": "a", "stream": True}), ", body: stream = True is not possible"),
     (batch({"prompt": "a", "acceptance": "gumbel"}), ", body: acceptance = 'gumbel' is not possible"),
-    (batch({"prompt": ["a", "b"]}), ", body: the prompt is one text"),
-    (batch({"prompt": [3, 4]}), ", body: the prompt is one text"),
+    (batch({"prompt": ["a", "b"]}), ", body: the prompt must be one string"),
+    (batch({"prompt": [3, 4]}), ", body: the prompt must be one string"),
     (batch({}), ", body: prompt must be a string"),
     (batch({"messages": "a"}), ", body: messages must be a list"),
     (batch({"prompt": "a", "top_k": 10**30}), ": top_k is a number with too many digits"),
     (batch({"prompt": "a", "temperature": 7e9}), ": temperature = 7000000000.0 is invalid"),
     (batch({"prompt": "a", "model": "gpt"}), ": model = 'gpt' is invalid: the target is 'fable'"),
-    (batch({"prompt": "a"}, url="/v1/embeddings"), ": the url is one of /v1/chat/completions, /v1/completions"),
+    (batch({"prompt": "a"}, url="/v1/embeddings"), ": the url must be one of /v1/chat/completions, /v1/completions"),
     (batch({"prompt": "a"}, method="GET"), ": the method must be POST, not 'GET'"),
     (batch({"prompt": "a"}, temperature=1), ": a request of a batch has no field 'temperature'"),
     (batch([1]), ": the body is not a JSON object"),
@@ -192,7 +192,7 @@ def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
 def test_other_commands_take_texts(outrider: Outrider, tmp_path: Path, row: Any) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(jsonl({"prompt": "a"}, row))
-    assert f"{path}, line 2: this command takes no " in outrider("alpha", "--prompts", path).error
+    assert f"{path}, line 2: this command does not support " in outrider("alpha", "--prompts", path).error
 
 
 # Invalid rows: in the file, on the command line too, and only for the target.

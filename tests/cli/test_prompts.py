@@ -281,7 +281,7 @@ def test_no_file_is_written_over(outrider: Outrider, prompts: Path, tmp_path: Pa
     """Neither output by the other, nor the prompts by one of them."""
     path, before = tmp_path / "out.json", prompts.read_bytes()
     arguments = ("generate", "--prompts", prompts, *OPTIONS)
-    remedy = "another option reads or writes this file: choose another"
+    remedy = "another option reads or writes this file: choose another file"
     assert remedy in outrider(*arguments, "--output", path, "--json", path).error and not path.exists()
     for option in ("--output", "--json"):
         assert remedy in outrider(*arguments, option, prompts).error

@@ -223,7 +223,7 @@ def _num_tokens(job: CertifyTask, pilot: Pilot, detect_tv: float | None, budget_
     if detect_tv is None:
         return pilot.num_tokens_for(budget_s)
     if job.is_greedy:
-        raise OptionError("--detect-tv", detect_tv, "temperature 0 is deterministic; leave this option out")
+        raise OptionError("--detect-tv", detect_tv, "temperature 0 is deterministic; leave it out")
     return pilot.num_tokens_to_detect(detect_tv, job.level)
 
 

@@ -121,7 +121,7 @@ def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Pat
         if path.exists() and not path.is_file() and not path.is_dir():
             continue  # a device or a pipe, where nothing is overwritten
         if any(path == other or other in path.parents for other in taken):
-            raise OptionError(option, str(output), "another option reads or writes this file: choose another")
+            raise OptionError(option, str(output), "another option reads or writes this file: choose another file")
         taken.append(path)
 
 
