@@ -141,7 +141,7 @@ def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) 
     rounds.write_text("[3]\n[4]\n[2]\n[4]\n")
     ended = outrider("analyze", rounds, "--plot", plot)
     assert ended.code == 0 and plot.stat().st_size > 5000
-    assert "of judged" in ended.out and "Plot:" in ended.out
+    assert "of reached" in ended.out and "Plot:" in ended.out
 
 
 def test_an_interrupted_recording_is_continued(
@@ -260,6 +260,6 @@ def test_texts_of_another_number_than_prompts(outrider: Outrider, prompts: Path,
     tensors = tmp_path / "t.txt"
     options = ("--format", "tensors", "--prompts", prompts, "--tokenizer-of", "fable")
     tensors.write_text(f"{torch.tensor([[1, 2]])}\n")
-    assert "has 1 texts, but" in outrider("replay", tensors, *options).error
+    assert "has 1 outputs, but" in outrider("replay", tensors, *options).error
     tensors.write_text(f"{torch.tensor([[1, 2], [1, 2], [1, 999999]])}\n")
     assert "output 2: empty, or with ids unknown to fable" in outrider("replay", tensors, *options).error
