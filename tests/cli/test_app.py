@@ -218,7 +218,7 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.runtime.lm.LM.forward", fail)
     ended = outrider("generate", "Once", "-n", 3)
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("error: the device's memory is full (CUDA out of memory): choose a narrower --dtype")
+    assert ended.err.startswith("error: out of device memory (CUDA out of memory): choose a narrower --dtype")
     assert ended.err.count("\n") == 1
 
 

@@ -151,10 +151,10 @@ MORE_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("generate", "Once", "--draft", "ngram", "--draft", "none"), "this command takes one draft"),
     (("generate", "Once", "--chat"), "this model has no chat template: give the prompt as text"),
     (("generate", "Once", "--batch-size", 0), "--batch-size = 0 is invalid: a whole number >= 1"),
-    (("generate", "Once", "--batch-size", 2), "for a file of prompts"),
-    (("generate", "Once", "--output", "x.jsonl"), "for a file of prompts"),
+    (("generate", "Once", "--batch-size", 2), "needs a file of prompts"),
+    (("generate", "Once", "--output", "x.jsonl"), "needs a file of prompts"),
     (("compare", "--num-runs", 0), "--num-runs = 0 is invalid: a whole number >= 1"),
-    (("compare", "--draft", "none"), "there would be nothing to compare"),
+    (("compare", "--draft", "none"), "there is nothing to compare"),
 ]
 
 
@@ -175,14 +175,14 @@ def test_a_prompt_and_a_file_of_prompts(refused: Refused, tmp_path: Path) -> Non
 FILES: list[tuple[bytes, str]] = [
     (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: not JSON (Expecting ',' delimiter at column 15)"),
     (b'{"prompt": "a"}\n\n["b"]\n', "line 3: not a JSON object"),
-    (b'{"prompt": "a"}\n{"text": "b"}\n', "line 2: there is no text under the key 'prompt'"),
-    (b'{"prompt": 5}\n', "line 1: there is no text under the key 'prompt'"),
+    (b'{"prompt": "a"}\n{"text": "b"}\n', "line 2: the key 'prompt' has no string"),
+    (b'{"prompt": 5}\n', "line 1: the key 'prompt' has no string"),
     (b'{"prompt": "a"}\n{"prompt": ""}\n', "line 2: the prompt is empty"),
     (b'{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2"),
     ("Once\nGrüße\n".encode("latin-1"), "line 2: not UTF-8 (byte 7): convert it"),
     ("Once\n".encode("utf-16"), "not UTF-8"),
-    (b"", "has no prompts in it"),
-    (b"\n  \n", "has no prompts in it"),
+    (b"", "contains no prompts"),
+    (b"\n  \n", "contains no prompts"),
 ]
 
 
@@ -202,19 +202,19 @@ FIELDS: list[tuple[str, str]] = [
     ('"stop_strings": "."', "a prompt has no field 'stop_strings': did you mean 'stop'?"),
     ('"suppress_tokens": [5]', "a prompt has no field 'suppress_tokens': logit_bias forbids a token"),
     ('"assistant_model": "x"', "a prompt has no field 'assistant_model': the draft is chosen with the target"),
-    ('"colour": 5', "a prompt has no field 'colour': put notes of your own under 'metadata'"),
+    ('"colour": 5', "a prompt has no field 'colour': put your own notes under 'metadata'"),
     ('"temperature": -1', "temperature = -1 is invalid: a number >= 0"),
     ('"temperature": "hot"', "temperature = 'hot' is invalid"),
     ('"temperature": NaN', "temperature = nan is invalid"),
     ('"seed": 1.5', "seed = 1.5 is invalid"),
-    ('"top_p": 1' + "0" * 400, "top_p is a number of too many digits"),
-    ('"top_k": 1' + "0" * 5000, "a number of too many digits"),
-    ('"ignore_eos": "no"', "ignore_eos is true or false, not 'no'"),
+    ('"top_p": 1' + "0" * 400, "top_p is a number with too many digits"),
+    ('"top_k": 1' + "0" * 5000, "a number has too many digits"),
+    ('"ignore_eos": "no"', "ignore_eos must be true or false, not 'no'"),
     ('"logprobs": true', "logprobs = True is invalid"),
     ('"stop": [1]', "stop = 1 is invalid"),
     ('"stop": {"a": 1}', "stop = {'a': 1} is invalid"),
-    ('"logit_bias": ["5=1"]', "logit_bias is an object of token ids and numbers"),
-    ('"logit_bias": {"the": 1}', "logit_bias is an object of token ids and numbers"),
+    ('"logit_bias": ["5=1"]', "logit_bias must map token ids to numbers"),
+    ('"logit_bias": {"the": 1}', "logit_bias must map token ids to numbers"),
     ('"logit_bias": {"5": Infinity}', "logit_bias = inf is invalid"),
     ('"logit_bias": {"99999999": 1}', "logit_bias = 99999999 is invalid: token ids are below"),
 ]

@@ -28,8 +28,8 @@ def test_a_certificate_and_once_more(outrider: Outrider, prompts: Path, tmp_path
     arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 24, "-k", 3, "--top-k", 500
     ended = outrider("certify", *arguments, "--json", file, "--html", page)
     assert (ended.code, ended.err) == (0, "")
-    assert "CERTIFIED (a correct rule fails the tests with probability 0.001)" in ended.out
-    assert "300 tokens of" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
+    assert "CERTIFIED (a correct implementation fails 1 run in 1,000)" in ended.out
+    assert "300 tokens in" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     assert page.read_text(encoding="utf-8") == render_certificate(first)
     assert first["is_certified"] and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
@@ -83,7 +83,7 @@ def test_what_was_asked_for_is_asked_for_again(
     document["options"]["detect_tv"] = 0.001
     file.write_text(json.dumps(document))
     ended = outrider("certify", "--again", file)
-    assert ended.code == 3 and "more than the requested 0.10%" in ended.out
+    assert ended.code == 3 and "exceeds the requested 0.10%" in ended.out
     assert "INCONCLUSIVE: about " in ended.out and " tokens would decide" in ended.out
 
 

@@ -51,7 +51,7 @@ def test_a_disk_that_fills_up_in_mid_run(outrider: Outrider, prompts: Path, tmp_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ended.error == (
-        f"cannot write {output}: File too large; the lines in it are whole, and the same command goes on after them"
+        f"cannot write {output}: File too large; the lines in it are whole, and the same command continues after them"
     )
     assert output.read_bytes() == kept
     assert outrider(*arguments).code == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from commands import Outrider
-from outrider.cli.shared.context_limit import tell_num_cut
+from outrider.cli.shared.context_limit import report_num_limited
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 
@@ -47,8 +47,8 @@ def test_a_limit_beyond_the_context_is_told(
         arguments, longest = ("The king",), 2
     (line,) = told(outrider, monkeypatch, command, *arguments, "-n", 1024 - longest + 1)
     assert line == (
-        f"-n {1024 - longest + 1} goes beyond the context of fable, which takes 1024 tokens in all: {longest} of the "
-        f"{'prompt' if command == 'compare' else 'longest prompt'} and {1024 - longest} of the text"
+        f"-n {1024 - longest + 1} exceeds the context of fable, 1024 tokens: with {longest} in the "
+        f"{'prompt' if command == 'compare' else 'longest prompt'}, at most {1024 - longest} are generated"
     )
     assert not told(outrider, monkeypatch, command, *arguments, "-n", 1024 - longest)
 
@@ -57,11 +57,11 @@ def test_the_context_of_the_draft(outrider: Outrider, monkeypatch: pytest.Monkey
     """Certificates are of texts that both models can take."""
     monkeypatch.setattr(ModelDrafter, "context_len", 64)
     (line,) = told(outrider, monkeypatch, "certify", "--prompts", prompts, "-n", 100)
-    assert line.startswith("-n 100 goes beyond the context of fable-draft, which takes 64 tokens in all: 5 of the ")
+    assert line.startswith("-n 100 exceeds the context of fable-draft, 64 tokens: with 5 in the ")
 
 
 def test_prompts_of_a_file_with_limits_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     for num_cut in range(3):
-        tell_num_cut("fable", num_cut)
-    begin = "-n goes beyond the context of fable for "
-    assert capsys.readouterr().err == f"{begin}1 prompt: its text ends there\n{begin}2 prompts: their texts end there\n"
+        report_num_limited("fable", num_cut)
+    begin, end = "-n exceeds the context of fable for ", ": generation stops there\n"
+    assert capsys.readouterr().err == f"{begin}1 prompt{end}{begin}2 prompts{end}"

@@ -49,9 +49,9 @@ def test_what_is_kept_is_deleted(outrider: Outrider, folder: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["other.json"]
     assert "--draft = 'draft'" in outrider("costs", "--draft", "draft").error
     done = outrider("costs", "--clear")
-    assert done.code == 0 and "1 that cannot be read" in done.out and not list(folder.iterdir())
+    assert done.code == 0 and "1 unreadable" in done.out and not list(folder.iterdir())
     again = outrider("costs", "--clear")
-    assert again.code == 0 and "0 files in" in again.out and "There is nothing to delete." in again.out
+    assert again.code == 0 and "0 files in" in again.out and "Nothing to delete." in again.out
 
 
 def test_what_cannot_be_deleted_is_reported(outrider: Outrider, folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_cannot_be_deleted_is_reported(outrider: Outrider, folder: Path) ->
     for name in ("0.json", "z.json"):
         (folder / name).mkdir()
     done = outrider("costs", "--clear")
-    assert done.code == 2 and "2 files in" in done.out and "3 that cannot be read" in done.out
+    assert done.code == 2 and "2 files in" in done.out and "3 unreadable" in done.out
     assert done.err == f"error: cannot delete {folder / '0.json'}: Is a directory (and 1 more)\n"
     assert sorted(file.name for file in folder.iterdir()) == ["0.json", "z.json"]
 

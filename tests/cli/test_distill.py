@@ -55,7 +55,7 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     assert "accepts 1024" in outrider(*to, "--length", 2000).error
     assert "num_layers = 0" in outrider(*to, "--layers", 0).error
     assert "0 <= seed < 2**32" in outrider(*to, "--seed", 2**32).error
-    assert "leave out the widths" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
+    assert "leave out the sizes" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
     assert "cannot read" in outrider(*to, "--data", tmp_path / "missing").error
     assert "tokens, for training" in outrider(*to, "--data", text, "--length", 900).error
     assert "no model" in outrider("distill", "fabel", "--output", tmp_path / "x").error

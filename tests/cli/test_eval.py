@@ -114,7 +114,7 @@ def test_problems_are_not_left_out_of_the_progress(outrider: Outrider, monkeypat
         (("--batch-size", 0), "--batch-size = 0 is invalid"),
         (("--margin", 0), "--margin = 0.0 is invalid: a number between 0 and 1"),
         (("--margin", "nan"), "--margin = nan is invalid"),
-        (("--draft", "none"), "there would be nothing to compare"),
+        (("--draft", "none"), "there is nothing to compare"),
         (("--draft", "ngram", "--draft", "fable"), "this command takes one draft"),
         (("-k", "1-3"), "this command takes one number"),
     ],

@@ -33,9 +33,9 @@ def test_the_table(outrider: Outrider, folder: Path) -> None:
     assert rows["pages:", "bits_per_byte"][0] == str(len(PAGES)) and rows["pages:", "bits_per_byte"][2:] == ["-"] * 5
     text = " ".join(ended.out.split())
     assert "difference of 0.6 or more" in text
-    assert "Scored once: endings, pages. The likelihood of given text is the target's own" in text
+    assert "Scored once: endings, pages. The likelihood of given text needs no draft" in text
     assert "Not a mean over documents, so not tested: answers: bleu." in text
-    assert text.endswith("Verdict, 5% error for each claim: all equivalent within 0.6 (1 of 1); none shown to differ.")
+    assert text.endswith("Verdict, 5% error per claim: all equivalent within 0.6 (1 of 1); none shown to differ.")
 
 
 def test_groups(outrider: Outrider, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_an_error_before_anything_is_loaded(
         (("--tasks", "a", "-t", -1), "temperature = -1.0 is invalid"),
         (("--tasks", "a", "-n", 0), "max_new_tokens = 0 is invalid"),
         (("--tasks", "a", "--logit-bias", "x"), "write TOKEN_ID=BIAS"),
-        (("--tasks", "a", "--draft", "none"), "there would be nothing to compare"),
+        (("--tasks", "a", "--draft", "none"), "there is nothing to compare"),
         (("--tasks", "a", "-k", "1-3"), "this command takes one number"),
         (("--tasks", "a", "--include-path", "/nowhere"), "there is no such folder"),
     ],

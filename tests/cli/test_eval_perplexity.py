@@ -70,7 +70,7 @@ def test_the_target_alone(outrider: Outrider, text: Path, draft: str) -> None:
     document = only_document(ended.out, "eval-perplexity")
     assert len(document["perplexities"]) == 1
     assert document["agreement"] is document["alpha"] is None
-    assert f"The draft '{draft}' has no probabilities of its own: this is the target alone." in ended.err
+    assert f"The draft '{draft}' has no probabilities of its own: these are the target's." in ended.err
 
 
 def test_the_context_is_the_shorter_one(outrider: Outrider, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_bad_input(outrider: Outrider, text: Path, tmp_path: Path) -> None:
     assert "only one token" in outrider("eval", "perplexity", empty).error
     assert "--context = 0 is invalid" in outrider("eval", "perplexity", text, "--context", 0).error
     assert "--stride = -1 is invalid" in outrider("eval", "perplexity", text, "--stride", -1).error
-    assert "some would be left out" in outrider("eval", "perplexity", text, "--stride", 9, "--context", 8).error
-    assert "this command reads it" in outrider("eval", "perplexity", text, "--json", text).error
+    assert "some would be skipped" in outrider("eval", "perplexity", text, "--stride", 9, "--context", 8).error
+    assert "another option reads or writes this file" in outrider("eval", "perplexity", text, "--json", text).error
     assert "takes one draft" in outrider("eval", "perplexity", text, "--draft", "ngram", "--draft", "fable").error
     assert text.read_text() == TEXT

@@ -33,7 +33,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_export_is_one_process(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.cli.commands.export.is_one_of_several", lambda: True)
     ended = outrider("export", "--to", "vllm", "--output", tmp_path / "out")
-    assert ended.code == 2 and "export without torchrun" in ended.err and not (tmp_path / "out").exists()
+    assert ended.code == 2 and "leave out torchrun" in ended.err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", [name for name in ENGINES if name != "openvino"])
@@ -83,7 +83,7 @@ def test_nothing_known(outrider: Outrider, tmp_path: Path) -> None:
     ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--json", "-")
     document = only_document(ended.out, "export")
     assert document["k"] == 4 and document["outlooks"] == [] and document["setting"] == "probabilistic"
-    assert "tau: not known" in ended.err and "**tau is not known**" in (tmp_path / "README.md").read_text()
+    assert "tau: unknown" in ended.err and "**tau is not known**" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "target").resolve() == zoo("fable") and (tmp_path / "draft").resolve() == zoo("fable-draft")
     assert os.access(tmp_path / "serve.sh", os.X_OK)
     assert outrider("export", "--to", "vllm", "--output", tmp_path, "-k", 7, "-t", 0).code == 0  # in its own place

@@ -237,20 +237,18 @@ def test_a_drawn_seed_repeats_the_text(outrider: Outrider, more: tuple[object, .
 def test_a_text_that_a_seed_does_not_repeat(outrider: Outrider) -> None:
     """Under -k auto the text follows the load, too. A greedy text needs no seed."""
     message = outrider("generate", "Once", "-n", 2).err
-    assert re.search(r", seed \d+ \(and a K that followed the load: with -k 4, ", message)
+    assert re.search(r", seed \d+ \(K adapted to the load: to repeat an output, give -k 4 ", message)
     assert "seed" not in outrider("generate", "Once", "-n", 2, "-t", 0).err
 
 
 def test_a_limit_beyond_the_context_is_told(outrider: Outrider, tmp_path: Path) -> None:
-    message = (
-        "-n 2000 goes beyond the context of fable, which takes 1024 tokens in all: 1 of the prompt and 1023 of the text"
-    )
+    message = "-n 2000 exceeds the context of fable, 1024 tokens: with 1 in the prompt, at most 1023 are generated"
     assert outrider("generate", "Once", "-n", 2000, "--stop", " ").err.splitlines()[0] == message
     assert "context" not in outrider("generate", "Once", "-n", 1023, "--stop", " ").err
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once", "max_new_tokens": 9}\n{"prompt": "Once"}\n{"prompt": "A"}\n')
     ended = outrider("generate", "--prompts", prompts, "-n", 2000, "--stop", " ")
-    assert ended.err.splitlines()[0] == "-n goes beyond the context of fable for 2 prompts: their texts end there"
+    assert ended.err.splitlines()[0] == "-n exceeds the context of fable for 2 prompts: generation stops there"
 
 
 def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_shards_that_there_are_not(text: str) -> None:
     with pytest.raises(OptionError) as error:
         Shard.parse(text)
     assert str(error.value) == (
-        f"--shard = {text!r} is invalid: write NUMBER/COUNT, for four processes 1/4, 2/4, 3/4 and 4/4"
+        f"--shard = {text!r} is invalid: give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4"
     )
 
 

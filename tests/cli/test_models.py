@@ -144,10 +144,10 @@ def test_a_prediction_stays_within_the_context_of_both_models(outrider: Outrider
 
 def test_predictions_that_are_not_possible(outrider: Outrider) -> None:
     for arguments, message in (
-        (("--draft", "fable-draft"), "--draft = 'fable-draft' is invalid: give its --target too"),
+        (("--draft", "fable-draft"), "--draft = 'fable-draft' is invalid: give --target too"),
         (("--target", "fable", "--devices", "3"), "which 3 processes cannot share evenly"),
         (("--target", "fable", "-k", "-1"), "num_draft_tokens = -1 is invalid"),
-        (("--target", "fable", "--draft", "ngram"), "name the model alone"),
+        (("--target", "fable", "--draft", "ngram"), "give a model"),
         (("--target", "fable", "--devices", "0"), "--devices = '0' is invalid: whole numbers from 1 to 64"),
         (("--target", "fable", "--context", 10**6), "this model accepts"),
     ):

@@ -25,7 +25,7 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] in (["fable-draft"], ["ngram"])]
     assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "12"]
     assert "Best: " in ended.out and "outrider generate --target fable --draft " in ended.out
-    assert "took no time: " in ended.out and "Target, ms for T tokens in a row: 1: " in ended.out
+    assert "took no time: " in ended.out and "Target, ms for T tokens per sequence: 1: " in ended.out
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_bad_options(outrider: Outrider, prompts: Path) -> None:
     assert "like 1-8" in outrider("plan", "-k", "auto").error
     assert "like 1,4" in outrider("plan", "--batch-size", "0").error
     assert "like 1,4" in outrider("plan", "--context", "x").error
-    assert "name the drafts" in outrider("plan", "--draft", "none").error
+    assert "give the drafts" in outrider("plan", "--draft", "none").error
     assert "accepts 1024" in outrider("plan", "--context", "1000", "-k", 8).error
     assert "leave out --prompts" in outrider("plan", "--log", prompts, "--prompts", prompts).error
 

@@ -60,9 +60,9 @@ def test_plain_prompts_may_begin_with_a_bracket(tmp_path: Path, text: str) -> No
             ", which begins like a JSON array: not JSON (Expecting value at line",
         ),
         ('["a"]\n["b"]\n', ", which begins like a JSON array: not JSON (Extra data at line 2, column 1)"),
-        ('["a", 3]', ", item 2: neither a text nor a JSON object"),
-        ("[1, 2]", ", item 1: neither a text nor a JSON object"),
-        ("[]", " has no prompts in it"),
+        ('["a", 3]', ", item 2: neither a string nor a JSON object"),
+        ("[1, 2]", ", item 1: neither a string nor a JSON object"),
+        ("[]", " contains no prompts"),
         ('["a", {"promt": "b"}]', ", item 2: a prompt has no field 'promt': did you mean 'prompt'?"),
         (f"[{'9' * 5000}]\n", None),
     ],
@@ -139,26 +139,26 @@ def test_requests_of_a_batch_are_read_as_by_the_server(outrider: Outrider, tmp_p
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (batch({"prompt": "a", "foo": 1}), ", body: the field 'foo' is not known"),
-    (batch({"prompt": "a", "tools": [{}]}), ", body: tools = [{}] is not served"),
-    (batch({"prompt": "a", "n": 2}), ", body: n = 2 is not possible in a file of prompts"),
+    (batch({"prompt": "a", "foo": 1}), ", body: unknown field 'foo'"),
+    (batch({"prompt": "a", "tools": [{}]}), ", body: tools = [{}] is not supported"),
+    (batch({"prompt": "a", "n": 2}), ", body: n = 2 is not supported in a prompt file"),
     (batch({"prompt": "a", "stream": True}), ", body: stream = True is not possible"),
     (batch({"prompt": "a", "acceptance": "gumbel"}), ", body: acceptance = 'gumbel' is not possible"),
-    (batch({"prompt": ["a", "b"]}), ", body: the prompt is one text"),
-    (batch({"prompt": [3, 4]}), ", body: the prompt is one text"),
-    (batch({}), ", body: prompt is a text"),
-    (batch({"messages": "a"}), ", body: messages is a list"),
-    (batch({"prompt": "a", "top_k": 10**30}), ": top_k is a number of too many digits"),
+    (batch({"prompt": ["a", "b"]}), ", body: the prompt must be one string"),
+    (batch({"prompt": [3, 4]}), ", body: the prompt must be one string"),
+    (batch({}), ", body: prompt must be a string"),
+    (batch({"messages": "a"}), ", body: messages must be a list"),
+    (batch({"prompt": "a", "top_k": 10**30}), ": top_k is a number with too many digits"),
     (batch({"prompt": "a", "temperature": 7e9}), ": temperature = 7000000000.0 is invalid"),
     (batch({"prompt": "a", "model": "gpt"}), ": model = 'gpt' is invalid: the target is 'fable'"),
-    (batch({"prompt": "a"}, url="/v1/embeddings"), ": the url is one of /v1/chat/completions, /v1/completions"),
-    (batch({"prompt": "a"}, method="GET"), ": the method is POST, not 'GET'"),
+    (batch({"prompt": "a"}, url="/v1/embeddings"), ": the url must be one of /v1/chat/completions, /v1/completions"),
+    (batch({"prompt": "a"}, method="GET"), ": the method must be POST, not 'GET'"),
     (batch({"prompt": "a"}, temperature=1), ": a request of a batch has no field 'temperature'"),
     (batch([1]), ": the body is not a JSON object"),
-    ({"messages": []}, ": messages is a list with at least one message"),
+    ({"messages": []}, ": messages must be a list with at least one message"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ": messages[0].content is text"),
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, ": the messages has half a character"),
-    ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, ": it has a prompt and messages"),
+    ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, ": give a prompt or messages"),
     ({"prompt": "a", "id": "\ud800"}, ": the id has half a character"),
     ({"prompt": "a", "stop": "\ud800"}, ": the stop has half a character"),
 ]
@@ -192,7 +192,7 @@ def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
 def test_other_commands_take_texts(outrider: Outrider, tmp_path: Path, row: Any) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(jsonl({"prompt": "a"}, row))
-    assert f"{path}, line 2: this command takes no " in outrider("alpha", "--prompts", path).error
+    assert f"{path}, line 2: this command does not support " in outrider("alpha", "--prompts", path).error
 
 
 # Invalid rows: in the file, on the command line too, and only for the target.

@@ -116,4 +116,4 @@ def test_other_commands_refuse_them(outrider: Outrider, tmp_path: Path, command:
     """They would mean something else there, or nothing."""
     prompts = file_of(tmp_path / "prompts.jsonl", [{}, {"temperature": 0.5}])
     message = outrider(*command, "--prompts", prompts).error
-    assert f"{prompts}, line 2: this command takes no options of single prompts ('temperature')" in message
+    assert f"{prompts}, line 2: this command does not support per-prompt options ('temperature')" in message

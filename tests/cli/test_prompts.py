@@ -245,7 +245,7 @@ def test_zeros_within_a_file_are_reported(outrider: Outrider, prompts: Path, tmp
     first, second, *others = output.read_bytes().splitlines(keepends=True)
     damaged = b"".join([first, second[:100], bytes(100), second[200:], *others])
     output.write_bytes(damaged)
-    assert outrider(*arguments).error.startswith(f"{output}, line 2 has zeros in it, as a loss of power leaves them")
+    assert outrider(*arguments).error.startswith(f"{output}, line 2 has zeros in it, as a power loss leaves them")
     assert output.read_bytes() == damaged
     output.write_bytes(b"".join([first, *others]))
     assert outrider(*arguments).code == 0
@@ -281,7 +281,7 @@ def test_no_file_is_written_over(outrider: Outrider, prompts: Path, tmp_path: Pa
     """Neither output by the other, nor the prompts by one of them."""
     path, before = tmp_path / "out.json", prompts.read_bytes()
     arguments = ("generate", "--prompts", prompts, *OPTIONS)
-    remedy = "this command reads it, or writes it for another option: choose another file"
+    remedy = "another option reads or writes this file: choose another file"
     assert remedy in outrider(*arguments, "--output", path, "--json", path).error and not path.exists()
     for option in ("--output", "--json"):
         assert remedy in outrider(*arguments, option, prompts).error

@@ -29,10 +29,10 @@ def prompts(tmp_path: Path) -> Path:
 
 
 REFUSED: list[tuple[tuple[object, ...], str]] = [
-    (("--ray-workers", 2), "--ray-workers = 2 is invalid: it is for work on a cluster: add --ray ADDRESS"),
+    (("--ray-workers", 2), "--ray-workers = 2 is invalid: it needs a cluster: add --ray ADDRESS"),
     (("--ray", "local", "--ray-workers", 0), "--ray-workers = 0 is invalid: a whole number >= 1"),
     (("--ray", "ray://head:10001"), "start the command on the cluster, with --ray auto"),
-    (("--ray", "local", "--device", "cuda:1"), "--device = 'cuda:1' is invalid: a worker on Ray sees one GPU"),
+    (("--ray", "local", "--device", "cuda:1"), "--device = 'cuda:1' is invalid: a Ray worker sees only its own GPU"),
 ]
 
 
@@ -42,7 +42,7 @@ def test_options_out_of_range(outrider: Outrider, prompts: Path, options: tuple[
 
 
 def test_a_single_prompt_needs_no_cluster(outrider: Outrider) -> None:
-    assert "for a file of prompts" in outrider("generate", "Once", "--ray", "local").error
+    assert "needs a file of prompts" in outrider("generate", "Once", "--ray", "local").error
 
 
 def test_without_ray_the_extra_is_named(

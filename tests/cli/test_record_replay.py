@@ -126,7 +126,7 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
         for where in ((log,), foreign)
     ]
     assert arms[0] == arms[1]
-    assert "assumed to be greedy" in outrider("replay", *foreign, "-k", 1).out
+    assert "assumes greedy outputs" in outrider("replay", *foreign, "-k", 1).out
     options = ("-k", 2, "--output", counts, "--output-format", "cumulative", "--batch-size", 2, "--dtype", "float64")
     assert outrider("replay", log, *options).code == 0
     assert counts.read_text().startswith("[")
@@ -141,7 +141,7 @@ def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) 
     rounds.write_text("[3]\n[4]\n[2]\n[4]\n")
     ended = outrider("analyze", rounds, "--plot", plot)
     assert ended.code == 0 and plot.stat().st_size > 5000
-    assert "of judged" in ended.out and "Plot:" in ended.out
+    assert "of reached" in ended.out and "Plot:" in ended.out
 
 
 def test_an_interrupted_recording_is_continued(
@@ -212,15 +212,15 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "--output", log / "index.jsonl"), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--json", tmp_path / "." / "r"), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--seed", -1), "--seed = -1"),
-        (("replay", log, "-k", 2, "--output-format", "cumulative"), "give that too"),
+        (("replay", log, "-k", 2, "--output-format", "cumulative"), "it needs --output"),
         (("analyze", prompts, "--json", prompts), "choose another file"),
         (("replay", tmp_path / "nowhere"), "create one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
         (("replay", log, "--acceptance", "hope"), "choose one of rejection"),
         (("replay", log, "--format", "xml"), "choose outrider or tensors"),
-        (("replay", log, "--format", "tensors"), "tensors go with --prompts and --tokenizer-of"),
-        (("replay", log, "--prompts", prompts), "tensors go with --prompts and --tokenizer-of"),
+        (("replay", log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),
+        (("replay", log, "--prompts", prompts), "tensors need --prompts and --tokenizer-of"),
         (("replay", log, "--output", tmp_path / "r", "--output-format", "cumulative"), "give one of each"),
         (("replay", log, "--plot", tmp_path / "p.xyz"), "the name must end in"),
         (("analyze", log / "log.json"), "neither a line of replay"),
@@ -238,14 +238,14 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"turns": []}, "there is no text under the key 'turns'"),
-        ({"turns": "text"}, "there is no text under the key 'turns'"),
-        ({"text": "x"}, "there is no text under the key 'prompt'"),
-        ({"prompt": "x", "category": 3}, "the category 3 is not a text"),
+        ({"turns": []}, "the key 'turns' has no string"),
+        ({"turns": "text"}, "the key 'turns' has no string"),
+        ({"text": "x"}, "the key 'prompt' has no string"),
+        ({"prompt": "x", "category": 3}, "the category 3 is not a string"),
         ({"prompt": "x", "category": "a\ud800"}, "line 1: the category has half a character at 1 (a lone surrogate)"),
         ({"prompt": "\udc00"}, "line 1: the prompt has half a character at 0 (a lone surrogate)"),
-        ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "line 1: a number of too many digits"),
-        ('{"prompt": ' + "[" * 99_999, "line 1: a number of too many digits, or too deep nesting"),
+        ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "line 1: a number has too many digits"),
+        ('{"prompt": ' + "[" * 99_999, "line 1: a number has too many digits, or the nesting is too deep"),
     ],
     ids=range(8),
 )
@@ -260,6 +260,6 @@ def test_texts_of_another_number_than_prompts(outrider: Outrider, prompts: Path,
     tensors = tmp_path / "t.txt"
     options = ("--format", "tensors", "--prompts", prompts, "--tokenizer-of", "fable")
     tensors.write_text(f"{torch.tensor([[1, 2]])}\n")
-    assert "has 1 texts, but" in outrider("replay", tensors, *options).error
+    assert "has 1 outputs, but" in outrider("replay", tensors, *options).error
     tensors.write_text(f"{torch.tensor([[1, 2], [1, 2], [1, 999999]])}\n")
-    assert "text 2: it is empty, or has ids unknown to fable" in outrider("replay", tensors, *options).error
+    assert "output 2: empty, or with ids unknown to fable" in outrider("replay", tensors, *options).error

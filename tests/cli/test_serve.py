@@ -10,8 +10,8 @@ from commands import Outrider
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--host", "0.0.0.0"], "without --api-key only this machine is served"),
-        (["--host", "example.org"], "without --api-key only this machine is served"),
+        (["--host", "0.0.0.0"], "without --api-key only loopback is allowed"),
+        (["--host", "example.org"], "without --api-key only loopback is allowed"),
         (["--slots", 0], "num_slots = 0"),
         (["--context", 1], "--context = 1"),
         (["--max-queue", -1], "--max-queue = -1"),

@@ -14,7 +14,7 @@ def test_the_table_and_the_answer(outrider: Outrider) -> None:
     assert [row[0] for row in rows] == [str(k) for k in range(1, 9)]
     assert rows[4] == ["5", "3.69", "2.95", "1.69"]
     assert "Best: K = 8, 3.09 times as fast as plain decoding: outrider generate -k 8" in ended.out
-    assert "If the draft took no time: 4.33 (K = 8); if it always agreed: 6.43 (K = 8)." in ended.out
+    assert "With a draft that takes no time: 4.33 (K = 8); with one that always agrees: 6.43 (K = 8)." in ended.out
 
 
 def test_the_answer_may_be_none(outrider: Outrider) -> None:
@@ -26,7 +26,7 @@ def test_the_answer_may_be_none(outrider: Outrider) -> None:
     assert document["options"]["what_if"] == {"alpha": 0.5, "c": 0.5, "v": 1.0, "c_ops": 0.5}
     ended = outrider("plan", "--what-if", "alpha=0,c=0,v=2")
     assert "Best: none." in ended.out and "--draft none" in ended.out
-    assert "If the draft took no time: none either" in ended.out
+    assert "With a draft that takes no time: none either" in ended.out
 
 
 def test_the_plot(outrider: Outrider, tmp_path: Path) -> None:

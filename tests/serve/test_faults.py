@@ -252,7 +252,7 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
         assert codes == [400, 400, 200]
         assert http.post("/v1/completions", json=short).json()["choices"][0]["text"] == text
     assert text == decoder.generate(["w2"], max_new_tokens=8, temperature=0)[0].text
-    assert "texts with a seed end: no compiler" in caplog.text
+    assert "requests with a seed ended: no compiler" in caplog.text
 
 
 def test_before_it_is_ready() -> None:
@@ -363,7 +363,7 @@ def test_sigterm_lets_texts_end(folder: Path) -> None:
         try:
             line = next(line for line in process.stderr if " ready: " in line)
             url = line.rpartition("ready: ")[2].strip()
-            assert next(process.stderr).rstrip().endswith(f"race to watch: {url.removesuffix('/v1')}")
+            assert next(process.stderr).rstrip().endswith(f"speculative decoding: {url.removesuffix('/v1')}")
             body = {"prompt": "w1", "max_tokens": 300, "seed": 1, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{url}/completions", json=body, timeout=LIMIT_S) as response:
                 lines = response.iter_lines()

@@ -133,7 +133,7 @@ def test_a_race_to_its_end(driver: Any, server: Running) -> None:
     assert (events[0]["acceptance"], events[0]["seed"], events[0]["max_new_tokens"]) == ("block", 5, 60)
     check_lanes(driver, events)
     assert "times as fast as plain in this race" in verdict(driver)
-    assert "The texts differ, the law does not" in verdict(driver)
+    assert "Different samples, same distribution" in verdict(driver)
     assert complaints(driver) == []
 
 
@@ -142,7 +142,7 @@ def test_under_gumbel_the_texts_are_the_same_and_it_says_so(driver: Any, server:
     check_lanes(driver, events)
     plain, speculative = ["".join(text for _, text, _ in lane["tokens"]) for lane in driver.execute_script(SHOWN)]
     assert plain == speculative
-    assert "Both texts are the same, token for token: under gumbel the seed 6 decides them" in verdict(driver)
+    assert "Both texts are the same, token for token: under gumbel the seed 6 determines the text" in verdict(driver)
     assert complaints(driver) == []
 
 
@@ -204,7 +204,7 @@ def test_it_can_be_paused_and_played_again(driver: Any, server: Running) -> None
     # In one script, so that no time passes between the two.
     driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
     driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-    assert not is_over(driver) and pause.text == "Go on"
+    assert not is_over(driver) and pause.text == "Continue"
     assert [lane["tokens"] for lane in driver.execute_script(SHOWN)] == [[], []]
     pause.click()
     wait_until(lambda: is_over(driver))
@@ -223,7 +223,7 @@ def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
         fill(driver, prompt="w3 w7", max_tokens=9)
         driver.find_element("id", "start").click()
         wait_until(lambda: "NaN" in driver.find_element("id", "error").text)
-        assert verdict(driver) == "The race has broken off."
+        assert verdict(driver) == "The race was interrupted."
         assert driver.find_element("id", "pause").text == "Pause"
         assert not driver.find_element("id", "pause").is_enabled()
 

@@ -275,7 +275,7 @@ def test_the_fields_of_openai_are_known() -> None:
             try:
                 check_names({name: "some value"}, kind)
             except Refusal as refusal:
-                assert refusal.param == name and "not served" in str(refusal)
+                assert refusal.param == name and "not supported" in str(refusal)
 
 
 def test_fields_without_effect(http: httpx.Client) -> None:

@@ -88,7 +88,7 @@ def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("guided_choice", ["a"] * 5001, "5001 texts, and may have 5000"),
+        ("guided_choice", ["a"] * 5001, "5001 strings, of at most 5000"),
         ("guided_json", {"properties": {str(i): {"pattern": "a"} for i in range(1001)}}, "1001 patterns"),
         ("guided_json", {"patternProperties": {str(i): {} for i in range(1001)}}, "1001 patterns"),
         ("json_schema", {"enum": ["a" * 300_000]}, "may have 262144"),

@@ -1,1 +1,1 @@
-"""The command line: parse, call, render. No command imports torch before it has to."""
+"""Command line: parse, call, render. No command imports torch before it has to."""

@@ -1,4 +1,4 @@
-"""The entry point. Errors of ours are one line and exit code 2; Ctrl-C is exit code 130."""
+"""Entry point. User errors are one line and exit code 2; Ctrl-C is exit code 130."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 app = typer.Typer(
     name="outrider",
     cls=Group,
-    help="Speculative sampling: a large language model, faster, with the same distribution.",
+    help="Generate faster with a large language model by speculative sampling, with exactly its distribution.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -100,19 +100,19 @@ def main() -> None:
 
     def run() -> None:
         try:
-            app(prog_name="outrider")  # also where Python was started with -m
+            app(prog_name="outrider")  # also under python -m
         except SystemExit:
             check_output()
             raise
 
-    # The libraries' own warnings and retries would bury the one line that tells what is wrong.
+    # Warnings and retries of libraries would bury the one-line error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # their progress bars, like ours, are for terminals
-    # The processes of distill have the whole target each, and share the sequences to train on.
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, like ours, are for terminals
+    # Each process of distill has the whole target, and they share the training sequences.
     if is_one_of_several() and "distill" not in sys.argv[1:2]:
         run_together(run, _mistake)
     try:
@@ -126,15 +126,15 @@ def main() -> None:
 
 
 def _mistake(error: BaseException) -> str | None:
-    """What to tell the user, in one line; None if the fault is Outrider's own."""
+    """One-line message for a user's error; None for our own errors."""
     if isinstance(error, OutriderError):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported before it is needed
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         reason = str(error).split(". ")[0]
         return (
-            f"the device's memory is full ({reason}): choose a narrower --dtype, a smaller batch, fewer tokens or a "
-            "smaller model"
+            f"out of device memory ({reason}): choose a narrower --dtype, a smaller batch, fewer tokens or a smaller "
+            "model"
         )
     return None

@@ -1,4 +1,4 @@
-"""Rows of a file of prompts that cannot be continued: an error, or skipped."""
+"""Invalid rows of a prompt file: an error, or skipped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MOST_SHOWN = 20
 
 @dataclass
 class InvalidRows:
-    """Rows that cannot be continued. The first one ends the command, unless they are skipped.
+    """Invalid rows. The first one ends the command, unless invalid rows are skipped.
 
     Attributes:
-        reasons: by index, of the rows that are skipped.
+        reasons: why a row is skipped, by index.
     """
 
     lines: PromptFile
@@ -27,14 +27,14 @@ class InvalidRows:
     reasons: dict[int, str] = field(default_factory=dict)
 
     def check(self, indices: Container[int], check: Callable[[PromptLine], None]) -> None:
-        """Read all rows. Those of other shards are not among the skipped ones.
+        """Check all rows. Rows of other shards are not recorded.
 
         Args:
             indices: of this run.
             check: raises OptionError or FileError.
 
         Raises:
-            FileError: of the first row that cannot be continued, unless rows may be skipped.
+            FileError: for the first invalid row, unless rows may be skipped.
         """
         for index in range(len(self.lines)):
             try:
@@ -44,15 +44,15 @@ class InvalidRows:
                     self.add(index, error)
 
     def add(self, index: int, error: OutriderError) -> None:
-        """Note a row and the reason. Raises FileError, unless rows may be skipped."""
+        """Record an invalid row. Raises FileError, unless rows may be skipped."""
         where = f"{self.lines.path}, {self.lines.place(index)}"
-        reason = str(error) if isinstance(error, FileError) else f"{where}: {error}"  # those of a file name it
+        reason = str(error) if isinstance(error, FileError) else f"{where}: {error}"  # a FileError names the file
         if not self.is_skipping:
             raise FileError(reason)
         self.reasons[index] = reason
 
-    def tell(self) -> None:
-        """Report them on standard error."""
+    def report(self) -> None:
+        """Report skipped rows on standard error."""
         for index in sorted(self.reasons)[:_MOST_SHOWN]:
             print(f"skipped: {self.reasons[index]}", file=sys.stderr)
         num_more = len(self.reasons) - _MOST_SHOWN

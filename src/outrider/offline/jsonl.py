@@ -1,4 +1,4 @@
-"""Files of samples, as JSON lines."""
+"""Sample files as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from outrider.system.files import read_text
 
 @dataclass(frozen=True, slots=True)
 class SampleLine:
-    """A text that some system has written, of a file.
+    """A sample of another system, from a file.
 
     Attributes:
-        prompt, output: text, or token ids.
-        options: how it was sampled, in the names of ``Sampling``; what is not there is not said.
+        prompt, output: string, or token ids.
+        options: sampling options, in the names of ``Sampling``; missing ones are unspecified.
     """
 
     number: int
@@ -29,9 +29,8 @@ class SampleLine:
 
 
 def read_samples(path: Path, known: Sequence[str]) -> list[SampleLine]:
-    """The texts of a file of JSON lines: each with ``prompt_ids`` or ``prompt``, and ``token_ids`` or ``text``; perhaps
-    with ``options``, or with the ``settings`` that ``outrider generate --output`` writes. Where that wrote an error,
-    there is no text to read.
+    """Read samples from JSON lines, each with ``prompt_ids`` or ``prompt``, ``token_ids`` or ``text``, and optionally
+    ``options``, or the ``settings`` that ``outrider generate --output`` writes. Skips rows with an error.
 
     Args:
         known: names of options.
@@ -52,7 +51,7 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
             return tuple(ids)
         if ids is None and isinstance(text, str):
             return text
-        raise FileError(f"{path}, line {number}: give {ids_key!r}, a list of token ids, or {text_key!r}, a text")
+        raise FileError(f"{path}, line {number}: give {ids_key!r}, a list of token ids, or {text_key!r}, a string")
 
     own, settings = row.get("options"), row.get("settings")
     options = settings if own is None else own
@@ -62,24 +61,24 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
         raise FileError(f"{path}, line {number}: the options {options!r} are not a JSON object")
     strange = sorted(set(own or ()) - set(known))
     if strange:
-        raise FileError(f"{path}, line {number}: there is no option {strange[0]!r}; those are {', '.join(known)}")
+        raise FileError(f"{path}, line {number}: unknown option {strange[0]!r}; choose from {', '.join(known)}")
     kept = {name: value for name, value in options.items() if name in known}
     if options.get("chat") and "prompt_ids" not in row:
-        raise FileError(f"{path}, line {number}: the prompt of a chat is not what was fed: give its 'prompt_ids'")
+        raise FileError(f"{path}, line {number}: a chat prompt lacks its template's tokens: give 'prompt_ids'")
     masked = next((name for name in CONSTRAINTS if options.get(name) is not None), None)
     if masked is not None:
-        raise FileError(f"{path}, line {number}: texts under a {masked} are not judged here: leave this line out")
+        raise FileError(f"{path}, line {number}: samples with a {masked} cannot be tested: leave this line out")
     bias = kept.get("logit_bias")
     if bias is not None and not (isinstance(bias, list) and all(isinstance(item, str) for item in bias)):
-        raise FileError(f'{path}, line {number}: logit_bias is a list of texts, like ["42=-5"]')
+        raise FileError(f'{path}, line {number}: logit_bias must be a list of strings, like ["42=-5"]')
     prompt, output = tokens_or_text("prompt_ids", "prompt"), tokens_or_text("token_ids", "text")
     if isinstance(output, str) and not isinstance(prompt, str):
-        raise FileError(f"{path}, line {number}: a 'text' needs a 'prompt', so that both are cut into tokens together")
+        raise FileError(f"{path}, line {number}: 'text' needs 'prompt', because both are tokenized together")
     return SampleLine(number, prompt, output, kept)
 
 
 def parse_row(where: str, line: str | bytes) -> dict[str, Any]:
-    """The object that a line of JSON is.
+    """Parse a line as a JSON object.
 
     Args:
         where: file and line, for messages.
@@ -94,7 +93,7 @@ def parse_row(where: str, line: str | bytes) -> dict[str, Any]:
 
 
 def parse_json(where: str, text: str | bytes) -> Any:
-    """Raises FileError where it is no JSON."""
+    """Parse JSON. Raises FileError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -103,4 +102,4 @@ def parse_json(where: str, text: str | bytes) -> Any:
     except UnicodeDecodeError:
         raise FileError(f"{where}: not UTF-8") from None
     except (ValueError, RecursionError):  # Python's own limits
-        raise FileError(f"{where}: a number of too many digits, or too deep nesting") from None
+        raise FileError(f"{where}: a number has too many digits, or the nesting is too deep") from None

@@ -1,4 +1,4 @@
-"""The file that ``generate --output`` writes: a line of JSON for each prompt, in the order in which they are done."""
+"""Output file of ``generate --output``: one JSON line per prompt, in the order in which prompts finish."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from outrider.offline.prompt_row import PromptLine
 from outrider.system.file_lock import is_regular, open_locked
 from outrider.system.ranks import current_ranks
 
-_ROW_BEGINS = b'{"index": '  # so does every line
-_ZERO = b"\0"  # never in a line, and left by a loss of power in place of what was written
+_ROW_BEGINS = b'{"index": '  # the prefix of every line
+_ZERO = b"\0"  # never in a line; a power loss leaves it in place of written data
 _MISSING, _DONE, _LEFT_OUT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedPrompts:
-    """The prompts that earlier runs have dealt with.
+    """Prompts done by earlier runs.
 
     Attributes:
-        indices: of the prompts that this run deals with, earlier ones included.
-        flags: for each prompt of the file, whether it is missing, done or left out. (A byte each: there may be very
-            many.)
-        num_failed: those of them that ended in an error.
+        indices: of this run's prompts, finished ones included.
+        flags: whether each prompt of the file is missing, done or left out. (One byte each: files may be large.)
+        num_failed: finished prompts that ended in an error.
     """
 
     indices: range
@@ -46,11 +45,11 @@ class FinishedPrompts:
         return len(self.indices) - self.num_rows - self.flags.count(_LEFT_OUT)
 
     def missing(self) -> Iterator[int]:
-        """Indices of the prompts that are still to be done."""
+        """Indices of unfinished prompts."""
         return (index for index in self.indices if self.flags[index] == _MISSING)
 
     def leave_out(self, indices: Iterable[int]) -> None:
-        """Leave out prompts of this run that are missing and cannot be done."""
+        """Leave out unfinished prompts of this run that are invalid."""
         for index in indices:
             if self.flags[index] == _MISSING:
                 self.flags[index] = _LEFT_OUT
@@ -58,10 +57,10 @@ class FinishedPrompts:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[OutputFile]:
-    """The file, for this process alone. If nothing is written, none is left behind.
+    """Open the output file for this process alone. An empty file is removed.
 
     Raises:
-        FileError: it cannot be written, or another process is writing to it.
+        FileError: it cannot be written, or another process writes to it.
     """
     path = current_ranks().own_path(path)
     existed = path.exists()
@@ -73,12 +72,12 @@ def open_output(path: Path) -> Iterator[OutputFile]:
             path.unlink(missing_ok=True)  # while it is locked
         try:
             stream.close()
-        except OSError as error:  # where a network file system tells that it was full
+        except OSError as error:  # a network file system may report only now that it is full
             raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
 class OutputFile:
-    """Lines are whole or not there at all, as far as this process can see to it."""
+    """A file of whole lines: a line that fails to write is removed."""
 
     def __init__(self, path: Path, stream: FileIO) -> None:
         self._path, self._stream = path, stream
@@ -87,36 +86,36 @@ class OutputFile:
         """Append a line.
 
         Raises:
-            FileError: it cannot be written, and was taken back.
+            FileError: it could not be written, and was removed.
         """
         start = os.fstat(self._stream.fileno()).st_size
         rest = memoryview(line.encode())
         try:
             while rest:
                 rest = rest[self._stream.write(rest) :]
-        except BaseException as error:  # a full disk; but Ctrl-C may not leave half a line either
+        except BaseException as error:  # a full disk; but Ctrl-C must not leave half a line either
             if is_regular(self._stream):
-                with suppress(OSError):  # then the next run cuts it off
+                with suppress(OSError):  # else the next run cuts it off
                     self._stream.truncate(start)
             if isinstance(error, OSError):
                 raise FileError(
                     f"cannot write {self._path}: {error.strerror}; the lines in it are whole, and the same command "
-                    "goes on after them"
+                    "continues after them"
                 ) from None
             raise
 
     def read_finished(
         self, prompts: PromptFile, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> FinishedPrompts:
-        """Read how far earlier runs came. A last line that is half written, or has zeros in it, is cut off.
+        """Read the progress of earlier runs. Cuts off an incomplete last line, or one with zeros in it.
 
         Args:
-            indices: of the prompts that this run deals with.
-            settings_of: what this run would write as the ``settings`` of a prompt.
+            indices: of this run's prompts.
+            settings_of: the ``settings`` that this run would write for a prompt.
 
         Raises:
-            FileError: a line is of another run, with another prompt or other settings, or of another shard, or it is
-                no output at all. Then the file is left as it is.
+            FileError: a line belongs to another run (another prompt or other settings) or shard, or is not output at
+                all. The file is left unchanged.
         """
         finished = bytearray(len(prompts))
         if not is_regular(self._stream):
@@ -134,7 +133,7 @@ class OutputFile:
                         f"{self._path}, line {number} is of another shard (prompt {index}): choose another output file"
                     )
                 if finished[index]:
-                    raise FileError(f"{self._path}, line {number}: prompt {index} is there already: remove one of both")
+                    raise FileError(f"{self._path}, line {number}: duplicates prompt {index}: remove one of the two")
                 finished[index] = _DONE
                 num_failed += row.get("finish_reason") == "error"
                 num_bytes += len(line)
@@ -147,7 +146,7 @@ class OutputFile:
         prompts: PromptFile,
         settings_of: Callable[[PromptLine], dict[str, Any]],
     ) -> int:
-        """The index of a row, if it is of this run."""
+        """Index of a row, checked to belong to this run."""
         index = row.get("index")
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             differing = ["index"]
@@ -160,7 +159,7 @@ class OutputFile:
             if not differing:
                 return index
         raise FileError(
-            f"{self._path}, line {number} comes from another run (its {', '.join(differing)} differ): "
+            f"{self._path}, line {number} belongs to another run (different {', '.join(differing)}): "
             "choose another output file, or remove this one"
         )
 
@@ -169,7 +168,7 @@ class OutputFile:
             raise FileError(f"{self._path}, line {number} was not written by this command: choose another output file")
         if not is_last:
             raise FileError(
-                f"{self._path}, line {number} has zeros in it, as a loss of power leaves them, and more lines follow: "
-                "remove the line, and its prompt is continued again"
+                f"{self._path}, line {number} has zeros in it, as a power loss leaves them, and more lines follow: "
+                "remove the line, and its prompt is generated again"
             )
         self._stream.truncate(num_bytes)

@@ -1,4 +1,4 @@
-"""The rows that ``generate`` writes, and their sums. docs/json.md describes them."""
+"""Output rows of ``generate``, and their totals (docs/json.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.records import Origin, Stats, TokenLogprob
 _NOTHING = Stats()
 
 
-def made_of(
+def generated_fields(
     text: str = "",
     token_ids: Sequence[int] = (),
     origins: Sequence[Origin] = (),
@@ -20,8 +20,8 @@ def made_of(
     stats: Stats = _NOTHING,
     logprobs: Sequence[TokenLogprob] | None = None,
 ) -> dict[str, Any]:
-    """The keys of a row that generation fills."""
-    made: dict[str, Any] = {
+    """Fields of a row that generation fills."""
+    fields: dict[str, Any] = {
         "text": text,
         "token_ids": list(token_ids),
         "origins": list(origins),
@@ -29,26 +29,26 @@ def made_of(
         "stats": stats.to_json(),
     }
     if logprobs is not None:
-        made["logprobs"] = [asdict(item) for item in logprobs]
-    return made
+        fields["logprobs"] = [asdict(item) for item in logprobs]
+    return fields
 
 
 def row_of(
-    index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, made: dict[str, Any]
+    index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """The index comes first: by that a half-written line is known."""
-    return {"index": index, **line.source, "prompt_ids": prompt_ids, **made, "seed": seed, **line.labels}
+    """Output row. The index comes first: it identifies a half-written line."""
+    return {"index": index, **line.source, "prompt_ids": prompt_ids, **fields, "seed": seed, **line.labels}
 
 
 @dataclass
 class Totals:
-    """The summary of a run, which may be interrupted at any time.
+    """Totals of a run, which may be interrupted at any time.
 
     Attributes:
-        rows: None if they are not to be kept.
-        num_failed: prompts that ended in an error, those of earlier runs included.
-        seed: the one that was drawn, in words; empty if none was, or each prompt of a file has its own.
-        skipped: the rows of the file that are not prompts, with the reasons.
+        rows: None to keep none.
+        num_failed: prompts that ended in an error, earlier runs included.
+        seed: note on the drawn seed; empty if none was drawn, or each prompt has its own.
+        skipped: invalid rows of the file, with the reasons.
     """
 
     rows: list[dict[str, Any]] | None
@@ -71,9 +71,10 @@ class Totals:
         return self.stats.num_generated_tokens / total_s if total_s else 0.0
 
     def summary(self, pair: str) -> str:
-        """
+        """Summary line.
+
         Args:
-            pair: the models, and how they are used.
+            pair: description of the models and their use.
         """
         tau = self.stats.mean_acceptance_length
         speed = f", {self.tokens_per_s:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f}"

@@ -1,4 +1,4 @@
-"""Files of prompts: JSON lines, a JSON array, or plain lines."""
+"""Prompt files: JSON lines, a JSON array, or plain lines."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ARRAY_BEGINS = re.compile(rb'\[\s*(["{\[\]]|$)')
 
 
 class PromptFile:
-    """The prompts of a file, each read when it is asked for. Only the beginnings of the lines are kept.
+    """Prompts of a file, read on demand. Only the line offsets are kept.
 
-    A file whose first line that is not blank begins with ``{`` is JSON lines (see ``prompt_of``). A JSON array has the
-    same objects as items, or texts. In any other file each line that is not blank is a prompt.
+    If the first non-blank line begins with ``{``, the file is JSON lines (see ``prompt_of``). A JSON array has the same
+    objects as items, or strings. In any other file each non-blank line is a prompt.
 
     Raises:
-        FileError: with file and place. Lines are read when they are asked for, an array at once.
+        FileError: with file and place. Lines are parsed on demand, an array at once.
     """
 
     def __init__(self, path: Path, stream: IO[bytes], files: ExitStack) -> None:
         """
         Args:
-            files: closes what is opened.
+            files: closes opened files.
         """
         self.path = path
         self._stream = stream
@@ -45,14 +45,14 @@ class PromptFile:
         self._starts, self._numbers = array("Q"), array("Q")
         start = 0
         self._stream.seek(0)
-        # Not splitlines(), which also splits at characters that may stand within a line of JSON.
+        # Not splitlines(), which also splits at characters that are valid inside a JSON string.
         for number, line in enumerate(self._stream, start=1):
             if _without_mark(start, line).decode(errors="replace").strip():
                 self._starts.append(start)
                 self._numbers.append(number)
             start += len(line)
         if not self._starts:
-            raise FileError(f"{path} has no prompts in it")
+            raise FileError(f"{path} contains no prompts")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -66,7 +66,7 @@ class PromptFile:
             return prompt_of(self.path, place, parse_row(where, text))
         item = parse_json(where, text)
         if not isinstance(item, (str, dict)):
-            raise FileError(f"{where}: neither a text nor a JSON object")
+            raise FileError(f"{where}: neither a string nor a JSON object")
         return prompt_of(self.path, place, {"prompt": item} if isinstance(item, str) else item)
 
     def __iter__(self) -> Iterator[PromptLine]:
@@ -82,7 +82,7 @@ class PromptFile:
             return _without_mark(start, self._stream.readline()).decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise FileError(
-                f"{self.path}, {self.place(index)}: not UTF-8 (byte {start + error.start}): convert it, with iconv say"
+                f"{self.path}, {self.place(index)}: not UTF-8 (byte {start + error.start}): convert it, e.g. with iconv"
             ) from None
 
 
@@ -91,7 +91,7 @@ def _without_mark(start: int, line: bytes) -> bytes:
 
 
 def _kind_of(stream: IO[bytes]) -> str:
-    """ "lines" of JSON, an "array", or "plain" lines, by the first line that is not blank."""
+    """Format of a file by its first non-blank line: "lines" (JSON lines), "array" or "plain"."""
     first = next((line for line in stream if line.removeprefix(_BYTE_ORDER_MARK).strip()), b"")
     stream.seek(0)
     first = first.removeprefix(_BYTE_ORDER_MARK).strip()
@@ -106,14 +106,14 @@ def _kind_of(stream: IO[bytes]) -> str:
 
 
 def _write_items(path: Path, stream: IO[bytes], lines: IO[bytes]) -> None:
-    """Write the items of an array as lines."""
+    """Write the items of an array as JSON lines."""
     for item in parse_json(f"{path}, which begins like a JSON array", stream.read().removeprefix(_BYTE_ORDER_MARK)):
         lines.write(json.dumps(item).encode() + b"\n")
 
 
 @contextmanager
 def open_prompts(path: Path) -> Iterator[PromptFile]:
-    """The prompts of a file, or of a pipe.
+    """Open the prompts of a file or a pipe.
 
     Raises:
         FileError: with file and line number.
@@ -121,9 +121,9 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
     with ExitStack() as files:
         try:
             stream: IO[bytes] = files.enter_context(path.open("rb"))
-            if not stream.seekable():  # a pipe is read once, the prompts more often
+            if not stream.seekable():  # a pipe can be read once only
                 if current_ranks().size > 1:
-                    raise FileError(f"cannot read {path}: several processes read the prompts: put them into a file")
+                    raise FileError(f"cannot read {path}: several processes read the prompts: use a regular file")
                 copy = files.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(stream, copy)
                 copy.seek(0)
@@ -135,7 +135,7 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """All prompts of a file, for commands in which they have no options of their own and are no chats.
+    """Read all prompts, for commands without per-prompt options and chats.
 
     Raises:
         FileError: with file and line number.
@@ -145,12 +145,12 @@ def read_prompts(path: Path) -> list[PromptLine]:
     for line in lines:
         if not isinstance(line.prompt, str):
             raise FileError(
-                f"{path}, {line.place}: this command takes no chats ('messages'), only 'outrider generate' does: give "
-                "the prompts as text"
+                f"{path}, {line.place}: this command does not support chats ('messages'), only 'outrider generate' "
+                "does: give the prompts as text"
             )
         for name in (*line.options, *(() if line.model is None else ("model",))):
             raise FileError(
-                f"{path}, {line.place}: this command takes no options of single prompts ({name!r}), only "
-                "'outrider generate' does: give them on the command line, for all prompts"
+                f"{path}, {line.place}: this command does not support per-prompt options ({name!r}), only 'outrider "
+                "generate' does: give them on the command line, for all prompts"
             )
     return lines

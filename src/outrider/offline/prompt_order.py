@@ -1,4 +1,4 @@
-"""Which prompts of a file a run deals with, and in which order."""
+"""Selects and orders the prompts of a run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import islice
 
 from outrider.errors import OptionError
 
-# The rows that are together lie within a 64th of the window's lengths. More would gain little, and take rows further
-# from the place that they have in the file, where a shared prefix is found in the cache.
+# Prompts per slot in a sorted window: rows generated together span a 64th of its lengths. Larger windows gain little,
+# and move rows further from their neighbours in the file, with which they may share a cached prefix.
 _WINDOW_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of several parts of a file: prompt ``number``, and every ``count``-th after it. So the parts are alike even
-    where the file is sorted.
+    """One part of a file: prompt ``number`` and every ``count``-th after it. The parts are alike even if the file is
+    sorted.
 
     Attributes:
         number: 1 <= number <= count.
@@ -28,7 +28,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """ "2/4" is the second of four.
+        """Parse "2/4": the second of four.
 
         Raises:
             OptionError
@@ -36,28 +36,28 @@ class Shard:
         match = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         number, count = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= number <= count:
-            raise OptionError("--shard", text, "write NUMBER/COUNT, for four processes 1/4, 2/4, 3/4 and 4/4")
+            raise OptionError("--shard", text, "give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4")
         return cls(number, count)
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
     def indices(self, num_prompts: int) -> range:
-        """Of its prompts, from 0, in a file of so many."""
+        """Indices of its prompts, from 0, in a file of ``num_prompts``."""
         return range(self.number - 1, num_prompts, self.count)
 
 
 def by_length(indices: Iterator[int], lengths: Sequence[int], num_slots: int) -> Iterator[int]:
-    """The same indices, each window of them sorted by length, the longest first.
+    """Reorder indices: each window is sorted by length, longest first.
 
-    Rows that are generated together are then of like length: prompts that are fed together need little padding, the
-    view of the cache is no wider than most rows need, and the last rows of a window are short, so that few slots wait
-    for them. The longest first also keeps the cache from growing again and again, for which all rows have to end.
-    A row alone gains nothing by this, and prompts keep their order.
+    Rows generated together then have similar lengths: prefill needs little padding, attention reads no more of the
+    cache than most rows need, and the last rows of a window are short, so few slots idle. Longest first also keeps the
+    cache from growing repeatedly, for which all rows must end. With one slot nothing is gained, and prompts keep their
+    order.
 
     Args:
-        lengths: of each prompt, the most tokens that it can come to, output included: the room that it takes.
-        num_slots: rows that are generated at a time.
+        lengths: maximum tokens of each prompt, output included: its space in the cache.
+        num_slots: rows generated concurrently.
     """
     size = 1 if num_slots == 1 else _WINDOW_ROUNDS * num_slots
     while window := list(islice(indices, size)):

@@ -1,6 +1,6 @@
-"""A row of a file of prompts: a prompt, the messages of a chat, or a request of OpenAI's batch form.
+"""A row of a prompt file: a prompt, the messages of a chat, or a request in OpenAI's batch format.
 
-Source of that form: https://platform.openai.com/docs/api-reference/batch/request-input.
+Source of that format: https://platform.openai.com/docs/api-reference/batch/request-input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.options import CONSTRAINTS, Sampling, instead_of, own_name
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
 _LABELS = ("category", "id", "custom_id")
-_NOTES = {  # fields that mean nothing here, but belong to files as they are found
+_NOTES = {  # ignored fields of common files
     "anyone's": ("metadata",),
     "Spec-Bench, MT-bench": ("question_id", "reference"),
     "HumanEval": ("task_id", "entry_point", "canonical_solution", "test"),
@@ -34,14 +34,14 @@ _BATCH_FIELDS = ("custom_id", "method", "url", "body", "id", "category", "metada
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """A prompt of a file.
+    """A prompt from a file.
 
     Attributes:
         place: in the file, "line 3" or "item 3", from 1.
-        prompt: text, or the messages of a chat.
-        labels: fields that its output row repeats: ``category`` and ``id``, or ``custom_id``.
-        options: its own, fields of ``Sampling``. Their values are not checked yet.
-        model: the one that it asks for.
+        prompt: string, or the messages of a chat.
+        labels: fields copied to the output row: ``category`` and ``id``, or ``custom_id``.
+        options: per-prompt fields of ``Sampling``, not checked yet.
+        model: the requested model.
     """
 
     place: str
@@ -52,23 +52,23 @@ class PromptLine:
 
     @property
     def text(self) -> str:
-        """The prompt, where it is known not to be a chat."""
+        """Prompt that is known not to be a chat."""
         assert isinstance(self.prompt, str)
         return self.prompt
 
     @property
     def category(self) -> str | None:
-        """The kind of prompt, where the file says so."""
+        """Kind of prompt, if the file has one."""
         return self.labels.get("category")
 
     @property
     def source(self) -> dict[str, Any]:
-        """The prompt, as its output row has it."""
+        """Prompt as written to its output row."""
         return {"prompt" if isinstance(self.prompt, str) else "messages": self.prompt}
 
 
 def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
-    """The prompt that a row is.
+    """Parse a row as a prompt.
 
     Raises:
         FileError: with file and place.
@@ -77,13 +77,13 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
     labels = {name: row[name] for name in _LABELS if row.get(name) is not None}
     _check_characters(where, labels)
     if not isinstance(labels.get("category", ""), str):
-        raise FileError(f"{where}: the category {labels['category']!r} is not a text")
+        raise FileError(f"{where}: the category {labels['category']!r} is not a string")
     if "body" in row:
         return _of_batch(where, place, row, labels)
     _check_names(where, "a prompt", row, _FIELDS, _KNOWN)
     given = [name for name in ("prompt", "messages") if name in row]
     if len(given) > 1:
-        raise FileError(f"{where}: it has a prompt and messages: give one of them")
+        raise FileError(f"{where}: give a prompt or messages, not both")
     name = given[0] if given else "turns" if "turns" in row else "prompt"
     prompt: Any = row.get(name)
     if name == "messages":
@@ -91,27 +91,27 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
     elif name == "turns":
         prompt = prompt[0] if isinstance(prompt, list) and prompt else None
     if not isinstance(prompt, str) and name != "messages":
-        raise FileError(f"{where}: there is no text under the key {name!r}")
-    # As in the rows of an API, null is as good as nothing.
+        raise FileError(f"{where}: the key {name!r} has no string")
+    # As in API requests, null means absent.
     options = {name: row[name] for name in _OPTIONS if row.get(name) is not None}
     _check_characters(where, {name: prompt} | options)
     return PromptLine(place, prompt, labels, _options_of(where, options))
 
 
 def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any]) -> PromptLine:
-    """A request as it is sent to a server, read as the server reads it."""
+    """Parse a batch request as the server would."""
     from outrider.serve.protocol import parse_chat, parse_completions
 
-    _check_names(where, "a request of a batch", row, _BATCH_FIELDS, frozenset(_BATCH_FIELDS))
+    _check_names(where, "a batch request", row, _BATCH_FIELDS, frozenset(_BATCH_FIELDS))
     kinds: dict[Any, Callable[[Mapping[str, Any]], Any]] = {
         "/v1/chat/completions": parse_chat,
         "/v1/completions": parse_completions,
     }
     if row.get("method", "POST") != "POST":
-        raise FileError(f"{where}: the method is POST, not {row['method']!r}")
+        raise FileError(f"{where}: the method must be POST, not {row['method']!r}")
     url, body = row.get("url"), row["body"]
     if url not in kinds:
-        raise FileError(f"{where}: the url is one of {', '.join(kinds)}, not {url!r}")
+        raise FileError(f"{where}: the url must be one of {', '.join(kinds)}, not {url!r}")
     if not isinstance(body, dict):
         raise FileError(f"{where}: the body is not a JSON object")
     _check_characters(where, {"body": body})
@@ -125,16 +125,16 @@ def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any
         ("return_tokens_as_token_ids", ask.as_token_ids, False),
     ):
         if value != unset:
-            raise FileError(f"{where}, body: {name} = {value!r} is not possible in a file of prompts: leave it out")
+            raise FileError(f"{where}, body: {name} = {value!r} is not supported in a prompt file: leave it out")
     if len(ask.prompts) > 1 or (url != "/v1/chat/completions" and not isinstance(ask.prompts[0], str)):
-        raise FileError(f"{where}, body: the prompt is one text")
+        raise FileError(f"{where}, body: the prompt must be one string")
     options = {
         name: value
         for name, value in ask.options.items()
         if body.get(ask.names.get(name, name)) is not None or (name in CONSTRAINTS and value is not None)
     }
     if body.get(ask.names["max_tokens"]) is not None:
-        options["max_new_tokens"] = ask.max_tokens  # else the command's, not the default of a server
+        options["max_new_tokens"] = ask.max_tokens  # else the command's default, not the server's
     return PromptLine(place, ask.prompts[0], labels, _options_of(where, options), ask.model)
 
 
@@ -145,7 +145,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_as_server(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    """A value, as the server reads it."""
+    """Parse a value as the server would."""
     from outrider.serve.http_errors import Refusal
 
     try:
@@ -155,35 +155,35 @@ def _parse_as_server(where: str, parse: Callable[[Any], Any], value: Any) -> Any
 
 
 def _check_names(where: str, what: str, row: Mapping[str, Any], names: Sequence[str], known: frozenset[str]) -> None:
-    """Raises FileError: a field is unknown.
+    """Raises FileError for an unknown field.
 
     Args:
-        names: those to suggest.
+        names: names to suggest.
     """
     for name in row:
         if name not in known:
             meant = own_name(name, names)
-            instead = instead_of(name) or "put notes of your own under 'metadata'"
+            instead = instead_of(name) or "put your own notes under 'metadata'"
             remedy = f"did you mean {meant!r}?" if meant else instead
             raise FileError(f"{where}: {what} has no field {name!r}: {remedy}")
 
 
 def _check_characters(where: str, values: Mapping[str, Any]) -> None:
-    """Half characters cannot be written to a file."""
+    """Raises FileError for lone surrogates, which cannot be written to a file."""
     for name, value in values.items():
         try:
             (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
         except UnicodeEncodeError as error:
-            raise FileError(f"{where}: the {name} has half a character at {error.start} (a lone surrogate)") from None
+            raise FileError(f"{where}: the {name} has a lone surrogate (half a character) at {error.start}") from None
 
 
 def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Options as ``Sampling`` takes them: JSON has no keys that are numbers, and no infinity."""
+    """Options as ``Sampling`` takes them: JSON has neither numeric keys nor infinities."""
     for name, value in given.items():
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise FileError(f"{where}: {name} is a number of too many digits")
+            raise FileError(f"{where}: {name} is a number with too many digits")
     if not isinstance(given.get("ignore_eos", False), bool):
-        raise FileError(f"{where}: ignore_eos is true or false, not {given['ignore_eos']!r}")
+        raise FileError(f"{where}: ignore_eos must be true or false, not {given['ignore_eos']!r}")
     for name in ("stop", "stop_token_ids"):
         if isinstance(given.get(name), list):
             given[name] = tuple(given[name])
@@ -195,6 +195,6 @@ def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:
             given["logit_bias"] = {int(token_id): float(value) for token_id, value in bias.items()}
         except (AttributeError, ValueError, TypeError, OverflowError):
             raise FileError(
-                f'{where}: logit_bias is an object of token ids and numbers, like {{"42": -5, "43": "-inf"}}'
+                f'{where}: logit_bias must map token ids to numbers, like {{"42": -5, "43": "-inf"}}'
             ) from None
     return given

@@ -1,1 +1,1 @@
-"""The race of plain and speculative decoding: its events and its page."""
+"""The race between plain and speculative decoding: its events and its page."""

@@ -1,7 +1,7 @@
-"""A race in events, for the page of ``outrider serve`` and the file of ``outrider compare --html``.
+"""Race events, for the page of ``outrider serve`` and the file of ``outrider compare --html``.
 
-An event is an object for JSON (docs/serve.md): one at the start, one for each round of an arm, one at the end. This
-module knows neither HTTP nor the page.
+An event is a JSON object (docs/serve.md): one at the start, one per round of an arm, one at the end. This module knows
+neither HTTP nor the page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.text.tokenizer import Detokenizer
 
 
 def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[dict[str, Any]]:
-    """Run a race, and yield its events. Options are those of ``Decoder.stream``."""
+    """Run a race and yield its events. Options are those of ``Decoder.stream``."""
     teller = RaceEvents(arms, case, options)
     yield teller.start()
     with closing(racing(arms, case, {**options, "reports_drafts": True})) as chunks:
@@ -28,13 +28,13 @@ def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gen
 
 
 class RaceEvents:
-    """Makes events of the chunks of a race, which must report their drafts."""
+    """Converts the chunks of a race into events. The chunks must report their drafts."""
 
     def __init__(self, arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> None:
         self._arms, self._case, self._options = arms, case, options
         self._tokenizer = arms[0].decoder.tokenizer
         prompt_ids = arms[0].decoder.encode(case.prompt)
-        self._tales = [_ArmProgress(list(prompt_ids), Detokenizer(self._tokenizer, prompt_ids)) for _ in arms]
+        self._progress = [_ArmProgress(list(prompt_ids), Detokenizer(self._tokenizer, prompt_ids)) for _ in arms]
 
     def start(self) -> dict[str, Any]:
         decoder = self._arms[0].decoder
@@ -50,24 +50,24 @@ class RaceEvents:
         }
 
     def round(self, which: int, chunk: Chunk) -> dict[str, Any]:
-        """The next chunk of an arm."""
-        tale, drafted = self._tales[which], chunk.drafted or ()
+        """Event for the next chunk of an arm."""
+        arm, drafted = self._progress[which], chunk.drafted or ()
         expected = expected_tokens(drafted, self._arms[which].decoder.acceptance)
-        guesses = Detokenizer(self._tokenizer, tale.token_ids)
+        guesses = Detokenizer(self._tokenizer, arm.token_ids)
         drafted_json = [{"id": i, "text": guesses.push(i), "p": p, "q": q} for i, p, q in drafted]
-        texts = [tale.detokenizer.push(token_id) for token_id in chunk.token_ids]
+        texts = [arm.detokenizer.push(token_id) for token_id in chunk.token_ids]
         if chunk.finish_reason is not None and texts:
-            texts[-1] += tale.detokenizer.flush()
-        tale.token_ids += chunk.token_ids
-        tale.stats += chunk.stats
-        tale.timing += chunk.timing
+            texts[-1] += arm.detokenizer.flush()
+        arm.token_ids += chunk.token_ids
+        arm.stats += chunk.stats
+        arm.timing += chunk.timing
         if chunk.stats.num_rounds:
-            tale.expected += expected
+            arm.expected += expected
         tokens = zip(chunk.token_ids, texts, chunk.origins, strict=True)
         return {
             "type": "round",
             "arm": which,
-            "seconds": tale.timing.total_s,
+            "seconds": arm.timing.total_s,
             "tokens": [{"id": i, "text": text, "origin": origin} for i, text, origin in tokens],
             "drafted": drafted_json,
             "expected_tokens": expected,
@@ -76,28 +76,29 @@ class RaceEvents:
         }
 
     def end(self, summaries: Sequence[ArmSummary] = ()) -> dict[str, Any]:
-        """
+        """Event for the end.
+
         Args:
-            summaries: of the arms, if they were measured apart from the race.
+            summaries: of the arms, if measured apart from the race.
         """
         arms = [
             {
-                "stats": tale.stats.to_json(),
-                "time_s": tale.timing.to_json(),
-                "expected_acceptance_length": tale.expected / tale.stats.num_rounds if tale.stats.num_rounds else None,
+                "stats": arm.stats.to_json(),
+                "time_s": arm.timing.to_json(),
+                "expected_acceptance_length": arm.expected / arm.stats.num_rounds if arm.stats.num_rounds else None,
             }
-            for tale in self._tales
+            for arm in self._progress
         ]
         return {"type": "end", "arms": arms, "measured": [summary.to_json() for summary in summaries]}
 
 
 @dataclass(slots=True)
 class _ArmProgress:
-    """An arm so far.
+    """Progress of an arm.
 
     Attributes:
         token_ids: prompt and output.
-        expected: the sum of what was expected of whole rounds.
+        expected: sum of the expected tokens of whole rounds.
     """
 
     token_ids: list[int]
@@ -108,12 +109,12 @@ class _ArmProgress:
 
 
 def expected_tokens(drafted: Sequence[DraftedToken], acceptance: str) -> float:
-    """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens stand, given these. Its
-    mean over rounds is the expected number of tokens of a round (under ``gumbel``: an upper bound of it).
+    """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens are accepted, given these. Its
+    mean over rounds is the expected number of tokens per round (under ``gumbel``: an upper bound).
 
     From w_0 = 1, ``rejection`` has w_i = w_{i-1} min(1, p/q) (Leviathan et al. 2211.17192, algorithm 1), ``block``
     w_i = min(1, w_{i-1} p/q) (Sun et al. 2403.10444). Under ``gumbel`` the probability that draft and target both draw
-    a token is at most min(p, q), so that one that was drafted stands with at most min(1, p/q).
+    a token is at most min(p, q), so a drafted token is accepted with probability at most min(1, p/q).
     """
     weight = total = 1.0
     for _, p, q in drafted:

@@ -1,7 +1,7 @@
-"""The page on which a race can be watched: its files, and the same page as one file with a recording in it.
+"""The page that shows a race: its files, and one self-contained file with a recorded race.
 
 Scripts and styles come from the package; the browser enforces it (``content-security-policy``).
-The page writes texts as texts only; the browser enforces that, too (``require-trusted-types-for``).
+Text is inserted as text nodes only; the browser enforces that, too (``require-trusted-types-for``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-_SCRIPTS = ("race.js", "stream.js", "view.js", "main.js")  # each imports only those before it
+_SCRIPTS = ("race.js", "stream.js", "view.js", "main.js")  # each imports only earlier ones
 PAGE = {"/": "race.html", **{f"/page/{name}": name for name in ("race.css", *_SCRIPTS)}}  # path on the server: file
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _POLICY = {
@@ -45,7 +45,7 @@ HEADERS = {
 
 
 def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
-    """One file that shows a race again, and fetches nothing.
+    """Self-contained page that replays a race and fetches nothing.
 
     Args:
         events: see outrider.race.events.
@@ -54,7 +54,7 @@ def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
     script = "\n".join(_without_modules(read_file(name)[1]) for name in _SCRIPTS)
     policy = {**_POLICY, "script-src": _hash(script), "style-src": _hash(style)}
     content = "; ".join(f"{name} {value}" for name, value in policy.items())
-    # A script ends at "</script", wherever it stands, and "<!--" would change how its end is looked for.
+    # A script ends at "</script" anywhere, and "<!--" would change where its end is looked for.
     recording = json.dumps(events, allow_nan=False).replace("<", "\\u003c")
     _, page = read_file("race.html")
     for old, new in (
@@ -75,7 +75,7 @@ def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _without_modules(script: str) -> str:
-    """For one script in place of several, whose names are all different."""
+    """Strip imports and exports, to join scripts whose names are all different."""
     return re.sub(r"^export ", "", re.sub(r"^import [^;]*;\n", "", script, flags=re.MULTILINE), flags=re.MULTILINE)
 
 
@@ -85,5 +85,5 @@ def _hash(content: str) -> str:
 
 def read_file(name: str) -> tuple[str, str]:
     """Media type and content of a file of the page."""
-    content = (files("outrider.serve") / "page" / name).read_text(encoding="utf-8")
+    content = (files("outrider.race") / "page" / name).read_text(encoding="utf-8")
     return _KINDS[name.rpartition(".")[2]], content

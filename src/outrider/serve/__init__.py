@@ -1,1 +1,1 @@
-"""HTTP as OpenAI's clients speak it, over one engine whose rows join and leave."""
+"""OpenAI-compatible HTTP server over one engine with continuous batching."""

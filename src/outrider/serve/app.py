@@ -1,4 +1,4 @@
-"""The routes, who may use them, and errors in OpenAI's form.
+"""Routes, authentication, and errors in OpenAI's format.
 
 Source: OpenAI's API reference; ``/tokenize``, ``/detokenize``, ``/version`` and ``max_model_len`` as vLLM has them.
 """
@@ -41,8 +41,8 @@ from outrider.text.constraint_check import Reading
 _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
-_MOST_RACES, _RACE_RETRY_S = 16, 10  # that run or wait for their turn; more are refused
-_BODY_S, _SEND_S = 60.0, 120.0  # until a client that neither sends nor reads is given up
+_MOST_RACES, _RACE_RETRY_S = 16, 10  # running or waiting; more are refused
+_BODY_S, _SEND_S = 60.0, 120.0  # before a client that neither sends nor reads is dropped
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -52,7 +52,7 @@ _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
 class App:
-    """The application. ``preparer`` is set when the worker is ready."""
+    """ASGI application. ``preparer`` is set once the worker is ready."""
 
     preparer: Preparer
 
@@ -99,16 +99,16 @@ class App:
         self._constraining.close()
 
     async def prepare(self, parse: Callable[[bytes], Parsed], body: bytes, client: str) -> Any:
-        """Prepare a request for text, away from the event loop. It waits in the queue meanwhile. Requests with
-        constraints, which may take seconds to read, have threads of their own. Raises Refusal."""
+        """Prepare a request off the event loop, while it counts as queued. Requests with constraints, which may take
+        seconds to parse, have threads of their own. Raises Refusal."""
         with self._worker.place(client), Reading() as reading:
             parsed = await self._tokenizing.run(lambda: parse(body), client)
             pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
             return await pool.run(lambda: parsed.prepare(reading), client)
 
     def client_of(self, scope: Scope) -> str:
-        """A name for the one who sent a request. Where the server has several keys, it is the key; else the address,
-        and the key as it was sent, if any."""
+        """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
+        any."""
         digest = hashlib.sha256(_key_of(scope) or b"").hexdigest()
         if self._num_keys > 1:
             return digest
@@ -128,7 +128,7 @@ class App:
 
     async def answer_race(self, race: Race, client: str, send: Send) -> None:
         if self._num_races >= _MOST_RACES:
-            raise unavailable(f"{self._num_races} races run or wait: try again later", _RACE_RETRY_S)
+            raise unavailable(f"{self._num_races} races are running or waiting: try again later", _RACE_RETRY_S)
         self._num_races += 1
         try:
             async with aclosing(self._worker.between_rounds(race.events(), client, is_alone=True)) as events:
@@ -169,30 +169,30 @@ class App:
         return JSONResponse(choices(self.preparer))
 
     async def _tokenize(self, request: Request) -> Response:
-        return await self._made(lambda body: self.preparer.tokenize(body), request)
+        return await self._json_response(lambda body: self.preparer.tokenize(body), request)
 
     async def _tokenizer_info(self, request: Request) -> Response:
         self._worker.check_ready()
         return JSONResponse(self.preparer.tokenizer_info())
 
     async def _detokenize(self, request: Request) -> Response:
-        return await self._made(lambda body: self.preparer.detokenize(body), request)
+        return await self._json_response(lambda body: self.preparer.detokenize(body), request)
 
-    async def _made(self, make: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
+    async def _json_response(self, make: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
         body, client = await _body(request), self.client_of(request.scope)
         with self._worker.place(client):
             return JSONResponse(await self._tokenizing.run(lambda: make(body), client))
 
 
 class Generation:
-    """An endpoint that generates. (An object, not a function: then it sees when the client goes away.)"""
+    """An endpoint that generates. (An object, not a function: it must see disconnects.)"""
 
     def __init__(
         self, app: App, parse: Callable[[bytes], Parsed], answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
     ) -> None:
         """
         Args:
-            parse: a body, to be prepared for the first argument of ``answer``; the second is the client.
+            parse: parses a body; once prepared, it is the first argument of ``answer``; the second is the client.
         """
         self._app, self._parse, self._answer = app, parse, answer
 
@@ -205,8 +205,8 @@ class Generation:
 
 
 class HostGuard:
-    """Without a key, only requests that call this machine by a name of the loopback pass. A page of another site could
-    have its own name lead here (DNS rebinding), and would then be allowed to read answers."""
+    """Without an API key, accept only requests whose Host is a loopback name. Another site's domain may resolve to this
+    machine (DNS rebinding), and its page could then read responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -215,14 +215,14 @@ class HostGuard:
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             if not is_loopback(_name_of(host)):
-                message = f"{host!r:.100} is no name of this machine: use localhost, or a key (--api-key)"
+                message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
                 await _send(_response(Refusal(message, status=403, type_="permission_error")), send)
                 return
         await self._app(scope, receive, send)
 
 
 class KeyGuard:
-    """Only requests with one of the keys pass."""
+    """Accept only requests with one of the keys."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self._app, self._digests = app, [hashlib.sha256(key.encode()).digest() for key in api_keys]
@@ -230,7 +230,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             digest = hashlib.sha256(_key_of(scope) or b"").digest()
-            # Digests have one length, so that the comparison takes the same time for all keys.
+            # Digests have equal length, so the comparison takes the same time for all keys.
             if not any([hmac.compare_digest(digest, one) for one in self._digests]):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
@@ -240,13 +240,13 @@ class KeyGuard:
 
 
 def _key_of(scope: Scope) -> bytes | None:
-    """The key that was sent with a request."""
+    """Key sent with a request."""
     scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else None
 
 
 def _name_of(host: str) -> str:
-    """Of a host with its port; nothing where it is none."""
+    """Host name without port; empty if malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -254,7 +254,7 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine, and only for itself."""
+    """Whether a name or an address is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -262,8 +262,8 @@ def is_loopback(host: str) -> bool:
 
 
 async def _body(request: Request) -> bytes:
-    """Raises Refusal where it is too long, or not said to be JSON: a page in a browser may send other types to any
-    server without asking."""
+    """Read a JSON body. Raises Refusal if it is too long or not declared as JSON: browsers send other types across
+    sites without asking."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal("send the body with 'Content-Type: application/json'", status=415)
@@ -275,12 +275,12 @@ async def _body(request: Request) -> bytes:
                 if len(body) > _MOST_BODY_BYTES:
                     raise Refusal(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
     except TimeoutError:
-        raise Refusal(f"the body has not come within {_BODY_S:g} seconds", status=408) from None
+        raise Refusal(f"the body did not arrive within {_BODY_S:g} seconds", status=408) from None
     return bytes(body)
 
 
 async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
-    piece = await anext(pieces)  # before the status, since it may be an error
+    piece = await anext(pieces)  # before the status is sent, since it may be an error
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     try:
         await _send_piece(piece, send)
@@ -288,11 +288,11 @@ async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
             await _send_piece(piece, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
     except TimeoutError:
-        _LOG.warning("a client has read nothing for %g seconds: its text is given up", _SEND_S)
+        _LOG.warning("a client has read nothing for %g seconds: its request is cancelled", _SEND_S)
 
 
 async def _send_piece(piece: bytes, send: Send) -> None:
-    """Raises TimeoutError where nobody reads."""
+    """Raises TimeoutError if the client does not read."""
     async with asyncio.timeout(_SEND_S):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
 
@@ -303,7 +303,7 @@ async def _send(response: Response, send: Send) -> None:
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that gives a file of the page."""
+    """Endpoint that serves a file of the page."""
     kind, content = read_file(name)
 
     async def respond(request: Request) -> Response:
@@ -329,5 +329,5 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 async def _leave(request: Request, error: Exception) -> Response:
-    """The client went away in the middle of its request, and will not read this."""
+    """Handle a client that disconnected while sending its request; nobody reads this response."""
     return Response(status_code=400)

@@ -1,7 +1,7 @@
-"""Responses as OpenAI's clients read them: objects of text completions and of chats, whole and in chunks.
+"""OpenAI's response objects: text completions and chat completions, whole and streamed.
 
-Log-probabilities are those of the target's raw logits. A token's text is what it decodes to alone, so that texts of
-tokens need not add up to the text of the answer (half characters).
+Log-probabilities are of the target's raw logits. Each token is decoded alone, so the token strings need not add up to
+the response's text (partial characters).
 
 Source: OpenAI's API reference.
 """
@@ -20,7 +20,7 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event. ASCII, since some clients take U+2028 for the end of a line."""
+    """Encode a server-sent event. ASCII, since some clients take U+2028 for a line break."""
     return f"data: {json.dumps(value, ensure_ascii=True, allow_nan=False)}\n\n".encode("ascii")
 
 
@@ -30,18 +30,18 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens with their log-probabilities; the first of a prompt has none."""
+    """Tokens with their log-probabilities; the first token of a prompt has none."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob | None]
 
 
 class TokenTexts:
-    """Tokens as texts.
+    """Decodes single tokens.
 
     Args:
-        tokenizer: of Hugging Face.
-        as_ids: write ``token_id:7`` instead.
+        tokenizer: a Hugging Face tokenizer.
+        as_ids: return ``token_id:7`` instead.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
@@ -58,20 +58,20 @@ class TokenTexts:
 
 
 class Form(Protocol):
-    """How choices are written."""
+    """Format of choices."""
 
     kind: str
     chunk_kind: str
     id_prefix: str
 
-    def whole(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]: ...
+    def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]: ...
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        """The first chunk, before there is text."""
+        """First chunk, before any text."""
         ...
 
     def part(
-        self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason | None
+        self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
     ) -> dict[str, Any]: ...
 
 
@@ -85,24 +85,24 @@ class CompletionForm:
         self._tokens = tokens
         self._offsets: dict[int, int] = {}
 
-    def whole(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
-        return self.part(index, text, judged, reason)
+    def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
+        return self.part(index, text, scored, reason)
 
     def begin(self, index: int) -> None:
         return None
 
-    def part(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": None if judged is None else self._logprobs(index, judged),
+            "logprobs": None if scored is None else self._logprobs(index, scored),
             "finish_reason": None if reason is None else _FINISH[reason],
         }
 
-    def _logprobs(self, index: int, judged: ScoredTokens) -> dict[str, Any]:
+    def _logprobs(self, index: int, scored: ScoredTokens) -> dict[str, Any]:
         texts, values, tops, offsets = [], [], [], []
         offset = self._offsets.get(index, 0)
-        for token_id, logprob in zip(judged.token_ids, judged.logprobs, strict=True):
+        for token_id, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
             text = self._tokens.of(token_id)
             texts.append(text)
             offsets.append(offset)
@@ -113,7 +113,7 @@ class CompletionForm:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
-        """The most probable tokens and the chosen one; of those with the same text the most probable."""
+        """The most probable tokens and the chosen one; of tokens with equal text, the most probable."""
         top: dict[str, float] = {}
         for token_id, value in logprob.top:
             top.setdefault(self._tokens.of(token_id), _finite(value))
@@ -122,7 +122,7 @@ class CompletionForm:
 
 
 class ChatForm:
-    """Choices of chats."""
+    """Choices of chat completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl-"
@@ -130,11 +130,11 @@ class ChatForm:
     def __init__(self, tokens: TokenTexts) -> None:
         self._tokens = tokens
 
-    def whole(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
+    def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(judged),
+            "logprobs": self._logprobs(scored),
             "finish_reason": _FINISH[reason],
         }
 
@@ -142,19 +142,19 @@ class ChatForm:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def part(self, index: int, text: str, judged: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
         return {
             "index": index,
             "delta": {"content": text} if text else {},
-            "logprobs": self._logprobs(judged),
+            "logprobs": self._logprobs(scored),
             "finish_reason": None if reason is None else _FINISH[reason],
         }
 
-    def _logprobs(self, judged: ScoredTokens | None) -> dict[str, Any] | None:
-        if judged is None:
+    def _logprobs(self, scored: ScoredTokens | None) -> dict[str, Any] | None:
+        if scored is None:
             return None
         content = []
-        for token_id, logprob in zip(judged.token_ids, judged.logprobs, strict=True):
+        for token_id, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
             assert logprob is not None
             top = [self._token(*pair) for pair in logprob.top]
             content.append({**self._token(token_id, logprob.logprob), "top_logprobs": top})
@@ -162,7 +162,7 @@ class ChatForm:
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._tokens.of(token_id)
-        # Half a character has bytes that its text does not tell.
+        # A partial character has bytes that its text does not show.
         bytes_ = None if "\ufffd" in text else list(text.encode("utf-8"))
         return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
 

@@ -1,8 +1,7 @@
-"""Connections: how many there may be, how long a client may take to say what it wants, and clients that have closed
-their half.
+"""Connection limits: how many are open, how long a request's head may take, and half-closed clients.
 
-uvicorn limits the time between requests, but neither that of a request's head nor the number of connections. And it
-takes a client that sends no more for one that has gone.
+uvicorn limits neither the number of connections nor the time for a request's head, only the time between requests. And
+it takes a half-closed connection for a closed one.
 
 Sources: RFC 9112, 9.5 and 9.6 (timeouts; half-closed connections); RFC 9110, 15.2 (clients skip responses of status
 1xx).
@@ -20,19 +19,19 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LOG = logging.getLogger("outrider.serve")
-_HEAD_S = 10.0  # for the head of a request, from its first byte on; or from a connection's beginning
-_FIRST_PROBE_S, _MOST_PROBE_S = 0.25, 15.0  # between two checks whether a client that sends no more still reads
-BACKLOG = 64  # connections to be accepted at a time: asyncio accepts so many before any is counted
-_OTHER_FILES = 64 + BACKLOG  # of models, of the log, and connections that are being refused
+_HEAD_S = 10.0  # for a request's head, from its first byte or from connecting
+_FIRST_PROBE_S, _MOST_PROBE_S = 0.25, 15.0  # between checks whether a half-closed client still reads
+BACKLOG = 64  # listen backlog: asyncio accepts this many before any is counted
+_OTHER_FILES = 64 + BACKLOG  # of models and the log, and connections being refused
 
 
 class Connection(H11Protocol):
     """One connection.
 
     Args:
-        most: connections at a time. Beyond, and beyond half of them for one address, the one that has waited longest
-            for its client is closed.
-        more: as uvicorn gives it.
+        most: maximum number of connections. Beyond it, and beyond half of it from one address, the connection that
+            has waited longest for its client is closed.
+        more: arguments from uvicorn.
     """
 
     def __init__(self, *, most: int, **more: Any) -> None:
@@ -41,7 +40,7 @@ class Connection(H11Protocol):
         self._address = ""
         self._is_half_closed = self._is_dropped = False
         self._since_s = 0.0  # when the server began to wait for the client
-        self._num_unread: int | None = None  # bytes that the client had not read when this was last checked
+        self._num_unread: int | None = None  # bytes not yet read by the client at the last check
         self._head_task: asyncio.TimerHandle | None = None
         self._probe_task: asyncio.TimerHandle | None = None
 
@@ -62,7 +61,7 @@ class Connection(H11Protocol):
         self._time_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. It may still read; if it has gone, only sending tells."""
+        """Handle a half-closed client. It may still read; only sending shows whether it has gone."""
         if self._is_between_requests or self.cycle.more_body:
             return False
         self._is_half_closed = True
@@ -77,14 +76,14 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._since_s, self._num_unread = self.loop.time(), None
-        super().on_response_complete()  # begins with the next request if it is here already
+        super().on_response_complete()  # starts the next request if it has arrived
         if self._is_half_closed and self._is_between_requests:
             self.transport.close()
         if self.transport.is_closing() and self.timeout_keep_alive_task is None:
             self._time_reading()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closing waits until the client has read all. Where it has stopped reading, that would be for ever."""
+        """Abort instead of closing: closing waits until the client has read everything, perhaps forever."""
         num_unread, num_before = self.transport.get_write_buffer_size(), self._num_unread
         if num_unread == 0:
             super().timeout_keep_alive_handler()
@@ -110,16 +109,16 @@ class Connection(H11Protocol):
             self._head_task = self.loop.call_later(_HEAD_S, self.transport.abort)
 
     def _make_room(self, connections: list[Connection]) -> None:
-        """Close one of them that waits for its client; rather one that never made a request. This one if there is
-        none."""
-        _LOG.warning("there are too many connections: those that wait longest for their clients are closed")
+        """Close a connection that waits for its client, preferably one that never made a request; this one if none
+        waits."""
+        _LOG.warning("too many connections: closing those that have been idle longest")
         waiting = [one for one in connections if one is not self and (one._is_between_requests or one.cycle.more_body)]
         dropped = min(waiting, key=lambda one: (one.cycle is not None, one._since_s), default=self)
         dropped._is_dropped = True
         dropped.transport.abort()
 
     def _probe(self, pause_s: float) -> None:
-        """Send a response that clients skip. If nobody is there any more, the next one finds the connection lost."""
+        """Send a response that clients skip. If the client has gone, the next probe finds the connection lost."""
         if self._is_between_requests or self.transport.is_closing():
             return
         if self.scope["http_version"] == "1.1" and not self.cycle.response_started:
@@ -128,7 +127,7 @@ class Connection(H11Protocol):
 
 
 def network_of(address: str) -> str:
-    """The part of an address that belongs to one client: of IPv6 the first 64 bits."""
+    """Network prefix that belongs to one client: the first 64 bits of an IPv6 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -139,8 +138,7 @@ def network_of(address: str) -> str:
 
 
 def room_for_connections(most: int) -> int:
-    """As many of ``most`` connections as this process may have, beside its other files. Its soft limit is raised if
-    need be."""
+    """Number of connections, at most ``most``, that fit beside other open files. Raises the soft limit if needed."""
     if sys.platform == "win32":
         return most
     import resource

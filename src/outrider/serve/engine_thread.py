@@ -1,7 +1,7 @@
-"""The thread that owns the models: it loads them, then steps one engine as long as there are requests.
+"""The thread that owns the models: loads them, then steps one engine while there are requests.
 
-The event loop hands it functions, and gets back what each round adds to each request, in one call a round. Neither
-waits for the other: a slow reader's chunks wait in memory, and there are no more of them than tokens it asked for.
+The event loop hands it functions and receives the chunks of all requests, in one call per round. Neither waits for the
+other: chunks for a slow reader wait in memory, at most as many tokens as it requested.
 
 This module does not know HTTP.
 """
@@ -34,23 +34,23 @@ from outrider.serve.quota import Quota
 from outrider.serve.scoring import prompt_logprobs
 
 _LOG = logging.getLogger("outrider.serve")
-_LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # openai's clients do not wait for longer
+_LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # the openai client waits no longer
 _NO_LOAD = Load(0, 0, 0, 0)
-_NO_PROGRAMS = "a text with a seed needs compiled programs, which cannot be made on this server: leave the seed out"
+_NO_PROGRAMS = "a request with a seed needs compiled programs, and compiling failed on this server: leave the seed out"
 
-_NEWEST = 0.1  # weight of the row that has ended last in the mean of their times
+_NEWEST = 0.1  # weight of the latest row in the moving average of row times
 
 State = Literal["loading", "ready", "draining", "failed"]
 _Step = TypeVar("_Step")
 
 
 class EngineThread:
-    """Requests in, chunks out. All methods are for the event loop, but for those named ``_on_thread``, and ``join``.
+    """Takes requests and delivers chunks. Call all methods from the event loop, except ``_*_on_thread`` and ``join``.
 
     Attributes:
-        state: "ready" when requests are taken.
-        decoder, capacity, schedule, fingerprint: set when it is ready.
-        error: why it failed.
+        state: "ready" when requests are accepted.
+        decoder, capacity, schedule, fingerprint: set when ready.
+        error: the reason of a failure.
     """
 
     decoder: Decoder
@@ -73,10 +73,10 @@ class EngineThread:
         """
         Args:
             load: called in the thread.
-            context_len: most tokens in a row, prompt included.
-            room: for rows, running or waiting; more are refused.
-            waiting: says which row gets the next slot.
-            queue_timeout_s: how long a request may wait for its first slot.
+            context_len: maximum tokens of a sequence, prompt included.
+            room: limits running and waiting rows; more are refused.
+            waiting: decides which row gets the next slot.
+            queue_timeout_s: maximum wait for a first slot.
         """
         self.state: State = "loading"
         self.error: Exception | None = None
@@ -85,53 +85,53 @@ class EngineThread:
         self._room, self._waiting = room, waiting
         self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._rows: dict[int, TicketRow] = {}  # those that have a slot, by the engine's numbers
-        self._row_s = 0.0  # that a row keeps its slot, about
+        self._rows: dict[int, TicketRow] = {}  # rows with a slot, by the engine's row number
+        self._row_s = 0.0  # moving average of how long a row keeps its slot
         self._works_on_thread: Turns[EngineTask] = Turns()
-        self._alone_on_thread: Turns[EngineTask] = Turns()  # that wait for the one among the works to end
+        self._alone_on_thread: Turns[EngineTask] = Turns()  # wait until the running one ends
         self._running_alone: EngineTask | None = None
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
-        """Begin to load. Both are called in the event loop, which must be running."""
+        """Start loading. The event loop must be running; both callbacks are called in it."""
         self._loop = asyncio.get_running_loop()
         self._on_ready, self._on_failure = on_ready, on_failure
         self._thread = threading.Thread(target=self._run_on_thread, name="outrider-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """The thread ends after the round that it is in."""
+        """Stop the thread after its current round."""
         self._inbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread."""
+        """Wait for the thread to end."""
         self._thread.join(timeout_s)
 
     @property
     def load(self) -> Load:
-        """Of the engine, and the rows that wait here."""
+        """Load of the engine, including rows that wait here."""
         if not self._is_open:
             return _NO_LOAD
         return replace(self._engine.load, num_waiting=len(self._waiting))
 
     @property
     def num_open(self) -> int:
-        """Rows and other works that have been taken and have not ended."""
+        """Unfinished rows and tasks."""
         return self._room.num_open
 
     @property
     def most_rows(self) -> int:
-        """The rows that one client may have, running or waiting."""
+        """Maximum rows per client, running or waiting."""
         return self._room.most_of_one
 
     def check_ready(self) -> None:
         """Raises Refusal."""
         if self.state == "loading":
-            raise unavailable("the models are being loaded", _LEAST_RETRY_AFTER_S)
+            raise unavailable("the models are loading", _LEAST_RETRY_AFTER_S)
         if self.state != "ready":
             raise unavailable("the server is shutting down", _LEAST_RETRY_AFTER_S)
 
     def place(self, client: str) -> AbstractContextManager[None]:
-        """Room for one row in the queue, while a request is prepared.
+        """Reserve a place in the queue for one row while a request is prepared.
 
         Raises:
             Refusal: not ready, or the queue is full.
@@ -140,7 +140,7 @@ class EngineThread:
         return self._room.place(client)
 
     def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
-        """Queue rows. ``close`` must be called when they are done with.
+        """Queue rows. The caller must ``close`` the ticket.
 
         Raises:
             Refusal: not ready, or the queue is full.
@@ -152,19 +152,19 @@ class EngineThread:
         return ticket
 
     def close(self, ticket: Ticket) -> None:
-        """Rows that have not ended are given up; they leave before the next round."""
+        """Cancel unfinished rows; they leave before the next round."""
         self._room.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
             self._inbox.put(lambda: self._cancel_on_thread(ticket))
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[TokenLogprob]]:
-        """Log-probabilities of all tokens of each prompt but the first, from the target's raw logits, beside
-        ``num_top`` others. For a request that has been taken (``submit``): it is not refused halfway.
+        """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
+        with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway.
 
         Raises:
-            Refusal: it has waited too long.
-            NumericsError: the target gave NaN.
+            Refusal: it waited too long.
+            NumericsError: the target returned NaN.
         """
         steps = (
             (which, part)
@@ -183,15 +183,15 @@ class EngineThread:
     async def between_rounds(
         self, steps: Generator[_Step], client: str, *, is_taken: bool = False, is_alone: bool = False
     ) -> AsyncGenerator[_Step | None]:
-        """Let the thread run something else: a step after each round, in turn with others like it. None where nothing
-        has come for a while. To be closed (``aclosing``), so that it ends where the client has gone.
+        """Run another task on the thread, one step after each round, in turn with other tasks. Yields None as a
+        keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects.
 
         Args:
-            is_taken: it is part of a request that has been taken.
+            is_taken: it belongs to an accepted request.
             is_alone: see ``EngineTask``.
 
         Raises:
-            Refusal: not ready, or the queue is full; or it has waited too long.
+            Refusal: not ready, the queue is full, or it waited too long.
         """
         if not is_taken:
             self._check_room(1, client)
@@ -209,12 +209,12 @@ class EngineThread:
             self._room.works.discard(work)
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
 
     def abort(self, error: Exception) -> None:
-        """End all that is running, with an error."""
+        """End all running requests with an error."""
         for ticket in list(self._room.tickets):
             for which in range(len(ticket.jobs)):
                 ticket.events.put_nowait((which, error))
@@ -228,7 +228,7 @@ class EngineThread:
         self._room.check(num_rows, client, self._retry_after_s())
 
     def _retry_after_s(self) -> int:
-        """About when the rows that wait now will have their slots."""
+        """Estimated time until the rows waiting now have slots."""
         wait_s = self._row_s * len(self._waiting) / self.num_slots
         return min(max(math.ceil(wait_s), _LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
@@ -243,7 +243,7 @@ class EngineThread:
             ticket.events.put_nowait(event)
 
     def _set_ready(self) -> None:
-        if self.state == "loading":  # else a signal to end has come meanwhile
+        if self.state == "loading":  # else a shutdown signal came first
             self.state = "ready"
             self._on_ready()
 
@@ -260,14 +260,14 @@ class EngineThread:
             self._call(self._set_ready)
             is_idle = True
             while self._take_in_on_thread(is_idle):
-                self._give_up_late_on_thread()
+                self._time_out_on_thread()
                 self._begin_on_thread()
                 round_ = self._step_on_thread()
                 if round_ is not None:
                     self._deliver_on_thread(round_)
                 self._work_on_thread()
                 is_idle = round_ is None and not (self._works_on_thread or self._alone_on_thread or self._waiting)
-        except Exception as error:  # whatever it is, clients must hear of it
+        except Exception as error:  # clients must learn of any error
             if not isinstance(error, OutriderError):
                 _LOG.exception("the engine has failed")
             self._call(self._set_failed, error)
@@ -279,8 +279,8 @@ class EngineThread:
         self._engine = self.decoder.engine(self.num_slots, self.capacity)
         self.schedule = self._engine.schedule
         self._is_open = True
-        # A server that is ready has generated, so that models that cannot are noticed, and what occurs only once, like
-        # compiling, is done. (NaN in one text is no reason to refuse all.)
+        # Warm up: generating once detects models that cannot generate, and does one-time work like compiling. (NaN in
+        # this sequence is no reason to refuse all requests.)
         is_prepared = self.decoder.target.execution.is_prepared
         sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
         num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
@@ -292,7 +292,7 @@ class EngineThread:
                 pass
 
     def _take_in_on_thread(self, is_idle: bool) -> bool:
-        """Do what the event loop asked for; wait for it if there is nothing else to do. False at the end."""
+        """Run the functions from the event loop; wait for one when idle. Returns False at the end."""
         while is_idle or not self._inbox.empty():
             message = self._inbox.get()
             if message is None:
@@ -306,7 +306,7 @@ class EngineThread:
             self._waiting.push(TicketRow(ticket, which), ticket.client, ticket.priority)
 
     def _begin_on_thread(self) -> None:
-        """A slot for each whose turn it is. (The engine could queue them, but only in the order of arrival.)"""
+        """Submit the next rows to free slots. (The engine's own queue knows only the order of arrival.)"""
         while len(self._rows) < self.num_slots and (found := self._waiting.pop()) is not None:
             _, row = found
             index = self._engine.submit(row.job.request)
@@ -314,15 +314,15 @@ class EngineThread:
             row.times.begun_s = time.perf_counter()
             self.metrics.count_queue(row.times.begun_s - row.times.submitted_s)
 
-    def _give_up_late_on_thread(self) -> None:
-        """Requests that have waited too long for their first slot, or their first forward, are refused."""
+    def _time_out_on_thread(self) -> None:
+        """Refuse requests that waited too long for a first slot or forward."""
         least_s = time.perf_counter() - self._queue_timeout_s
         late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
         both = (self._works_on_thread, self._alone_on_thread)
         works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
         if not (late or works):
             return
-        message = f"it has waited {self._queue_timeout_s:g} seconds in the queue: try again later"
+        message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         self._drop_waiting_on_thread(late, "timeout")
         self._call(self._deliver, [(ticket, (0, error)) for ticket in late])
@@ -343,7 +343,7 @@ class EngineThread:
         self._drop_waiting_on_thread({ticket}, "abort")
 
     def _step_on_thread(self) -> Round | None:
-        """Where programs cannot be made, texts with a seed end, which need them; the others go on eagerly."""
+        """Step the engine. If compiling fails, requests with a seed end with an error; the others continue eagerly."""
         while True:
             try:
                 return self._engine.step()
@@ -351,7 +351,7 @@ class EngineThread:
                 ended = {index: row for index, row in self._rows.items() if row.job.request.is_repeatable}
                 if not ended:
                     raise
-                _LOG.warning("%d texts with a seed end: %s", len(ended), error)
+                _LOG.warning("%d requests with a seed ended: %s", len(ended), error)
                 for index, row in ended.items():
                     self._engine.cancel(index)
                     del self._rows[index], row.ticket.indices[row.which]
@@ -387,7 +387,7 @@ class EngineThread:
         self._call(self._deliver, events)
 
     def _work_on_thread(self) -> None:
-        """A step of the work whose turn it is."""
+        """Run one step of the next task."""
         if self._running_alone is None and (next_alone := self._alone_on_thread.pop()) is not None:
             client, self._running_alone = next_alone
             self._works_on_thread.push(self._running_alone, client)
@@ -400,9 +400,9 @@ class EngineThread:
                 work.steps.close()
                 raise StopIteration
             found = work.step()
-        except Exception as error:  # of this work alone: the engine goes on
+        except Exception as error:  # of this task alone: the engine continues
             if not isinstance(error, OutriderError | StopIteration):
-                _LOG.exception("a work between rounds has failed")
+                _LOG.exception("a task between rounds has failed")
             found = error
         if not isinstance(found, Exception):
             self._works_on_thread.push(work, client)
@@ -411,7 +411,7 @@ class EngineThread:
         self._call(work.found.put_nowait, found)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """In the event loop; nobody is left to hear of it once that has ended."""
+        """Call a function in the event loop, unless the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:

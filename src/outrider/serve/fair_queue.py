@@ -1,6 +1,6 @@
-"""Whose turn it is: clients in turn, whoever came first, so that the many requests of one do not hold up the others.
+"""Fair scheduling: clients take turns, so that many requests of one client do not delay the others.
 
-This module knows no requests and no threads.
+This module knows neither requests nor threads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ _Found = TypeVar("_Found")
 
 
 class Turns(Generic[_Item]):
-    """Items that wait. Clients take turns; of one client the item with the lowest priority number goes first, and then
-    the oldest.
+    """A fair queue. Clients take turns; within a client the lowest priority number goes first, then the oldest item.
 
     Args:
-        has_priority_across_clients: the lowest number of all clients goes first; they take turns where numbers are
-            equal.
+        has_priority_across_clients: the lowest number of all clients goes first; clients take turns on ties.
     """
 
     def __init__(self, *, has_priority_across_clients: bool = False) -> None:
         self._has_priority_across_clients = has_priority_across_clients
-        self._lines: dict[str, list[tuple[int, int, _Item]]] = {}  # a heap for each client; the next client is first
+        self._lines: dict[str, list[tuple[int, int, _Item]]] = {}  # a heap per client; the next client is first
         self._arrivals = count()
         self._num_items = 0
 
@@ -36,7 +34,7 @@ class Turns(Generic[_Item]):
         return self._num_items
 
     def __iter__(self) -> Iterator[_Item]:
-        """In any order."""
+        """Iterate in any order."""
         return (item for line in self._lines.values() for _, _, item in line)
 
     def push(self, item: _Item, client: str, priority: int = 0) -> None:
@@ -44,10 +42,10 @@ class Turns(Generic[_Item]):
         self._num_items += 1
 
     def pop(self, but: Container[str] = ()) -> tuple[str, _Item] | None:
-        """The next item and its client; None if there is none.
+        """Remove and return the next item and its client; None if there is none.
 
         Args:
-            but: clients whose turn it cannot be.
+            but: clients to skip.
         """
         clients = (client for client in self._lines if client not in but)
         if self._has_priority_across_clients:
@@ -64,7 +62,7 @@ class Turns(Generic[_Item]):
         return client, item
 
     def remove(self, is_gone: Callable[[_Item], bool]) -> int:
-        """How many were."""
+        """Remove items. Returns the number removed."""
         lines = {client: [entry for entry in line if not is_gone(entry[2])] for client, line in self._lines.items()}
         for line in lines.values():
             heapq.heapify(line)
@@ -74,7 +72,7 @@ class Turns(Generic[_Item]):
 
 
 class TurnsPool:
-    """A few threads that work for clients in turn, and never all for the same one. For one event loop."""
+    """A few threads that serve clients in turn, and never all for the same client. For one event loop."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -84,7 +82,7 @@ class TurnsPool:
         self._waiting: Turns[tuple[Callable[[], Any], asyncio.Future[Any]]] = Turns()
 
     async def run(self, function: Callable[[], _Found], client: str) -> _Found:
-        """The result. Where the caller is cancelled before its turn, the function is never called."""
+        """Run a function and return its result. If the caller is cancelled before its turn, the function never runs."""
         future: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
         self._waiting.push((function, future), client)
         self._start()
@@ -104,7 +102,7 @@ class TurnsPool:
             if found is None:
                 return
             client, (function, future) = found
-            if future.cancelled():  # a moment ago
+            if future.cancelled():  # just now
                 continue
             self._num_free -= 1
             self._running.append(client)
@@ -117,14 +115,14 @@ class TurnsPool:
         function: Callable[[], Any],
         future: asyncio.Future[Any],
     ) -> None:
-        """In a thread."""
+        """Run a function in a thread and hand its result to the event loop."""
         found: Any = None
         error: Exception | None = None
         try:
             found = function()
-        except Exception as raised:  # whatever it is, the caller must hear of it
+        except Exception as raised:  # the caller must see any error
             error = raised
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+        with suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(self._end, client, future, found, error)
 
     def _end(self, client: str, future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:

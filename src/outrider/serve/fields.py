@@ -1,7 +1,7 @@
-"""Names of fields: OpenAI's, those of other servers for what is served here, and those that are not served.
+"""Request fields: OpenAI's, those of other servers that are supported, and those that are refused.
 
-A field that may change the text is served or refused by name. A name that nobody knows is refused too, as OpenAI does,
-since it may be such a field; those that are known to be harmless are listed. Nothing is asked for by ``null``.
+A field that may change the output is honoured or refused by name. Unknown fields are refused too, as OpenAI does;
+fields known to be harmless are listed. ``null`` requests nothing.
 
 Sources: OpenAI's API reference (completions, chat completions); vLLM's "extra parameters" of both; the native fields of
 SGLang, llama.cpp's server, and Transformers' generation options.
@@ -15,22 +15,22 @@ from typing import Any
 from outrider.serve.http_errors import Refusal
 from outrider.serve.structured import STRUCTURED
 
-# Fields that pass to ``Sampling`` under their own names.
+# Fields passed to ``Sampling`` under their own names.
 SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop_token_ids", "ignore_eos"),
 )
 
-# Other names of the same thing.
+# Aliases.
 _ALSO_CALLED = {
     "max_tokens": ("max_completion_tokens", "max_new_tokens", "n_predict"),
     "min_tokens": ("min_new_tokens",),
     "repetition_penalty": ("repeat_penalty",),
 }
 
-# Known, not served, and not to be ignored: the values that ask for nothing.
+# Known but unsupported fields, with the values that request nothing.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    # OpenAI; some of them are served at one endpoint only
+    # OpenAI; some are supported at one endpoint only
     "suffix": ("",),
     "echo": (False,),
     "top_logprobs": (0,),
@@ -74,7 +74,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "custom_logit_processor": (),
     # llama.cpp
-    "repeat_last_n": (-1,),  # the penalty looks at all of the text
+    "repeat_last_n": (-1,),  # the penalty sees the whole sequence
     "typical_p": (1,),
     "tfs_z": (1,),
     "top_a": (0,),
@@ -102,7 +102,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": ([],),
     "bad_words_ids": ([],),
 }
-# Known, and without effect on the text.
+# Known fields without effect on the output.
 _WITHOUT_EFFECT = {
     # OpenAI
     *("user", "store", "metadata", "service_tier", "parallel_tool_calls", "prediction", "safety_identifier"),
@@ -132,23 +132,23 @@ _KNOWN = {
 
 
 def check_names(body: Mapping[str, Any], kind: str) -> None:
-    """Refuse fields that are not served. Raises Refusal."""
+    """Refuse unsupported fields. Raises Refusal."""
     for name, value in body.items():
         if value is None or name in _KNOWN[kind] or name in _WITHOUT_EFFECT:
             continue
         if name not in _NOT_SERVED:
-            raise Refusal(f"the field {name!r:.60} is not known: leave it out", param=name)
+            raise Refusal(f"unknown field {name!r:.60}: leave it out", param=name)
         if value not in _NOT_SERVED[name]:
-            raise Refusal(f"{name} = {value!r:.60} is not served: leave it out", param=name)
+            raise Refusal(f"{name} = {value!r:.60} is not supported: leave it out", param=name)
 
 
 def given_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """The names under which a body has fields that have several. Raises Refusal where it has two, with two values."""
+    """Map each field to the alias that the body uses. Raises Refusal if two aliases have different values."""
     found = {}
     for name, others in _ALSO_CALLED.items():
         given = [one for one in (name, *others) if body.get(one) is not None]
         for one in given[1:]:
             if body[one] != body[given[0]]:
-                raise Refusal(f"{given[0]} and {one} are two names of one field: give one", param=one)
+                raise Refusal(f"{given[0]} and {one} are aliases of one field: give one", param=one)
         found[name] = given[0] if given else name
     return found

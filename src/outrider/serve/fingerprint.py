@@ -1,4 +1,4 @@
-"""All that decides a seed's text, as one string (``system_fingerprint``)."""
+"""Everything that determines a seed's output, as one string (``system_fingerprint``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NUM_SAMPLED = 1024  # numbers of each weight
 
 
 def fingerprint_of(decoder: Decoder) -> str:
-    """With the same fingerprint, the same seed gives the same text, up to rounding (docs/numerics.md).
+    """Fingerprint under which equal seeds give equal output, up to rounding (docs/numerics.md).
 
-    Weights count by a sample of their numbers: all of them would take a large model's server a minute to start.
+    Weights are sampled: reading all of a large model's would delay the start by a minute.
     """
     target, drafter = decoder.target, decoder.drafter
     names = f"{target.name}+{drafter.name}"
@@ -30,7 +30,7 @@ def fingerprint_of(decoder: Decoder) -> str:
 
 
 def sample_of(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and types of all weights, and some of their numbers, evenly spaced."""
+    """SHA-256 over names, shapes and dtypes of all weights, and evenly spaced samples of their numbers."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them.
+"""Errors in OpenAI's format.
 
 Source: the error objects of OpenAI's API reference; clients retry 429 and 5xx, and obey ``Retry-After``.
 """
@@ -9,20 +9,20 @@ from typing import Any
 
 from outrider.errors import ConstraintNotRead, OptionError, OutriderError, UsageError
 
-_MOST_CHARACTERS = 400  # of a message, which may quote the request
-_RETRY_S = 10  # where the machine has too much other work
+_MOST_CHARACTERS = 400  # per message, which may quote the request
+_RETRY_S = 10  # when the machine is overloaded
 
-# Names of OpenAI where they differ from those of the library.
+# OpenAI's names that differ from the library's.
 _PARAMS = {"max_new_tokens": "max_tokens"}
 
 
 class Refusal(Exception):
-    """A request, or the rest of it, that is not served.
+    """A refused request, or the refused rest of one.
 
     Attributes:
-        status: of HTTP.
-        param: the field to change, if it is one.
-        retry_after_s: when to try again, if that may help.
+        status: HTTP status.
+        param: the field at fault, if any.
+        retry_after_s: when to retry, if that may help.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class Refusal(Exception):
         self.status, self.type, self.param, self.code, self.retry_after_s = status, type_, param, code, retry_after_s
 
     def to_json(self) -> dict[str, Any]:
-        message = str(self).encode(errors="backslashreplace").decode()  # it may quote half a character
+        message = str(self).encode(errors="backslashreplace").decode()  # it may quote a lone surrogate
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[: _MOST_CHARACTERS - 4]} ..."
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def unavailable(message: str, retry_after_s: int) -> Refusal:
-    """Now, but not for ever."""
+    """Temporary refusal (503)."""
     return Refusal(message, status=503, type_="server_error", code="unavailable", retry_after_s=retry_after_s)
 
 
 def too_many(message: str, retry_after_s: int) -> Refusal:
-    """For this client, for now."""
+    """Temporary refusal for one client (429)."""
     return Refusal(
         message, status=429, type_="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s
     )
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The error that is reported to a client."""
+    """Error reported to a client."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OptionError):
@@ -67,6 +67,6 @@ def refusal_of(error: Exception) -> Refusal:
         return unavailable(str(error), _RETRY_S)
     if isinstance(error, UsageError):
         return Refusal(str(error), param="prompt")
-    # Of a fault of ours the log tells more than a client should know.
-    message = str(error) if isinstance(error, OutriderError) else "the server has failed"
+    # The log has details of internal errors that clients should not see.
+    message = str(error) if isinstance(error, OutriderError) else "internal server error"
     return Refusal(message, status=500, type_="server_error")

@@ -1,4 +1,4 @@
-"""The log of a server on which anyone may call: a client must not be able to fill a disk with it."""
+"""Rate limit of the log: clients must not be able to fill a disk with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ _MOST_IN_TIME = 5
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes a few warnings and errors a minute of those made from one message. The next line gives the number of the
-    others."""
+    """Passes a few warnings and errors per minute of each message; the next line reports how many were dropped."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}  # when the minute began, and how many came in it
+        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}  # start of the minute, and the count in it
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:

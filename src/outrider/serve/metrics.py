@@ -1,5 +1,5 @@
-"""Counts for Prometheus, under names of our own; those of speculative decoding also under vLLM's, since its benchmark
-and dashboards look for no others.
+"""Prometheus metrics under Outrider's names; those of speculative decoding also under vLLM's, for its benchmark and
+dashboards.
 
 Source of the names: vLLM, docs/features/speculative_decoding (``vllm:spec_decode_*``).
 """
@@ -39,7 +39,7 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Written by the thread that owns the models, read by any."""
+    """Written by the engine thread, read by any."""
 
     def __init__(self, load: Callable[[], Load], model_name: str) -> None:
         self._load, self._model_name = load, model_name
@@ -50,15 +50,15 @@ class Metrics(Collector):
         self._token = _Histogram(_SECONDS_A_TOKEN)
 
     def count_time(self, timing: Timing) -> None:
-        """Of a round."""
+        """Add the time of a round."""
         self._timing += timing
 
     def count_queue(self, seconds: float) -> None:
-        """A row has its slot, so long after it was submitted."""
+        """Add the queue time of a row that got its slot."""
         self._queue.add(seconds)
 
     def count_first(self, chunk: Chunk, job: RequestState, times: Times) -> None:
-        """A row has its first chunk."""
+        """Add the first chunk of a row."""
         self._num_prompt_tokens += job.num_prompt_tokens
         self._num_cached_tokens += chunk.num_cached_tokens
         self._first.add(times.first_s - times.submitted_s)
@@ -71,50 +71,50 @@ class Metrics(Collector):
             self._num_ended[reason] += num_rows
 
     def count_latency(self, num_tokens: int, times: Times) -> None:
-        """A row has ended with its tokens."""
+        """Add the latencies of a finished row."""
         self._whole.add(times.last_s - times.submitted_s)
         if num_tokens > 1:
             self._token.add((times.last_s - times.first_s) / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         stats, timing, load = self._stats, self._timing, self._load()
-        yield GaugeMetricFamily("outrider:num_requests_running", "Rows that generate.", load.num_running)
-        yield GaugeMetricFamily("outrider:num_requests_filling", "Rows whose prompt is being fed.", load.num_filling)
-        yield GaugeMetricFamily("outrider:num_requests_waiting", "Rows that wait for a slot.", load.num_waiting)
-        yield GaugeMetricFamily("outrider:num_free_slots", "Slots without a row.", load.num_free_slots)
-        yield CounterMetricFamily("outrider:prompt_tokens", "Tokens of prompts.", self._num_prompt_tokens)
+        yield GaugeMetricFamily("outrider:num_requests_running", "Sequences being generated.", load.num_running)
+        yield GaugeMetricFamily("outrider:num_requests_filling", "Sequences in prefill.", load.num_filling)
+        yield GaugeMetricFamily("outrider:num_requests_waiting", "Sequences waiting for a slot.", load.num_waiting)
+        yield GaugeMetricFamily("outrider:num_free_slots", "Free slots.", load.num_free_slots)
+        yield CounterMetricFamily("outrider:prompt_tokens", "Prompt tokens.", self._num_prompt_tokens)
         yield CounterMetricFamily(
-            "outrider:cached_tokens", "Those of them that were in the cache already.", self._num_cached_tokens
+            "outrider:cached_tokens", "Prompt tokens found in the cache.", self._num_cached_tokens
         )
-        yield CounterMetricFamily("outrider:generation_tokens", "Tokens generated.", stats.num_generated_tokens)
-        ended = CounterMetricFamily("outrider:requests", "Rows that ended, by reason.", labels=["finished_reason"])
+        yield CounterMetricFamily("outrider:generation_tokens", "Generated tokens.", stats.num_generated_tokens)
+        ended = CounterMetricFamily("outrider:requests", "Sequences ended, by reason.", labels=["finished_reason"])
         for reason, count in sorted(self._num_ended.items()):
             ended.add_metric([reason], count)
         yield ended
-        seconds = CounterMetricFamily("outrider:seconds", "The engine's time, by part of the work.", labels=["part"])
+        seconds = CounterMetricFamily("outrider:seconds", "Time of the engine, by phase.", labels=["part"])
         for part in ("prefill", "draft", "verify", "rest"):
             seconds.add_metric([part], timing.to_json()[part])
         yield seconds
-        yield self._queue.family("outrider:request_queue_time_seconds", "From submission to a slot.")
-        yield self._first.family("outrider:time_to_first_token_seconds", "From submission to the first tokens.")
-        yield self._token.family("outrider:time_per_output_token_seconds", "Mean of a row, after its first tokens.")
-        yield self._whole.family("outrider:e2e_request_latency_seconds", "From submission to the end.")
+        yield self._queue.family("outrider:request_queue_time_seconds", "Time from submission to a slot.")
+        yield self._first.family("outrider:time_to_first_token_seconds", "Time from submission to the first tokens.")
+        yield self._token.family("outrider:time_per_output_token_seconds", "Mean time per token after the first ones.")
+        yield self._whole.family("outrider:e2e_request_latency_seconds", "Time from submission to the end.")
         yield from _spec_decode("outrider:spec_decode", stats, {})
         yield from _spec_decode("vllm:spec_decode", stats, {"model_name": self._model_name})
 
 
 def _spec_decode(prefix: str, stats: Stats, labels: dict[str, str]) -> Iterator[Metric]:
     counts = {
-        "num_drafts": ("Rounds of rows in which tokens were drafted.", num_spec_steps(stats)),
-        "num_draft_tokens": ("Tokens drafted.", stats.num_draft_tokens),
-        "num_accepted_tokens": ("Drafted tokens accepted.", stats.num_accepted_draft_tokens),
+        "num_drafts": ("Rounds of sequences in which tokens were drafted.", num_spec_steps(stats)),
+        "num_draft_tokens": ("Drafted tokens.", stats.num_draft_tokens),
+        "num_accepted_tokens": ("Accepted drafted tokens.", stats.num_accepted_draft_tokens),
     }
     for name, (about, count) in counts.items():
         family = CounterMetricFamily(f"{prefix}_{name}", about, labels=list(labels))
         family.add_metric(list(labels.values()), count)
         yield family
     by_place = CounterMetricFamily(
-        f"{prefix}_num_accepted_tokens_per_pos", "Rounds that accepted it, by place.", labels=[*labels, "position"]
+        f"{prefix}_num_accepted_tokens_per_pos", "Accepted drafted tokens, by position.", labels=[*labels, "position"]
     )
     for place in range(len(stats.drafted_histogram) - 1):
         num_accepted = sum(stats.acceptance_histogram[place + 1 :])
@@ -123,5 +123,5 @@ def _spec_decode(prefix: str, stats: Stats, labels: dict[str, str]) -> Iterator[
 
 
 def num_spec_steps(stats: Stats) -> int:
-    """Rounds in which something was drafted."""
+    """Rounds in which tokens were drafted."""
     return stats.num_rounds - sum(stats.drafted_histogram[:1])

@@ -1,9 +1,9 @@
-"""Requests on their way through the worker: their rows, their times, and what has become of them.
+"""Requests handed to the engine thread: their rows, times and results.
 
-Streams do not stay silent, since proxies close a connection on which nothing has come for a minute (nginx, AWS): a
-comment goes to the client every 15 seconds. (vLLM sends such lines if it is told how often, llama.cpp by default.)
+Streams send a comment every 15 seconds, since proxies close a connection after a minute of silence (nginx, AWS). (vLLM
+does so if configured, llama.cpp by default.)
 
-This module knows no engine and no HTTP.
+This module knows neither the engine nor HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Item = TypeVar("_Item")
 
 
 async def arrival(queue: asyncio.Queue[_Item]) -> _Item | None:
-    """The next item; None where nothing has come for a while."""
+    """Next item; None as a keep-alive after some seconds without one."""
     try:
         async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
             return await queue.get()
@@ -33,12 +33,12 @@ async def arrival(queue: asyncio.Queue[_Item]) -> _Item | None:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened to a row, in seconds of one clock; 0 for those that have not.
+    """Times of a row, in seconds of one clock; 0 if not reached.
 
     Attributes:
-        submitted_s: it was queued.
-        begun_s: it got a slot.
-        first_s, last_s: its first tokens and its last ones were there.
+        submitted_s: queued.
+        begun_s: got a slot.
+        first_s, last_s: first and last tokens.
     """
 
     submitted_s: float
@@ -49,18 +49,18 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """The rows of one HTTP request.
+    """Rows of one HTTP request.
 
     Attributes:
-        jobs: a row each.
-        client: who asked for it.
-        priority: of the rows of one client those with the lowest number go first.
+        jobs: one per row.
+        client: the sender.
+        priority: within a client, the lowest number goes first.
         submitted_s: see ``Times``.
-        times: of each row. The worker writes them, before the event that they belong to.
-        events: (which row, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
-        num_open: rows that have not ended, as the event loop knows it.
-        indices: the engine's number of each row that has a slot, as the worker knows it.
-        has_begun: a row of it has had a slot.
+        times: of each row. The engine thread sets them before it sends the event.
+        events: (row, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
+        num_open: unfinished rows, as the event loop knows.
+        indices: the engine's number of each row with a slot, as the engine thread knows.
+        has_begun: one of its rows has had a slot.
     """
 
     jobs: Sequence[RequestState]
@@ -96,14 +96,14 @@ class TicketRow:
 
 @dataclass(slots=True, eq=False)
 class EngineTask:
-    """Something else that the worker does, a step between two rounds: scoring a prompt, a race.
+    """Other work of the engine thread, one step between two rounds: scoring a prompt, a race.
 
     Attributes:
-        client: who asked for it.
+        client: the sender.
         submitted_s: see ``Times``.
-        is_alone: it has caches of its own, so that it waits for others of this kind to end.
-        found: what the steps gave, in order; then an error, StopIteration at the end.
-        has_begun: a step of it has been done.
+        is_alone: it allocates its own caches, so only one such task runs at a time.
+        found: results of the steps, in order; then an error, or StopIteration at the end.
+        has_begun: its first step is done.
         is_closed: nobody waits for it any more.
     """
 
@@ -116,6 +116,6 @@ class EngineTask:
     is_closed: bool = False
 
     def step(self) -> Any:
-        """Raises StopIteration."""
+        """Run one step. Raises StopIteration."""
         self.has_begun = True
         return next(self.steps)

@@ -1,4 +1,4 @@
-"""From the body of a request to rows for the engine. Runs in a pool of threads, since tokenizing takes its time."""
+"""From a request's body to rows for the engine. Runs in a thread pool, since tokenizing is slow."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from outrider.text.constraint_check import Reading
 from outrider.text.structure import read_constraint
 from outrider.text.tokenizer import Prompt, encode
 
-# Of a token, where none in the vocabulary has more: some tokenizers drop spaces, or have one token for unknown words.
+# Assumed bytes per token if no token is longer: some tokenizers drop spaces or map unknown words to one token.
 _LEAST_BYTES_A_TOKEN = 64
-_MOST_TOKENIZED_BYTES = 2**20  # by /tokenize, which has no other limit
+_MOST_TOKENIZED_BYTES = 2**20  # for /tokenize, which has no other limit
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A body that was parsed.
+    """A parsed body.
 
     Attributes:
-        prepare: does the rest, which takes longer. Where the output is constrained it may be stopped, and then raises
-            some error.
+        prepare: does the slow rest. It may be stopped while it reads a constraint, and then raises some error.
     """
 
     ask: ParsedRequest
@@ -40,15 +39,15 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """What requests are prepared for.
+    """Prepares requests for one server.
 
     Attributes:
-        capacity: most tokens in a row, prompt included.
-        max_k: the most tokens that the engine drafts for a row.
-        most_rows: the most rows of one request.
-        names: of the model, the first is used in answers.
+        capacity: maximum tokens of a sequence, prompt included.
+        max_k: maximum tokens drafted per round.
+        most_rows: maximum rows of a request.
+        names: of the model; responses use the first.
         fingerprint: ``system_fingerprint``.
-        most_bytes: of a prompt that may have room; longer ones are refused before they are tokenized.
+        most_bytes: of a prompt that may fit; longer ones are refused before tokenizing.
     """
 
     decoder: Decoder
@@ -64,24 +63,24 @@ class Preparer:
         object.__setattr__(self, "most_bytes", self.capacity * max(longest, _LEAST_BYTES_A_TOKEN))
 
     def completions(self, body: bytes) -> Parsed:
-        """To a ``PreparedRequest``. Raises Refusal."""
+        """Parse a completion request; prepares a ``PreparedRequest``. Raises Refusal."""
         ask = parse_completions(parse_body(body))
         return Parsed(ask, lambda reading: self._prepare(ask, CompletionForm, reading))
 
     def chat(self, body: bytes) -> Parsed:
-        """To a ``PreparedRequest``. Raises Refusal."""
+        """Parse a chat request; prepares a ``PreparedRequest``. Raises Refusal."""
         ask = parse_chat(parse_body(body))
         return Parsed(ask, lambda reading: self._prepare(ask, ChatForm, reading))
 
     def check_model(self, name: Any) -> str:
-        """Raises Refusal. No name is the first one."""
+        """Name to use in the response; the default is the first. Raises Refusal."""
         if name is not None and name not in self.names:
-            message = f"there is no model {name!r:.100} here, but {', '.join(self.names)}"
+            message = f"unknown model {name!r:.100}: this server has {', '.join(self.names)}"
             raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
         return name or self.names[0]
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """Of a prompt that has room. Raises Refusal."""
+        """Token ids of a prompt that fits. Raises Refusal."""
         assert not isinstance(prompt, Mapping), "no request holds a tokenizer's result"
         is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
         try:
@@ -94,20 +93,20 @@ class Preparer:
         return ids
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
-        """Of a prompt or messages, however long. Raises Refusal."""
+        """Tokenize a prompt or messages of any length. Raises Refusal."""
         value = parse_body(body)
         self.check_model(value.get("model"))
         check_names(value, "tokenize")
         prompt = value.get("prompt")
         has_special = value.get("add_special_tokens")
         if not isinstance(has_special, bool | None):
-            raise Refusal("add_special_tokens is true or false", param="add_special_tokens")
+            raise Refusal("add_special_tokens must be true or false", param="add_special_tokens")
         if prompt is None:
             prompt = parse_messages(value.get("messages"))
         elif not isinstance(prompt, str):
-            raise Refusal("prompt is a text", param="prompt")
+            raise Refusal("prompt must be a string", param="prompt")
         if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:
-            message = f"{num_bytes} bytes are too many: at most {_MOST_TOKENIZED_BYTES} are tokenized at a time"
+            message = f"{num_bytes} bytes are too many: at most {_MOST_TOKENIZED_BYTES} are tokenized per request"
             raise Refusal(message, param="prompt" if isinstance(prompt, str) else "messages")
         try:
             ids = encode(self.decoder.tokenizer, prompt, has_special=has_special is not False)
@@ -121,7 +120,7 @@ class Preparer:
         return answer
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What a client needs to do without the tokenizer's files."""
+        """Tokenizer facts for clients without its files."""
         tokenizer = self._tokenizer
         special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
         return special | {
@@ -133,20 +132,20 @@ class Preparer:
         }
 
     def detokenize(self, body: bytes) -> dict[str, Any]:
-        """Raises Refusal."""
+        """Decode token ids. Raises Refusal."""
         value = parse_body(body)
         self.check_model(value.get("model"))
         check_names(value, "detokenize")
         ids, vocab_size = value.get("tokens"), self.decoder.target.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-            raise Refusal(f"tokens is a list of token ids below {vocab_size}", param="tokens")
+            raise Refusal(f"tokens must be a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}
 
     def _prepare(self, ask: ParsedRequest, form: Callable[[TokenTexts], Form], reading: Reading) -> PreparedRequest:
         model = self.check_model(ask.model)
         self._check_law(ask)
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
-            message = f"a request of {len(ask.prompts) * ask.n} texts: this server takes {self.most_rows} at a time"
+            message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {self.most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
         all_ids = [self.token_ids(prompt) for prompt in ask.prompts]
         jobs: list[RequestState] = []
@@ -179,11 +178,11 @@ class Preparer:
         own = self.decoder.acceptance
         if ask.acceptance not in (None, own):
             raise Refusal(
-                f"acceptance = {ask.acceptance!r:.60} is not served: this server's rule is {own}", param="acceptance"
+                f"acceptance = {ask.acceptance!r:.60} is not supported: this server's rule is {own}", param="acceptance"
             )
         if ask.num_draft_tokens is not None and ask.num_draft_tokens > self.max_k:
             raise Refusal(
-                f"num_draft_tokens = {ask.num_draft_tokens} is not served: this server drafts at most {self.max_k}",
+                f"num_draft_tokens = {ask.num_draft_tokens} is not supported: this server drafts at most {self.max_k}",
                 param="num_draft_tokens",
             )
 
@@ -191,8 +190,8 @@ class Preparer:
         """Raises PromptError."""
         if size > most:
             raise PromptError(
-                f"the prompt has {size} {unit}, but there is room for {self.capacity} tokens in all, prompt and output "
-                "together: shorten it"
+                f"the prompt has {size} {unit}, but the context is {self.capacity} tokens, prompt and output together: "
+                "shorten it"
             )
 
     @property
@@ -205,7 +204,7 @@ class Preparer:
 
 
 def named_refusal(ask: ParsedRequest, error: Exception) -> Refusal:
-    """Of an error of the library, with the name that the request has for the option."""
+    """Refusal for a library error, with the option under the request's name for it."""
     refusal = refusal_of(error)
     if refusal.param in CONSTRAINTS:
         refusal.param = ask.structured_by
@@ -215,6 +214,6 @@ def named_refusal(ask: ParsedRequest, error: Exception) -> Refusal:
 
 
 def _num_bytes(prompt: str | Sequence[Any]) -> int:
-    """The size in UTF-8 of a text, or of the messages of a chat."""
+    """UTF-8 size of a string, or of a chat's messages."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     return len(text.encode(errors="surrogatepass"))

@@ -1,7 +1,6 @@
-"""Bodies of requests, checked.
+"""Request bodies, checked.
 
-Which fields there are is said in ``fields``. Ranges of sampling options are checked by ``Sampling``, which names the
-option.
+``fields`` lists the fields. ``Sampling`` checks the ranges of sampling options and names the option.
 
 Sources: OpenAI's API reference (completions, chat completions).
 """
@@ -21,24 +20,24 @@ from outrider.text.tokenizer import Prompt
 MOST_CHOICES = 16  # n
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 1000
 _MOST_LOGPROBS = 20
-_DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat goes on as long as there is room
+_DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat may fill the context
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request for text, checked as far as it can be without the models.
+    """A generation request, checked as far as possible without the models.
 
     Attributes:
-        prompts: texts, lists of ids or a chat.
-        n: texts for each prompt.
-        max_tokens: None where the room decides; 0 for none, with ``echo``.
-        options: more fields of ``Sampling``.
-        num_draft_tokens: K; None for the server's own.
-        acceptance: the rule asked for; None for the server's own.
-        priority: of the requests of one client the lowest number goes first.
-        names: those that the body has for options with several names.
-        structured_by: the field that says what the text must match; the options say it in the library's own way.
-        as_token_ids: tokens are written ``token_id:7`` in log-probabilities, since some have the same text.
+        prompts: strings, lists of token ids, or a chat.
+        n: completions per prompt.
+        max_tokens: None for the rest of the context; 0 for none, with ``echo``.
+        options: other fields of ``Sampling``.
+        num_draft_tokens: K; None for the server's default.
+        acceptance: the requested rule; None for the server's.
+        priority: within a client, the lowest number goes first.
+        names: the body's names for options with aliases.
+        structured_by: the field that constrains the output; ``options`` has the constraint in the library's form.
+        as_token_ids: log-probabilities show tokens as ``token_id:7``, since some have the same text.
     """
 
     model: str | None
@@ -64,7 +63,7 @@ class ParsedRequest:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Raises Refusal where it is no JSON object."""
+    """Parse a JSON object. Raises Refusal."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -79,7 +78,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def parse_completions(body: Mapping[str, Any]) -> ParsedRequest:
-    """The body of ``/v1/completions``. Raises Refusal."""
+    """Parse the body of ``/v1/completions``. Raises Refusal."""
     logprobs = _integer(body, "logprobs", 0, _MOST_LOGPROBS)
     echo = _flag(body, "echo")
     return _parse(
@@ -94,7 +93,7 @@ def parse_completions(body: Mapping[str, Any]) -> ParsedRequest:
 
 
 def parse_chat(body: Mapping[str, Any]) -> ParsedRequest:
-    """The body of ``/v1/chat/completions``. Raises Refusal."""
+    """Parse the body of ``/v1/chat/completions``. Raises Refusal."""
     top = _integer(body, "top_logprobs", 0, _MOST_LOGPROBS)
     has_logprobs = _flag(body, "logprobs")
     if top and not has_logprobs:
@@ -125,7 +124,7 @@ def _parse(
     n = _integer(body, "n", 1, MOST_CHOICES) or 1
     best_of = _integer(body, "best_of", 1, MOST_CHOICES)
     if best_of not in (None, n):
-        raise Refusal(f"best_of = {best_of} is not served: leave it out, or make it n", param="best_of")
+        raise Refusal(f"best_of = {best_of} is not supported: leave it out, or make it n", param="best_of")
     max_tokens = _integer(body, names["max_tokens"], least_tokens, None)
     given = {key: body.get(names.get(key, key)) for key in SAMPLING}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -140,7 +139,7 @@ def _parse(
     seed = _integer(body, "seed", None, None)
     stream = body.get("stream_options")
     if not isinstance(stream, Mapping | None):
-        raise Refusal("stream_options is an object", param="stream_options")
+        raise Refusal("stream_options must be an object", param="stream_options")
     k = _integer(body, "num_draft_tokens", 0, None)
     has_draft = body.get("draft") is None or _flag(body, "draft")
     return ParsedRequest(
@@ -152,7 +151,7 @@ def _parse(
         | structure
         | {
             "top_k": max(top_k or 0, 0),
-            # Clients send negative ones too.
+            # Clients send negative numbers too.
             "seed": None if seed is None else seed & (2**63 - 1),
             "stop": _stops(body.get("stop")),
             "logit_bias": _biases(body.get("logit_bias")),
@@ -172,7 +171,7 @@ def _parse(
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One or many, as text or ids."""
+    """One or many prompts, as strings or token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -180,7 +179,7 @@ def _prompts(value: Any) -> list[Prompt]:
             return [value]
         if all(isinstance(item, str) or (isinstance(item, list) and item and _are_ids(item)) for item in value):
             return list(value)
-    raise Refusal("prompt is a text, a list of texts, a list of token ids, or a list of such lists", param="prompt")
+    raise Refusal("prompt must be a string, a list of strings, a list of token ids, or a list of these", param="prompt")
 
 
 def _are_ids(value: Sequence[Any]) -> bool:
@@ -188,20 +187,20 @@ def _are_ids(value: Sequence[Any]) -> bool:
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages whose contents are texts. Raises Refusal."""
+    """Messages with text contents only. Raises Refusal."""
     if not isinstance(value, list) or not value:
-        raise Refusal("messages is a list with at least one message", param="messages")
+        raise Refusal("messages must be a list with at least one message", param="messages")
     messages = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refusal(f"{where} is an object with a role", param=where)
+            raise Refusal(f"{where} must be an object with a role", param=where)
         content = message.get("content")
         if isinstance(content, list):
             texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(content, str):
-            raise Refusal(f"{where}.content is text, or a list of parts of text", param=where)
+            raise Refusal(f"{where}.content must be a string, or a list of text parts", param=where)
         messages.append({**message, "content": content})
     return messages
 
@@ -209,7 +208,7 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
-        raise Refusal("stop is a text or a list of texts", param="stop")
+        raise Refusal("stop must be a string or a list of strings", param="stop")
     if len(stops) > _MOST_STOPS or any(len(one) > _MOST_STOP_CHARACTERS for one in stops):
         limits = f"at most {_MOST_STOPS}, of at most {_MOST_STOP_CHARACTERS} characters"
         raise Refusal(f"too many stop strings, or too long ones: {limits}", param="stop")
@@ -220,11 +219,11 @@ def _biases(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise Refusal("logit_bias is an object from token ids to numbers", param="logit_bias")
+        raise Refusal("logit_bias must map token ids to numbers", param="logit_bias")
     try:
         return {int(token_id): bias for token_id, bias in value.items()}
     except ValueError:
-        raise Refusal("the keys of logit_bias are token ids", param="logit_bias") from None
+        raise Refusal("the keys of logit_bias must be token ids", param="logit_bias") from None
 
 
 def _integer(body: Mapping[str, Any], name: str, low: int | None, high: int | None) -> int | None:
@@ -235,19 +234,19 @@ def _integer(body: Mapping[str, Any], name: str, low: int | None, high: int | No
         value = int(value)
     if type(value) is not int or (low is not None and value < low) or (high is not None and value > high):
         limits = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
-        raise Refusal(f"{name} = {value!r:.60} is invalid: a whole number{limits}", param=name)
+        raise Refusal(f"{name} = {value!r:.60} is invalid: give an integer{limits}", param=name)
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise Refusal(f"{name} is true or false", param=name)
+        raise Refusal(f"{name} must be true or false", param=name)
     return bool(value)
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
     value = body.get(name)
     if not isinstance(value, str | None):
-        raise Refusal(f"{name} is a text", param=name)
+        raise Refusal(f"{name} must be a string", param=name)
     return value

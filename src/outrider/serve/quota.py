@@ -1,6 +1,6 @@
-"""How much has been taken, of whom, and whether there is room for more.
+"""Admission control: how many rows are running or waiting, per client and in all.
 
-This module knows no threads: all is for the event loop.
+This module knows no threads: it is for the event loop only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
 
 
 class Quota:
-    """The requests that have not ended.
+    """Accepted requests that have not ended.
 
     Args:
-        most_rows: at a time, running or waiting.
-        most_of_one: of them for one client; None leaves a quarter to others.
+        most_rows: maximum rows, running or waiting.
+        most_of_one: maximum for one client; None leaves a quarter to others.
 
     Attributes:
-        tickets, works: that have been taken and have not ended.
+        tickets, works: accepted and unfinished.
     """
 
     def __init__(self, most_rows: int, most_of_one: int | None) -> None:
@@ -31,16 +31,16 @@ class Quota:
         self.tickets: set[Ticket] = set()
         self.works: set[EngineTask] = set()
         self._most_rows = most_rows
-        self._places: list[str] = []  # the clients of requests that are being prepared
+        self._places: list[str] = []  # clients of requests in preparation
 
     @property
     def num_open(self) -> int:
-        """Rows and other works."""
+        """Unfinished rows and tasks."""
         return sum(ticket.num_open for ticket in self.tickets) + len(self.works)
 
     @contextmanager
     def place(self, client: str) -> Iterator[None]:
-        """Keep room for one row while a request is prepared."""
+        """Reserve one row while a request is prepared."""
         self._places.append(client)
         try:
             yield
@@ -48,7 +48,7 @@ class Quota:
             self._places.remove(client)
 
     def check(self, num_rows: int, client: str, retry_after_s: int) -> None:
-        """Raises Refusal where there is no room for so many more."""
+        """Raises Refusal if so many more rows exceed a limit."""
         taken = [(one.client, one.num_open) for one in self.tickets]
         taken += [(one, 1) for one in (*(work.client for work in self.works), *self._places)]
         num_all = sum(count for _, count in taken)
@@ -57,5 +57,5 @@ class Quota:
             raise unavailable(message, retry_after_s)
         num_own = sum(count for one, count in taken if one == client)
         if num_own + num_rows > self.most_of_one:
-            message = f"{num_own} of your requests run or wait, and {self.most_of_one} may: try again later"
+            message = f"{num_own} of your requests are running or waiting (limit: {self.most_of_one}): try again later"
             raise too_many(message, retry_after_s)

@@ -1,7 +1,7 @@
 """``/v1/race``: plain and speculative decoding of one prompt side by side, for the page.
 
-A race is not of the engine that serves: each arm has an engine and a cache of its own, with the draft, K and the rule
-that were asked for. The worker runs it between rounds, a round of an arm at a time.
+A race does not use the serving engine: each arm has an engine and a cache of its own, with the requested draft, K and
+rule. The engine thread runs it between rounds, one round of an arm at a time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from outrider.text.constraint_check import Reading
 from outrider.text.structure import read_constraint
 
 _MOST_K = 16
-_NUM_SEEDS = 2**32  # to draw from: every one is a number to JavaScript
+_NUM_SEEDS = 2**32  # to draw from: exact as JavaScript numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Ready to run."""
+    """A race, ready to run."""
 
     arms: tuple[Arm, Arm]
     case: Case
@@ -41,7 +41,7 @@ class Race:
 
 
 def choices(preparer: Preparer) -> dict[str, Any]:
-    """The choices that a race offers."""
+    """Options of a race."""
     decoder = preparer.decoder
     return {
         "target": decoder.target.name,
@@ -55,8 +55,8 @@ def choices(preparer: Preparer) -> dict[str, Any]:
 
 
 def parse_race(preparer: Preparer, content: bytes) -> Parsed:
-    """From a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``, to a ``Race``. Raises
-    Refusal."""
+    """Parse a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``; prepares a ``Race``.
+    Raises Refusal."""
     body = parse_body(content)
     name = body.pop("drafter", None)
     ask = parse_completions(body)
@@ -74,7 +74,7 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
     preparer.check_model(ask.model)
     [prompt, *others] = ask.prompts
     if others or ask.n != 1 or not isinstance(prompt, str):
-        raise Refusal("a race is of one prompt, a text", param="prompt")
+        raise Refusal("a race takes one prompt, a string", param="prompt")
     ids = preparer.token_ids(prompt)
     seed = ask.options["seed"]
     max_tokens = ask.max_tokens or 1
@@ -87,8 +87,8 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
     try:
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
         read_constraint(options, reading)
-        decoder.job(ids, options)  # whether all is possible
-        if not decoder.target.execution.waits:  # arms have one execution from beginning to end
+        decoder.job(ids, options)  # raises if impossible
+        if not decoder.target.execution.waits:  # an arm must not change its execution halfway
             decoder = decoder.compiled()
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
     except Exception as error:
@@ -97,7 +97,7 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
 
 
 async def streamed_race(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
-    """In server-sent events, an error among them. Raises Refusal before the first."""
+    """Encode events as server-sent events, errors included. Raises Refusal before the first."""
     yield _written(await anext(events))
     try:
         async for one in events:
@@ -116,10 +116,10 @@ def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:
     if name is None:
         name = drafts[0]
     if name not in drafts:
-        raise Refusal(f"drafter = {name!r:.60} is not served: choose one of {', '.join(drafts)}", param="drafter")
+        raise Refusal(f"drafter = {name!r:.60} is not supported: choose one of {', '.join(drafts)}", param="drafter")
     k = DEFAULT_NUM_DRAFT_TOKENS if k is None else k
     if not 1 <= k <= _MOST_K:
-        raise Refusal(f"num_draft_tokens = {k} is invalid: 1 to {_MOST_K}", param="num_draft_tokens")
+        raise Refusal(f"num_draft_tokens = {k} is invalid: give 1 to {_MOST_K}", param="num_draft_tokens")
     if name != decoder.drafter.name:
         decoder = replace(decoder, drafter=load_drafter(decoder, name))
     if name == "none":
@@ -128,5 +128,5 @@ def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:
 
 
 def _drafts(decoder: Decoder) -> list[str]:
-    """The server's own first, then those that need no model."""
+    """Names of drafts: the server's own first, then those that need no model."""
     return list(dict.fromkeys((decoder.drafter.name, "ngram", "none")))

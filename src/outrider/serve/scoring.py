@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, a forward at a time."""
+"""Log-probabilities of a prompt's tokens, one forward at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outrider.scoring.teacher_forcing import Text, force
 
 @torch.inference_mode()
 def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Generator[list[TokenLogprob]]:
-    """Of all tokens but the first, with the ``num_top`` most probable ones beside each, from the raw logits.
+    """Score all tokens but the first, with the ``num_top`` most probable ones at each position, from the raw logits.
 
     Args:
         token_ids: at least two.
 
     Yields:
-        Those of some hundred tokens at most, so that other work can be done in between.
+        Log-probabilities of a few hundred tokens at most, so that other work can run in between.
 
     Raises:
         NumericsError

@@ -1,4 +1,4 @@
-"""Start, wait for the end, shut down in order."""
+"""Server lifecycle: start, serve, shut down gracefully."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from outrider.serve.quota import Quota
 
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
-_KEEP_ALIVE_S = 75  # beyond the time for which clients keep idle connections, lest both ends meet in closing one
-_GRACE_S = 5.0  # for errors to be sent, after those that run were given up
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close first
+_GRACE_S = 5.0  # to send errors after running requests are cancelled
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How a server runs.
+    """Server options.
 
     Attributes:
-        names: of the model, as clients call it.
-        num_slots: rows that generate at a time.
-        context_len: most tokens in a row, prompt included.
-        max_queue: most rows that wait for a slot.
-        max_per_client: most rows of one client, running or waiting; None is three quarters of all.
-        max_connections: most connections at a time, half of them from one address.
-        has_priority_across_clients: a request's ``priority`` counts beside those of other clients, too.
-        queue_timeout_s: how long a request may wait for its first slot.
-        api_keys: that clients may send; none lets everyone in.
-        shutdown_timeout_s: how long running rows may go on after a signal to end.
+        names: of the model, for clients.
+        num_slots: sequences generated concurrently.
+        context_len: maximum tokens of a sequence, prompt included.
+        max_queue: maximum sequences waiting for a slot.
+        max_per_client: maximum sequences per client, running or waiting; None is three quarters of all.
+        max_connections: maximum open connections, half of them from one address.
+        has_priority_across_clients: a request's ``priority`` is compared across clients.
+        queue_timeout_s: maximum wait for a first slot.
+        api_keys: accepted API keys; without any, no key is needed.
+        shutdown_timeout_s: how long running sequences may continue after a signal.
     """
 
     names: tuple[str, ...]
@@ -58,12 +58,12 @@ class ServerOptions:
 
 
 class Server:
-    """A server on a socket.
+    """HTTP server on a bound socket.
 
     Args:
-        load: makes the decoder, in the thread that will own it.
+        load: loads the decoder, in the thread that will own it.
         listener: bound; the server closes it.
-        on_ready: called with the worker when requests are taken.
+        on_ready: called with the engine thread when requests are accepted.
     """
 
     def __init__(
@@ -99,26 +99,26 @@ class Server:
         self._uvicorn = uvicorn.Server(config)
 
     def run(self) -> None:
-        """Until SIGTERM, SIGINT, or ``stop``.
+        """Serve until SIGTERM, SIGINT or ``stop``.
 
         Raises:
-            OutriderError, Exception: why the models could not be loaded, or the engine failed.
+            OutriderError, Exception: loading the models or the engine failed.
         """
         try:
             asyncio.run(self._run())
         finally:
             self._app.close()
-            self.worker.join(_GRACE_S)  # a thread that computes while Python ends may crash
+            self.worker.join(_GRACE_S)  # a thread that still computes at exit may crash
         if self.worker.error is not None:
             raise self.worker.error
 
     @property
     def connections(self) -> Collection[object]:
-        """Those that are open."""
+        """Open connections."""
         return self._uvicorn.server_state.connections
 
     def stop(self) -> None:
-        """Shut down in order. May be called from any thread."""
+        """Shut down gracefully. May be called from any thread."""
         self._uvicorn.should_exit = True
 
     async def _run(self) -> None:
@@ -143,7 +143,7 @@ class Server:
         self._on_ready(worker)
 
     async def _drain(self) -> None:
-        """After a signal to end: no new requests; those that run may finish in time."""
+        """Handle a shutdown signal: refuse new requests; running ones may finish in time."""
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
         self.worker.drain()
@@ -152,12 +152,12 @@ class Server:
         while self.worker.num_open and loop.time() < end_s:
             await asyncio.sleep(_TICK_S)
         if self.worker.num_open:
-            _LOG.warning("%d texts did not end in time, and are given up", self.worker.num_open)
+            _LOG.warning("%d requests did not end in time and are cancelled", self.worker.num_open)
         self.worker.abort(unavailable("the server is shutting down", 1))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Port 0 takes a free one.
+    """Open a listening socket. Port 0 takes a free one.
 
     Raises:
         OptionError
@@ -166,8 +166,8 @@ def listen(host: str, port: int) -> socket.socket:
         if not 0 <= port < 2**16:
             raise OSError("ports are numbers below 65536")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With its protocol, since asyncio turns Nagle's algorithm off only for sockets that say that they are TCP; left
-        # on, it holds every answer up for 40 ms.
+        # The protocol is named because asyncio sets TCP_NODELAY only on sockets that declare TCP; without it every
+        # response takes 40 ms more.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,6 +177,6 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
         return listener
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one, like a..b
+    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible name, like a..b
         reason = getattr(error, "strerror", None) or str(error)
         raise OptionError("--host, --port", f"{host}:{port}", f"{reason}: choose another address or port") from None

@@ -1,4 +1,4 @@
-"""How a server will work, in lines for its log: memory of a slot, K at each load and why."""
+"""Startup log: memory per slot, and K at each load with the reason."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from outrider.system.available import size_text
 
 
 def about(decoder: Decoder, schedule: Schedule, num_slots: int, capacity: int) -> list[str]:
-    """
+    """Lines for the log.
+
     Args:
         schedule: of the engine.
-        capacity: most tokens in a row, prompt included.
+        capacity: maximum tokens of a sequence, prompt included.
     """
     lms = [decoder.target, *decoder.drafter.models]
     bytes_ = 0
@@ -34,9 +35,9 @@ def _table(schedule: AdaptiveSchedule) -> list[str]:
     choices = schedule.choices()
     ks = sorted(choices[0].seconds)
     lines = [
-        f"K by the load, from the time of a round as measured here (kept for a month). Of drafted tokens "
-        f"{choices[0].acceptance:.2f} are assumed to be accepted until texts show it",
-        " ".join(["rows", *(f"{f'K={k}':>9}" for k in ks), f"{'best K':>8}", "  drafts pay from"]),
+        f"K by load, from measured round times (kept for a month), assuming {choices[0].acceptance:.0%} acceptance "
+        "until requests are measured",
+        " ".join(["rows", *(f"{f'K={k}':>9}" for k in ks), f"{'best K':>8}", "  acceptance needed"]),
     ]
     for one in choices:
         times = (f"{1e3 * one.seconds[k]:6.2f} ms" for k in ks)

@@ -1,6 +1,6 @@
-"""One request for text on its way: rows and scorings submitted, events gathered or streamed.
+"""One request in flight: submits rows and scoring, gathers or streams chunks.
 
-A client that goes away, streamed to or not, cancels the work, and with it the rows (``until_disconnect``).
+A client that disconnects, streaming or not, cancels its rows (``until_disconnect``).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from outrider.serve.usage import metrics_of, timings_of, usage_of
 
 _LOG = logging.getLogger("outrider.serve")
 
-_Item = tuple[int, Chunk] | None  # a row's next chunk; nothing for a while
+_Item = tuple[int, Chunk] | None  # a row's next chunk; None is a keep-alive
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request, ready for the worker.
+    """A request, ready for the engine thread.
 
     Attributes:
         prompt_ids: of each prompt.
-        jobs: a row for each choice, ``n`` for each prompt in turn; none where only the prompt is wanted.
-        form: how choices are written.
-        head: what all answers to it say of themselves.
+        jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
+        form: format of the choices.
+        head: fields common to all its responses.
     """
 
     ask: ParsedRequest
@@ -67,11 +67,11 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """A request that the worker has taken.
+    """A request accepted by the engine thread.
 
     Attributes:
-        scored: the log-probabilities of each prompt, where they are echoed with them.
-        max_k: the most tokens drafted in a round for rows without a K of their own.
+        scored: log-probabilities of each prompt, if echoed.
+        max_k: maximum tokens drafted per round, for rows without their own K.
     """
 
     prepared: PreparedRequest
@@ -81,12 +81,12 @@ class AcceptedRequest:
 
     @property
     def is_of_one_text(self) -> bool:
-        """Numbers of several texts do not add up to those of one."""
+        """Whether statistics can be reported: those of several sequences do not add up to those of one."""
         return len(self.prepared.jobs) == 1
 
 
 async def begin(worker: EngineThread, prepared: PreparedRequest, client: str) -> AcceptedRequest:
-    """Queue the rows, and score the prompts where log-probabilities are echoed. The caller closes the ticket. Raises
+    """Queue the rows, and score the prompts if their log-probabilities are echoed. The caller closes the ticket. Raises
     Refusal."""
     ticket, scored = worker.submit(prepared.jobs, client, prepared.ask.priority), []
     num_top = prepared.ask.num_logprobs
@@ -109,28 +109,28 @@ async def ended(begun: AcceptedRequest) -> None:
 
 
 def whole(begun: AcceptedRequest) -> dict[str, Any]:
-    """The answer in one piece. (With log-probabilities of a long text it takes its time: not for the event loop.)"""
+    """Response in one piece. (Slow for long log-probabilities: not for the event loop.)"""
     prepared = begun.prepared
     completions = [completion_of(job) for job in prepared.jobs]
     choices = []
     for index in range(prepared.num_choices):
-        echo, judged = _echoed(begun, index)
+        echo, scored = _echoed(begun, index)
         if not completions:
-            choices.append(prepared.form.whole(index, echo, judged, "length"))
+            choices.append(prepared.form.whole(index, echo, scored, "length"))
             continue
         one = completions[index]
         if one.logprobs is not None:
-            judged = _joined(judged, ScoredTokens(one.token_ids, one.logprobs))
-        choice = prepared.form.whole(index, echo + one.text, judged, one.finish_reason)
+            scored = _joined(scored, ScoredTokens(one.token_ids, one.logprobs))
+        choice = prepared.form.whole(index, echo + one.text, scored, one.finish_reason)
         choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
     return prepared.head(is_chunk=False) | {"choices": choices} | _totals(begun, completions)
 
 
 async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
-    """The answer in server-sent events, an error among them.
+    """Response as server-sent events, errors included.
 
     Raises:
-        Exception: an error before the first event, when the status can still report it.
+        Exception: an error before the first event, while the status can still report it.
     """
     prepared = begun.prepared
     ask, form, head = prepared.ask, prepared.form, prepared.head(is_chunk=True)
@@ -162,9 +162,9 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
             prepared.jobs[which].chunks.append(chunk)
             num_generated += len(chunk.token_ids)
             if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                judged = None if chunk.logprobs is None else ScoredTokens(chunk.token_ids, chunk.logprobs)
-                choice = form.part(which, chunk.text, judged, chunk.finish_reason)
-                # The row may be further than this chunk.
+                scored = None if chunk.logprobs is None else ScoredTokens(chunk.token_ids, chunk.logprobs)
+                choice = form.part(which, chunk.text, scored, chunk.finish_reason)
+                # The row may be ahead of this chunk.
                 stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
                 choice |= {"seed": chunk.seed, "stop_reason": stop_reason}
                 is_last = chunk.finish_reason is not None and begun.is_of_one_text and not ask.includes_usage
@@ -180,7 +180,7 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
 
 
 async def _events(begun: AcceptedRequest) -> AsyncIterator[_Item]:
-    """Until all rows have ended; None where nothing has come for a while. The error of one row is that of all."""
+    """Yield chunks until all rows have ended; None as a keep-alive. The error of one row ends all."""
     num_open = len(begun.ticket.jobs)
     while num_open:
         event_ = await arrival(begun.ticket.events)
@@ -190,7 +190,7 @@ async def _events(begun: AcceptedRequest) -> AsyncIterator[_Item]:
         which, item = event_
         if isinstance(item, Exception):
             constraint = begun.prepared.jobs[which].request.constraint
-            if constraint is not None and constraint.error is not None:  # the client's grammar, not our fault
+            if constraint is not None and constraint.error is not None:  # the client's grammar is at fault
                 raise Refusal(str(item), param=begun.prepared.ask.structured_by)
             raise item
         num_open -= item.finish_reason is not None
@@ -205,7 +205,7 @@ async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIte
 
 
 def _echoed(begun: AcceptedRequest, index: int) -> tuple[str, ScoredTokens | None]:
-    """The prompt as the beginning of a choice."""
+    """Prompt, as the beginning of a choice."""
     ask, at = begun.prepared.ask, index // begun.prepared.ask.n
     return (begun.prepared.prompt_texts[at] if ask.echo else "", begun.scored[at] if begun.scored else None)
 
@@ -217,7 +217,7 @@ def _joined(first: ScoredTokens | None, second: ScoredTokens) -> ScoredTokens:
 
 
 def _totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, Any]:
-    """Usage, and what became of the drafts."""
+    """Usage and draft statistics."""
     prepared = begun.prepared
     num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])
     num_generated = sum(len(one.token_ids) for one in completions)
@@ -230,12 +230,12 @@ def _totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, 
 
 
 def _timings(begun: AcceptedRequest) -> dict[str, Any]:
-    """Of one text that has ended."""
+    """Timings of one finished sequence."""
     return {"timings": timings_of(completion_of(begun.prepared.jobs[0]), begun.ticket.times[0])}
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do it, or as much of it as is done before the client goes away."""
+    """Run ``work``; cancel it if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     try:

@@ -1,4 +1,4 @@
-"""Structured output in the bodies of requests: the fields that say what the text must match.
+"""Structured output in request bodies: the fields that constrain the output.
 
 Sources: OpenAI's API reference (``response_format``); llama.cpp's server (a ``schema`` beside ``json_object``); vLLM's
 "structured outputs" (``structured_outputs``, and the older ``guided_*``, which many clients still send); SGLang's and
@@ -22,13 +22,13 @@ STRUCTURED = ("response_format", "structured_outputs", *_GUIDED)
 
 
 def structure_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """What the text must match, as ``Sampling`` takes it, and the field that says so. Raises Refusal."""
+    """Constraint in the form of ``Sampling``, and the field that sets it. Raises Refusal."""
     found: dict[str, dict[str, Any]] = {}  # field -> options
     if (form := body.get("response_format")) is not None:
         found["response_format"] = _response_format(form)
     if (parts := body.get("structured_outputs")) is not None:
         if not isinstance(parts, Mapping):
-            raise Refusal("structured_outputs is an object", param="structured_outputs")
+            raise Refusal("structured_outputs must be an object", param="structured_outputs")
         for name, value in parts.items():
             if value not in (None, False):
                 found[f"structured_outputs.{name}"] = _part(name, value, f"structured_outputs.{name}")
@@ -37,7 +37,7 @@ def structure_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
             found[field_name] = _part(name, body[field_name], field_name)
     given = {name: options for name, options in found.items() if options}
     if len(given) > 1:
-        raise Refusal(f"{' and '.join(given)} say what the text must match: give one of them", param=list(given)[1])
+        raise Refusal(f"{' and '.join(given)} all constrain the output: give one of them", param=list(given)[1])
     for name, options in given.items():
         return options, name
     return {}, None
@@ -51,19 +51,19 @@ def _response_format(form: Any) -> dict[str, Any]:
     if kind == "json_object":
         schema = form.get("schema")
         if not isinstance(schema, Mapping | None):
-            raise Refusal("response_format.schema is a JSON schema, an object", param=param)
+            raise Refusal("response_format.schema must be a JSON schema, an object", param=param)
         return {"json_schema": {"type": "object"} if schema is None else schema}
     if kind == "json_schema":
         outer = form.get("json_schema")
         schema = outer.get("schema") if isinstance(outer, Mapping) else None
         if not isinstance(schema, Mapping):
-            raise Refusal("response_format.json_schema.schema is a JSON schema, an object", param=param)
+            raise Refusal("response_format.json_schema.schema must be a JSON schema, an object", param=param)
         return {"json_schema": schema}
-    raise Refusal("response_format.type is text, json_object or json_schema", param=param)
+    raise Refusal("response_format.type must be text, json_object or json_schema", param=param)
 
 
 def _part(name: str, value: Any, param: str) -> dict[str, Any]:
-    """One part of ``structured_outputs``."""
+    """Constraint from one part of ``structured_outputs``."""
     if name == "json_object":
         return {"json_schema": {"type": "object"}}
     if name == "json":
@@ -72,17 +72,17 @@ def _part(name: str, value: Any, param: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             schema = None
         if not isinstance(schema, Mapping):
-            raise Refusal(f"{param} is a JSON schema, an object", param=param)
+            raise Refusal(f"{param} must be a JSON schema, an object", param=param)
         return {"json_schema": schema}
     if name == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-            raise Refusal(f"{param} is a list of texts that are not empty", param=param)
+            raise Refusal(f"{param} must be a list of non-empty strings", param=param)
         if len(value) > _MOST_CHOICES:
-            raise Refusal(f"{param} has {len(value)} texts, and may have {_MOST_CHOICES}", param=param)
-        # A terminal is matched by one automaton; as a rule, thousands of labels exceed the parser's limit on a row.
+            raise Refusal(f"{param} has {len(value)} strings, of at most {_MOST_CHOICES}", param=param)
+        # One terminal is one automaton; thousands of rules would exceed the parser's limit on a row.
         return {"grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(one) for one in value)}
     if name in ("regex", "grammar"):
         if not isinstance(value, str) or not value:
-            raise Refusal(f"{param} is a text that is not empty", param=param)
+            raise Refusal(f"{param} must be a non-empty string", param=param)
         return {name: value}
-    raise Refusal(f"{param} is not served: leave it out", param=param)
+    raise Refusal(f"{param} is not supported: leave it out", param=param)

@@ -1,4 +1,4 @@
-"""Numbers of an answer: tokens, times, and what became of the drafts.
+"""Statistics in responses: tokens, times and acceptance.
 
 Sources: OpenAI's API reference (``usage``); vLLM, docs/features/per_request_metrics and
 docs/features/speculative_decoding/acceptance_metrics (``metrics``); llama.cpp, tools/server (``timings``).
@@ -23,10 +23,10 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_toke
 
 
 def metrics_of(completion: Completion, times: Times, max_k: int) -> dict[str, Any]:
-    """One text, as vLLM reports it. Times in milliseconds.
+    """Metrics of one sequence, in vLLM's form. Times in milliseconds.
 
     Args:
-        max_k: the most tokens drafted in a round for this text.
+        max_k: maximum tokens drafted per round for this sequence.
     """
     num_tokens = len(completion.token_ids)
     decode_s, whole_s = times.last_s - times.first_s, times.last_s - times.begun_s
@@ -41,8 +41,7 @@ def metrics_of(completion: Completion, times: Times, max_k: int) -> dict[str, An
 
 
 def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
-    """None where nothing was drafted. The round in which the text ended is left out if tokens after the end were
-    dropped."""
+    """Draft statistics; None without drafts. Leaves out the last round if tokens after the end were dropped."""
     stats = completion.stats
     num_steps = num_spec_steps(stats)
     if num_steps == 0:
@@ -61,7 +60,7 @@ def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
 
 
 def timings_of(completion: Completion, times: Times) -> dict[str, Any]:
-    """One text, as llama.cpp reports it: the prompt's time ends with the first tokens."""
+    """Timings of one sequence, in llama.cpp's form: prompt time ends with the first tokens."""
     stats, num_cached = completion.stats, completion.num_cached_tokens
     num_fed, num_tokens = completion.num_prompt_tokens - num_cached, len(completion.token_ids)
     prompt_s, decode_s = times.first_s - times.begun_s, times.last_s - times.first_s
@@ -74,7 +73,7 @@ def timings_of(completion: Completion, times: Times) -> dict[str, Any]:
         "predicted_n": num_tokens,
         "predicted_ms": 1e3 * decode_s,
         "predicted_per_token_ms": 1e3 * decode_s / num_tokens,
-        # A text of one round has no time beyond its first tokens.
+        # A sequence of one round has no time after its first tokens.
         "predicted_per_second": num_tokens / decode_s if decode_s > 0 else None,
     }
     if stats.num_draft_tokens:

@@ -1,1 +1,1 @@
-"""One file for each command."""
+"""One file per command."""

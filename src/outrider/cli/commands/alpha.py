@@ -1,4 +1,4 @@
-"""``outrider alpha``: how far target and draft agree, from their logits alone."""
+"""``outrider alpha``: agreement of target and draft, from their logits alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def alpha(
     pair: PairOptions,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of texts to judge: JSON lines with a 'prompt', or plain lines. Default: 15 sentences."),
+        typer.Option(help="File of texts to score: JSON lines with a 'prompt', or plain lines. Default: 15 sentences."),
     ] = None,
     temperatures: Annotated[str, typer.Option("-t", "--temperature", help="One or several: 0,0.5,1.")] = "0,0.5,1,1.5",
     top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
@@ -37,7 +37,7 @@ def alpha(
     plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure how far target and draft agree on given texts: the mean acceptance probability. Nothing is generated."""
+    """Measure alpha, the mean acceptance probability, of target and draft on given texts. Nothing is generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
     check_batch_size(batch_size)
     check_json_target(json_target)
@@ -60,7 +60,7 @@ def alpha(
         drafter = pair.load_draft(decoder, name)
         if drafter.lm is None or drafter.is_one_hot:
             raise OptionError(
-                "--draft", name, "alpha compares two models (outrider replay judges look-ups and greedy drafts)"
+                "--draft", name, "alpha compares two models (for ngram and greedy drafts use outrider replay)"
             )
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(
@@ -88,7 +88,7 @@ def alpha(
 
 
 def _numbers(name: str, text: str) -> list[float]:
-    """Comma-separated numbers, each once and in order; the options themselves check their range.
+    """Parse comma-separated numbers, unique and sorted; the options check their ranges.
 
     Raises:
         OptionError

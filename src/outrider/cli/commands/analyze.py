@@ -1,4 +1,4 @@
-"""``outrider analyze``: tokens per round and acceptance, from a file of rounds."""
+"""``outrider analyze``: tokens per round and acceptance, from recorded rounds."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ def analyze(
         Path,
         typer.Argument(
             help="Rounds: the --output of replay or of generate; or lines of cumulative counts like [3, 5] "
-            "(decoding-speculative-decoding), where decreases are taken as ends of prompts, unless "
-            "--tokens-per-prompt is given."
+            "(decoding-speculative-decoding), where a decrease starts a new prompt, unless --tokens-per-prompt is "
+            "given."
         ),
     ],
     tokens_per_prompt: Annotated[
-        int | None, typer.Option(help="For cumulative counts: tokens generated for every prompt.")
+        int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
     ] = None,
     num_draft_tokens: Annotated[
         int | None,
-        typer.Option("-k", "--num-draft-tokens", help="For cumulative counts: K. Default: the most accepted."),
+        typer.Option(
+            "-k", "--num-draft-tokens", help="For cumulative counts: K. Default: the most accepted in a round."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot rounds and positions: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Summarise rounds: tokens per round by prompt and category, and acceptance by drafted position."""
+    """Summarise recorded rounds: tokens per round by prompt and category, acceptance by drafted position."""
     for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
         if value is not None and value < 1:
             raise OptionError(name, value, "a whole number >= 1")
@@ -67,7 +69,7 @@ def analyze(
             )
     print_table(console, rounds)
     for arm, one in analyses.items():
-        positions = new_table(arm.label, "position", "drafted", "judged", "accepted", "of judged", "of drafted")
+        positions = new_table(arm.label, "position", "drafted", "reached", "accepted", "of reached", "of drafted")
         for rate in one.rates:
             at = rate.position
             positions.add_row(
@@ -80,7 +82,7 @@ def analyze(
             )
         print_table(console, positions)
     console.print(
-        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau; judged: the "
+        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau; reached: the "
         "tokens before it were accepted; intervals of positions treat rounds as independent",
         style="dim",
     )

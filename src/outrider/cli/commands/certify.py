@@ -1,4 +1,4 @@
-"""``outrider certify``: does this pair, with these options, sample from the target's own distribution?"""
+"""``outrider certify``: tests that a pair, with these options, samples from the target's distribution."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from outrider.cli.shared.context_limit import encode_all, report_context_limit
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
+    print_deviation,
+    print_differences,
+    print_verdict,
     statistical_rows,
-    tell_deviation,
-    tell_differences,
-    tell_verdict,
     verdict,
     write_findings,
 )
@@ -83,7 +83,7 @@ def certify(
     ] = str(DEFAULT_NUM_DRAFT_TOKENS),
     prompts: PromptsOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
+        int, typer.Option("-n", "--max-new-tokens", help="Maximum tokens per sample.", rich_help_panel="Sampling")
     ] = 64,
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     budget: Annotated[
@@ -94,10 +94,12 @@ def certify(
     ] = None,
     detect_tv: Annotated[
         float | None,
-        typer.Option(help="Total variation to detect with 99%: sets the sample.", rich_help_panel=_STATISTICS),
+        typer.Option(
+            help="Total variation to detect with 99% probability; sets the sample size.", rich_help_panel=_STATISTICS
+        ),
     ] = None,
     num_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to test, instead of a budget.", rich_help_panel=_STATISTICS)
+        int | None, typer.Option(help="Tokens to test, instead of --budget.", rich_help_panel=_STATISTICS)
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
@@ -105,9 +107,9 @@ def certify(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test that speculation with this pair, on this machine, does not change the output distribution.
+    """Test that speculative decoding with this pair, on this machine, does not change the output distribution.
 
-    Exit code 0: certified; 1: not; 3: inconclusive, there is too little data to decide."""
+    Exit code 0: certified; 1: not certified; 3: inconclusive (too little data)."""
     check_json_target(json_target)
     sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
     given = [(name, value) for name, value in sizes.items() if value is not None]
@@ -149,7 +151,7 @@ def certify(
     checksums = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
     if stored is not None and stored != checksums:
         what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != checksums[name])
-        raise FileError(f"{again}: the {what} have changed, so it cannot be run again")
+        raise FileError(f"{again}: the {what} have changed, so the certificate cannot be run again")
     pilot = run_pilot(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
@@ -181,13 +183,13 @@ def job_of(
     batch_size: int,
     seed: int,
 ) -> tuple[Decoder, CertifyTask]:
-    """The job to certify. A limit beyond the context is reported.
+    """Task to certify. Warns if a limit exceeds the context.
 
     Args:
         texts: prompts; None for the built-in ones.
 
     Raises:
-        PromptError: names the prompt.
+        PromptError: with the index of the prompt.
     """
     from dataclasses import replace
 
@@ -205,7 +207,7 @@ def job_of(
 
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:
-    """A checksum of each model's weights."""
+    """Checksum of each model's weights."""
     from outrider.models.loading import weights_checksum
 
     drafts = [weights_checksum(lm.model) for lm in decoder.drafter.models]
@@ -221,13 +223,13 @@ def _num_tokens(job: CertifyTask, pilot: Pilot, detect_tv: float | None, budget_
     if detect_tv is None:
         return pilot.num_tokens_for(budget_s)
     if job.is_greedy:
-        raise OptionError("--detect-tv", detect_tv, "there is no randomness at temperature 0; leave it out")
+        raise OptionError("--detect-tv", detect_tv, "temperature 0 is deterministic; leave it out")
     return pilot.num_tokens_to_detect(detect_tv, job.level)
 
 
 @contextmanager
 def _progress(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
-    """One bar over the tokens of the sample and of all controls: a control that is detected early is a jump."""
+    """One progress bar over the tokens of the sample and all controls; a control detected early makes it jump."""
     from outrider.certify.controls import CONTROLS
 
     done: dict[str, int] = {}
@@ -246,7 +248,7 @@ def _progress(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not match or float(match[1]) == 0:
-        raise OptionError("--budget", text, "a time, like 90s or 5m")
+        raise OptionError("--budget", text, "give a time, like 90s or 5m")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -275,18 +277,16 @@ def _show(console: Console, job: CertifyTask, draft: str, certificate: Certifica
         table.add_row(f"control: {control.control.about}", _control_text(control), found)
     print_table(console, table)
     for one in certificate.greedy:
-        tell_differences(console, one, "prompt", decoder.tokenizer)
+        print_differences(console, one, "prompt", decoder.tokenizer)
     if statistical is not None:
-        tell_deviation(console, statistical, "the draft")
+        print_deviation(console, statistical, "the draft")
     if certificate.is_idle:
-        console.print(
-            "No drafted token was accepted, or no control is effective: nothing is certified with these options."
-        )
+        console.print("No drafted token was accepted, or no control has an effect: these options cannot be certified.")
     elif any(not control.is_ok for control in certificate.controls):
-        more = "prompts, or longer texts (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
-        console.print(f"A deliberate mistake was not detected, so the tests are too weak here: use more {more}.")
-    false_alarm = "" if statistical is None else f" (a correct rule fails the tests with probability {job.level:g})"
-    tell_verdict(console, certificate.verdict, "CERTIFIED", false_alarm, certificate.num_tokens_needed)
+        more = "prompts, or longer samples (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
+        console.print(f"A deliberate error was not detected, so the tests are too weak: use more {more}.")
+    false_alarm = "" if statistical is None else f" (a correct implementation fails 1 run in {1 / job.level:,.0f})"
+    print_verdict(console, certificate.verdict, "CERTIFIED", false_alarm, certificate.num_tokens_needed)
 
 
 def _control_text(report: ControlReport) -> str:

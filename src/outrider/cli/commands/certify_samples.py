@@ -1,4 +1,4 @@
-"""``outrider certify-samples``: do texts of another system follow the target's law?"""
+"""``outrider certify-samples``: tests whether samples of another system follow the target's distribution."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
+    print_deviation,
+    print_differences,
+    print_verdict,
     statistical_rows,
-    tell_deviation,
-    tell_differences,
-    tell_verdict,
     write_findings,
 )
 from outrider.cli.shared.options import (
@@ -54,26 +54,30 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 @flat
 def certify_samples(
-    target: Annotated[str, typer.Argument(help="Known name, folder or hub id of the model that the texts come from.")],
-    file: Annotated[Path, typer.Argument(help="JSON lines: prompt_ids or prompt; token_ids or text; perhaps options.")],
+    target: Annotated[str, typer.Argument(help="Model that generated the samples: known name, folder or hub id.")],
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines with prompt_ids or prompt, token_ids or text, and optionally options.")
+    ],
     machine: MachineOptions,
     sampling: SamplingOptions,
     draft: Annotated[
-        str, typer.Option(help="The draft that the system used: deviations are tested first towards it.")
+        str, typer.Option(help="Draft that the system used; deviations are tested towards it first.")
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
-    detect_tv: Annotated[float | None, typer.Option(help="Total variation that must be detectable with 99%.")] = None,
+    detect_tv: Annotated[
+        float | None, typer.Option(help="Total variation that must be detectable with 99% probability.")
+    ] = None,
     batch_size: BatchSizeOption = 8,
-    seed: Annotated[int, typer.Option(help="Of the tests' own randomness.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tests.")] = 0,
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test whether texts from any system follow the distribution of its target.
+    """Test whether samples from any system follow its target's distribution.
 
-    Exit code 0: consistent; 1: not; 3: inconclusive, there is too little data to decide.
+    Exit code 0: consistent; 1: not consistent; 3: inconclusive (too little data).
 
-    Sampling options are those of the texts, for lines without options of their own. Each text must have been sampled
-    with its own randomness."""
+    Sampling options are those of the samples, for lines without options of their own. Each sample must have its own
+    seed."""
     check_outputs({"--html": html, "--json": json_target}, [file, machine.models])
     check_json_target(json_target)
     check_batch_size(batch_size)
@@ -99,7 +103,7 @@ def certify_samples(
         check_samples(samples, decoder.target.vocab_size, decoder.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
-    report = _judge(decoder, file, samples, significance, detect_tv, seed, batch_size)
+    report = _test(decoder, file, samples, significance, detect_tv, seed, batch_size)
     _show(console_for(json_target), decoder, file, report, is_text, significance)
     settings = options_json(
         pair, options, file=file, significance=significance, detect_tv=detect_tv, batch_size=batch_size, seed=seed
@@ -119,7 +123,7 @@ def _samples(
         sampling: for lines without options of their own.
 
     Raises:
-        FileError: an option or a prompt of a line is not possible.
+        FileError: an option or a prompt is invalid.
     """
     from outrider.certify.samples import SampledText
     from outrider.options import Sampling
@@ -141,19 +145,19 @@ def _samples(
         if isinstance(line.output, tuple):
             yield SampledText(line.number, prompt_ids, line.output, law)
             continue
-        # The last token of the prompt may include the first characters of the output: then it is judged too.
+        # The last token of the prompt may include the output's first characters: then it is tested too.
         differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
         num_shared = next(differing, len(prompt_ids))
         yield SampledText(line.number, whole[:num_shared], whole[num_shared:], law)
 
 
 def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
-    """The options that are the same for all texts."""
+    """Options common to all samples."""
     first, *others = (asdict(replace(sampling, **line.options)) for line in lines)
     return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
 
 
-def _judge(
+def _test(
     decoder: Decoder,
     file: Path,
     samples: Sequence[SampledText],
@@ -162,14 +166,14 @@ def _judge(
     seed: int,
     batch_size: int,
 ) -> SamplesReport:
-    """Raises FileError: there are too few texts."""
+    """Test the samples. Raises FileError if there are too few."""
     from outrider.certify.samples import SamplesReport, judge, judge_greedily, num_repeats
 
     target = decoder.target
     greedy = [one for one in samples if one.sampling.temperature == 0]
     sampled = [one for one in samples if one.sampling.temperature > 0]
     if len(sampled) == 1 or not samples:
-        raise FileError(f"{file}: the tests need two sampled texts or more, since some determine how others are tested")
+        raise FileError(f"{file}: the tests need at least two samples, since some determine how others are tested")
     statistical, greedy_reports = None, []
     with progress_bar("texts", len(samples)) as advance:
         if greedy:
@@ -201,18 +205,18 @@ def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport,
     false_alarm = ""
     if report.statistical is not None:
         is_draft = decoder.drafter.most_drafted != 0
-        tell_deviation(console, report.statistical, "the draft" if is_draft else "a sharper law")
-        false_alarm = f" (a correct system fails the tests with probability {level:g})"
+        print_deviation(console, report.statistical, "the draft" if is_draft else "a sharper distribution")
+        false_alarm = f" (a correct system fails 1 run in {1 / level:,.0f})"
     for one in report.greedy:
-        tell_differences(console, one, "line", decoder.tokenizer)
+        print_differences(console, one, "line", decoder.tokenizer)
     if is_text:
         console.print(
-            "Texts were tokenized again, perhaps into tokens other than those sampled: a correct system can fail. "
-            "Token ids are better."
+            "Text was tokenized again, perhaps into other tokens than those sampled: a correct system can fail. Give "
+            "token ids instead."
         )
     if report.num_repeats:
         console.print(
-            f"Repeats among the sampled texts: {report.num_repeats}. If they share a seed or come from a cache, rather "
-            "than being sampled again, the tests are not valid: leave them out."
+            f"Repeated samples: {report.num_repeats}. If they share a seed or come from a cache, rather than being "
+            "sampled again, the tests are invalid: leave them out."
         )
-    tell_verdict(console, report.verdict, "CONSISTENT", false_alarm, report.num_tokens_needed)
+    print_verdict(console, report.verdict, "CONSISTENT", false_alarm, report.num_tokens_needed)

@@ -1,4 +1,4 @@
-"""``outrider compare``: the race between plain and speculative decoding."""
+"""``outrider compare``: a race between plain and speculative decoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from outrider.options import NumDraftTokens
     from outrider.records import Chunk
 
-_PANEL_HEIGHT = 5  # lines: a panel with fewer shows no text
+_PANEL_HEIGHT = 5  # lines; a smaller panel shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
 
 
@@ -54,13 +54,11 @@ def compare(
     end: EndOptions,
     prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
     num_draft_tokens: NumDraftTokensListOption = "4",
-    num_runs: Annotated[
-        int, typer.Option(help="Measured runs of each arm, in turn, after the race that is shown.")
-    ] = 5,
+    num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
     seed: SeedOption = 0,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the race as one HTML page that replays it."),
+        typer.Option(metavar="FILE", help="Write an HTML page that replays the race."),
     ] = None,
     json_target: JsonOption = None,
 ) -> None:
@@ -70,7 +68,7 @@ def compare(
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
     if pair.draft_names == ["none"]:
-        raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
+        raise OptionError("--draft", "none", "there is nothing to compare: choose a model or ngram")
     if not prompt.strip():
         raise PromptError("the prompt is empty: give at least one token of text to start from")
     check_outputs({"--html": html, "--json": json_target}, [pair.models])
@@ -89,7 +87,7 @@ def compare(
     console = console_for(json_target)
     cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
-    # What is shown is not what is measured: drawing between rounds would slow the arm that has most of them.
+    # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     teller, rounds = RaceEvents(arms, cases[0], options), []
 
     def record(arm: Arm, case: Case, chunk: Chunk) -> None:
@@ -126,7 +124,7 @@ def compare(
 
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
-    """Plain decoding, then each draft at each K."""
+    """Plain decoding, then each draft with each K."""
     from outrider.bench.run import Arm, arms_by_k
 
     arms = [Arm("plain", decoder)]
@@ -140,15 +138,14 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
 def _show_race(
     console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk
 ) -> list[Measurement]:
-    """Run the arms before the eyes of the reader: side by side in live panels on a terminal, one text after the other
-    elsewhere."""
+    """Show the race: side by side in live panels on a terminal, one output after the other elsewhere."""
     from outrider.bench.run import race
 
     if current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
         return _show_panels(console, arms, case, options, on_chunk)
     measurements = race(arms, case, options, on_chunk)
     for measurement in measurements:
-        # Not through the console, which would wrap the text and expand its tabs.
+        # Not through the console, which would wrap lines and expand tabs.
         print(f"--- {measurement.arm.name}\n{measurement.text}", file=console.file)
     return measurements
 
@@ -164,7 +161,7 @@ def _show_panels(
     panels = {arm.name: _Panel(arm.name, max(3, (console.height - 2) // len(arms) - 2)) for arm in arms}
     group = Group(*panels.values())
 
-    # No refresh thread: it would take time from the arm whose turn it is.
+    # No refresh thread: it would slow the arm that runs.
     with Live(group, console=console, auto_refresh=False) as live:
 
         def show(arm: Arm, case: Case, chunk: Chunk) -> None:
@@ -177,7 +174,7 @@ def _show_panels(
 
 @dataclass(slots=True)
 class _Panel:
-    """One arm's lane of the race, as rich draws it: bright while it runs."""
+    """Panel of one arm; bright while it runs."""
 
     name: str
     num_lines: int
@@ -196,7 +193,7 @@ class _Panel:
         from rich.panel import Panel
         from rich.text import Text
 
-        # The last lines are what is new; a text that is longer than its panel loses its beginning.
+        # Show the last lines; a longer text loses its beginning.
         lines = Text(self.text).wrap(console, options.max_width - 4)[-self.num_lines :]
         seconds = self.timing.total_s
         rate = self.num_tokens / seconds if self.num_tokens else 0.0
@@ -225,7 +222,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
             *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
         )
     print_table(console, table)
-    console.print("tok/s and ms/token (mean ± standard deviation): without prefill; tau: tokens per round", style="dim")
+    console.print("tok/s and ms/token (mean ± standard deviation) without prefill; tau: tokens per round", style="dim")
     for summary in summaries[1:]:
         console.print(f"{summary.arm.name}: [bold]{interval_text(summary.speed_up)}[/] times as fast as plain")
     if num_runs == 1:
@@ -233,7 +230,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
 
 
 def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:
-    """Where a draft is the target itself, p = q and nothing may be rejected: a test of everything at once."""
+    """Sanity check: if a draft is the target itself, p = q and nothing may be rejected."""
     from outrider.bench.run import count_rejections
     from outrider.drafters.model import split_name
     from outrider.models.registry import resolve
@@ -242,7 +239,7 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     checks = []
     for name in pair.draft_names:
         model, is_greedy = split_name(name)
-        if name in ("none", "ngram") or is_greedy:  # whose q is not p, even for the same model
+        if name in ("none", "ngram") or is_greedy:  # q is not p, even for the same model
             continue
         draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):
@@ -259,9 +256,9 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
         else:
             message = (
                 f"SANITY CHECK FAILED: {name} drafts for itself, and {len(ratios) - num_rounding} tokens were rejected "
-                f"that rounding does not explain (worst p/q = {worst:.3g}). The text may not follow the target. "
-                "At temperature 0, and at the edge of top-k, top-p or min-p, a near tie can do this: run again at "
-                "temperature 1 without them to tell."
+                f"that rounding does not explain (worst p/q = {worst:.3g}). The output may not follow the target's "
+                "distribution. At temperature 0, and at the edge of top-k, top-p or min-p, a near tie can do this: run "
+                "again at temperature 1 without them to tell."
             )
         rounding = {"draft": name, "num_rejected": len(ratios), "num_by_rounding": num_rounding, "worst_ratio": worst}
         checks.append(rounding | {"is_ok": is_ok, "message": message})

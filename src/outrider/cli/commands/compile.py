@@ -1,4 +1,4 @@
-"""``outrider compile``: the programs of a pair, made before they are needed."""
+"""``outrider compile``: compiles the programs of a pair ahead of time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.compile.service import ProgramOrder
     from outrider.decoder import Decoder
 
-_MOST_PROCESSES = 4  # each holds about a gigabyte
+_MOST_PROCESSES = 4  # each takes about a gigabyte
 
 
 @flat
@@ -31,21 +31,21 @@ def compile(
         typer.Option("-k", "--num-draft-tokens", help="One or several K, as in later use.", rich_help_panel="Models"),
     ] = "auto",
     slots: Annotated[
-        int, typer.Option("--slots", "--batch-size", help="Rows at a time, as in later use; 8 for serve.")
+        int, typer.Option("--slots", "--batch-size", help="Concurrent sequences, as in later use; 8 for serve.")
     ] = 1,
     context: Annotated[
         int,
         typer.Option(
-            help="Maximum tokens of a text, prompt included, rounded up to a power of two. Each power of two needs "
+            help="Maximum tokens of a sequence, prompt included, rounded up to a power of two. Each power of two needs "
             "programs of its own."
         ),
     ] = 256,
     json_target: JsonOption = None,
 ) -> None:
-    """Compile beforehand the programs that --compile needs. CPU only.
+    """Compile ahead of time the programs that --compile needs. CPU only.
 
-    A program depends on the models and their types, threads, K, rows, the context, and on which sampling options are
-    in use (not on their values)."""
+    A program depends on the models and their dtypes, threads, K, rows, the context, and on which sampling options are
+    set (not on their values)."""
     options = sampling.to_options(seed=None, num_seeds=1)
     chosen = parse_k(num_draft_tokens)
     check_num_slots(slots)
@@ -54,14 +54,14 @@ def compile(
     check_json_target(json_target)
     plain = replace(pair, compile=False).load()
     if plain.target.device.type != "cpu":
-        raise CompileError(f"{plain.target.name} is on {plain.target.device}, where steps are captured in a moment")
+        raise CompileError(f"{plain.target.name} is on {plain.target.device}, where CUDA graphs need no compiling")
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft))
     begin_s = time.perf_counter()
     ks, orders = _compile(decoder, chosen, Sampling(**options), slots, context)
     num_found = sum(order.was_found for order in orders)
     console_for(json_target).print(
         f"{len(orders)} programs in {time.perf_counter() - begin_s:.0f} s, {num_found} of them found on disk "
-        f"(K = {', '.join(map(str, ks))}; {slots} {'rows' if slots > 1 else 'row'}, texts of {context} tokens)"
+        f"(K = {', '.join(map(str, ks))}; {slots} {'rows' if slots > 1 else 'row'}, {context} tokens each)"
     )
     body: dict[str, Any] = {
         "programs": [{"step": order.what, "was_found": order.was_found} for order in orders],
@@ -74,7 +74,7 @@ def compile(
 def _compile(
     decoder: Decoder, chosen: list[Any], sampling: Sampling, num_slots: int, num_tokens: int
 ) -> tuple[list[int], list[ProgramOrder]]:
-    """Make the programs; and where K is to be chosen by costs, measure these. Returns the K, and the programs."""
+    """Compile the programs; for adaptive K, measure round costs. Returns the K and the programs."""
     import torch
 
     from outrider.compile.service import CompileService

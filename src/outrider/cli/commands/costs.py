@@ -1,4 +1,4 @@
-"""``outrider costs``: the costs of rounds behind ``-k auto`` that are kept on disk."""
+"""``outrider costs``: the stored round costs behind ``-k auto``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 def costs(
-    target: Annotated[str | None, typer.Option(help="Only those of this target, by its name in the list.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Only those of this draft, by its name in the list.")] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Delete what is listed; the next run measures again.")] = False,
+    target: Annotated[str | None, typer.Option(help="Only this target, by its name in the list.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Only this draft, by its name in the list.")] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Delete the listed costs; the next run measures again.")
+    ] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Show the costs of rounds that -k auto begins with, or delete them.
+    """Show or delete the stored round costs that -k auto starts with.
 
-    They are measured before the first run of a pair and kept for 30 days; only for an hour if they are implausible, or
-    their times scatter."""
+    They are measured before the first run of a pair and kept for 30 days; for only an hour if implausible or noisy."""
     from outrider.decoding.cost_cache import kept_costs
     from outrider.system.files import cache_folder
 
@@ -37,27 +38,25 @@ def costs(
         if wanted is not None:
             found, unreadable = [one for one in found if one.of[name] == wanted], []
             if not found:
-                raise OptionError(f"--{name}", wanted, "no costs of it are kept: 'outrider costs' lists those that are")
+                raise OptionError(f"--{name}", wanted, "no costs are stored for it: run 'outrider costs' for the list")
     console = console_for(json_target)
     if found:
         print_table(console, _list(found), FILE_WIDTH)
-        console.print(
-            "±: interquartile range of the times, over their median; load: average load of the system.", style="dim"
-        )
+        console.print("±: interquartile range over median; load: load average of the system.", style="dim")
     count = f"{len(found)} {'file' if len(found) == 1 else 'files'} in {cache_folder('costs')}"
     if unreadable:
-        count += f", and {len(unreadable)} that cannot be read (damaged, or of another version)"
+        count += f", and {len(unreadable)} unreadable (damaged, or of another version)"
     console.print(count, soft_wrap=True, markup=False)
     if clear:
         _delete([*(one.path for one in found), *unreadable])
-        console.print("Deleted." if found or unreadable else "There is nothing to delete.")
+        console.print("Deleted." if found or unreadable else "Nothing to delete.")
     options = {"target": target, "draft": draft, "clear": clear}
     body = {"costs": [_json(one) for one in found], "num_unreadable": len(unreadable)}
     write_json(json_target, "costs", options, body)
 
 
 def _delete(paths: Sequence[Path]) -> None:
-    """Delete all that can be deleted. Raises FileError: something is left."""
+    """Delete files, as many as possible. Raises FileError if some are left."""
     failures = []
     for path in paths:
         try:
@@ -73,8 +72,8 @@ def _list(found: list[KeptCosts]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Milliseconds of a round, by K")
-    for heading in ("target", "draft", "on", "rule", "rows", "measured", "load", "ms of a round"):
+    table = Table(title="Milliseconds per round, by K")
+    for heading in ("target", "draft", "on", "rule", "rows", "measured", "load", "ms per round"):
         table.add_column(heading, justify="right" if heading in ("rows", "load") else "left")
     for one in found:
         of, measured = one.of, one.measured
@@ -85,7 +84,7 @@ def _list(found: list[KeptCosts]) -> Table:
         where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} {threads}"
         load = "" if measured.load is None else f"{measured.load:.1f}"
         texts = of["target"], of["draft"], where, of["acceptance"], str(of["num_rows"]), when, load, "\n".join(by_k)
-        table.add_row(*map(Text, texts))  # names may have brackets
+        table.add_row(*map(Text, texts))  # names may contain brackets
     return table
 
 

@@ -1,4 +1,4 @@
-"""``outrider distill``: train a draft for a target."""
+"""``outrider distill``: trains a draft for a target."""
 
 from __future__ import annotations
 
@@ -26,40 +26,38 @@ _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
 
 def distill(
-    target: Annotated[str, typer.Argument(help="Known name, folder or hub id.")],
+    target: Annotated[str, typer.Argument(help="Model: known name (see 'outrider models'), folder or hub id.")],
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     layers: Annotated[
-        int | None, typer.Option(help="Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
+        int | None, typer.Option(help="Number of layers. Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
     ] = None,
     hidden_size: Annotated[
-        int | None, typer.Option(help="Width. Default: the target's.", rich_help_panel=_SHAPE)
+        int | None, typer.Option(help="Hidden size. Default: the target's.", rich_help_panel=_SHAPE)
     ] = None,
     intermediate_size: Annotated[
-        int | None, typer.Option(help="Feed-forward width. Default: in proportion.", rich_help_panel=_SHAPE)
+        int | None, typer.Option(help="Feed-forward size. Default: in proportion.", rich_help_panel=_SHAPE)
     ] = None,
     init: Annotated[
         str,
         typer.Option(
-            help="Initial weights: target (some of its layers, part of its width), scratch (random), or an "
-            "existing draft (known name, folder, hub id).",
+            help="Initial weights: target (some of its layers, part of its width), scratch (random), or an existing "
+            "draft (known name, folder or hub id).",
             rich_help_panel=_SHAPE,
         ),
     ] = "target",
     data: Annotated[Path | None, typer.Option(help="Text file for training and for the target's prompts.")] = None,
-    written: Annotated[int, typer.Option(help="Sequences that the target generates first.")] = 1024,
+    written: Annotated[int, typer.Option(help="Training sequences to generate with the target first.")] = 1024,
     written_fraction: Annotated[
-        float, typer.Option(help="With --data: the share of these among the training sequences.")
+        float, typer.Option(help="With --data: fraction of generated sequences in training.")
     ] = 0.5,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel=_TRAINING)] = 256,
-    steps: Annotated[int | None, typer.Option(help="Number of steps.", rich_help_panel=_TRAINING)] = None,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_TRAINING)] = 256,
+    steps: Annotated[int | None, typer.Option(help="Number of training steps.", rich_help_panel=_TRAINING)] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Minutes of training (default: 10).", rich_help_panel=_TRAINING)
+        float | None, typer.Option(help="Minutes of training. Default: 10.", rich_help_panel=_TRAINING)
     ] = None,
-    loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd or tv.", rich_help_panel=_TRAINING)] = "kl",
+    loss: Annotated[str, typer.Option(help="Loss: kl, reverse-kl, jsd or tv.", rich_help_panel=_TRAINING)] = "kl",
     batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8,
-    learning_rate: Annotated[
-        float, typer.Option(help="Peak of the learning-rate schedule.", rich_help_panel=_TRAINING)
-    ] = 2e-3,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_TRAINING)] = 2e-3,
     patience: Annotated[
         int, typer.Option(help="Stop after this many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
     ] = 8,
@@ -71,7 +69,7 @@ def distill(
     ] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Train a draft whose distribution is close to the target's, measured by alpha and tokens per second."""
+    """Train a draft to match the target's distribution, measured by alpha and tokens per second."""
     for name, value in (("--written", written), ("--length", length)):
         if value < 2:
             raise OptionError(name, value, "a whole number >= 2")
@@ -95,11 +93,11 @@ def distill(
         minutes = _DEFAULT_MINUTES
     budget = Budget(steps, None if minutes is None else 60 * minutes)
     recipe = Recipe(loss, batch_size, learning_rate, patience, seed)
-    processes = PartialState()  # before the target is loaded: under `accelerate launch` it chooses this process's GPU
+    processes = PartialState()  # before loading the target: under `accelerate launch` it sets this process's GPU
     decoder = load(target, device=device, models_file=models)
     lm = decoder.target
     if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index or 0):
-        raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, which the trainer also follows")
+        raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, as the trainer does")
     if length > lm.context_len:
         raise OptionError("--length", length, f"{lm.name} accepts {lm.context_len} tokens")
     draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
@@ -129,7 +127,9 @@ def distill(
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
     num_params = sum(parameter.numel() for parameter in draft.parameters())
-    console.print(f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; texts held out: {len(held_out)}")
+    console.print(
+        f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; held-out sequences: {len(held_out)}"
+    )
     with progress_bar("training, per mille", 1000) as advance:
         done = 0
 
@@ -175,7 +175,7 @@ def _new_draft(
     length: int,
     models: Path | None,
 ) -> Any:
-    """The draft to train, in float32.
+    """Draft to train, in float32.
 
     Raises:
         OptionError, ModelError, TokenizerMismatch
@@ -196,7 +196,7 @@ def _new_draft(
             copy_slices(target, draft)
         return draft
     if (layers, hidden_size, intermediate_size) != (None, None, None):
-        raise OptionError("--init", init, "an existing draft has its own shape: leave out the widths")
+        raise OptionError("--init", init, "an existing draft has its own shape: leave out the sizes")
     checkpoint = load_checkpoint(resolve(init, models), Placement(str(decoder.target.device), "float32", store="plain"))
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
@@ -206,7 +206,7 @@ def _new_draft(
 
 
 def _text(decoder: Decoder, data: Path, length: int, written_fraction: float) -> Tensor:
-    """The user's text. Raises FileError, OptionError: it is too short."""
+    """Tokens of the user's text. Raises FileError, OptionError if it is too short."""
     from outrider.distill.data import text_tokens
 
     text = text_tokens(decoder.tokenizer, data)
@@ -218,8 +218,8 @@ def _text(decoder: Decoder, data: Path, length: int, written_fraction: float) ->
 def _data(
     decoder: Decoder, text: Tensor | None, output: Path, written: int, written_fraction: float, length: int, seed: int
 ) -> tuple[Mixture, list[Text]]:
-    """Training data, and held-out data: from the target's own sequences, if there are any, since a draft works on such
-    text."""
+    """Training data and held-out data. Held-out data comes from the target's own sequences if there are any, since a
+    draft is used on such text."""
     from accelerate import PartialState
 
     from outrider.distill.data import (
@@ -250,5 +250,5 @@ def _data(
 def _line(check: Check) -> str:
     loss = "" if check.loss is None else f", loss {check.loss:.3f}"
     with_k = f"{check.tokens_per_s:.0f} tokens/s predicted (K = {check.k})"
-    alpha = f"alpha {check.alpha.value:.3f}"  # three digits: its interval does not apply to changes between checks
+    alpha = f"alpha {check.alpha.value:.3f}"  # no interval: it does not apply to changes between checks
     return f"step {check.step}, {check.seconds / 60:.1f} min{loss}, {alpha}, {with_k}"

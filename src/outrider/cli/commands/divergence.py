@@ -1,4 +1,4 @@
-"""``outrider divergence``: where greedy speculation and plain decoding part, and why."""
+"""``outrider divergence``: where greedy speculative and plain decoding differ, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.commands.certify import job_of
-from outrider.cli.shared.findings import greedy_row, tell_differences
+from outrider.cli.shared.findings import greedy_row, print_differences
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -35,10 +35,10 @@ from outrider.offline.prompt_file import read_prompts
 
 @dataclass(frozen=True)
 class _GreedyOptions(SamplingOptions):
-    """Greedy, unless another temperature is given."""
+    """Sampling options that default to greedy."""
 
     temperature: Annotated[
-        float, typer.Option("-t", "--temperature", help="Above 0 only with --acceptance gumbel.")
+        float, typer.Option("-t", "--temperature", help="0 is greedy; above 0 only with --acceptance gumbel.")
     ] = 0.0
 
 
@@ -49,19 +49,22 @@ def divergence(
     num_draft_tokens: NumDraftTokensOption = None,
     prompts: PromptsOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Most tokens of a text.", rich_help_panel="Sampling")
+        int,
+        typer.Option(
+            "-n", "--max-new-tokens", help="Maximum tokens to generate per prompt.", rich_help_panel="Sampling"
+        ),
     ] = 128,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Explain where greedy speculation and plain decoding diverge: rounding, or a bug (exit code 1)."""
+    """Explain where greedy speculative and plain decoding diverge: by rounding, or by a bug (exit code 1)."""
     check_json_target(json_target)
     check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
     draft = pair.compared_draft
     if sampling.temperature > 0 and pair.acceptance != "gumbel":
-        remedy = f"under {pair.acceptance} sampled texts may differ: use 0, or --acceptance gumbel"
+        remedy = f"under {pair.acceptance} samples may differ: use 0, or --acceptance gumbel"
         raise OptionError("--temperature", sampling.temperature, remedy)
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
     texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
@@ -77,7 +80,7 @@ def divergence(
     table = new_table(title, "texts", "found", "verdict")
     table.add_row(*greedy_row(report))
     print_table(console, table)
-    tell_differences(console, report, "prompt", decoder.tokenizer)
+    print_differences(console, report, "prompt", decoder.tokenizer)
     settings = options_json(pair, options, num_draft_tokens=k, prompts=prompts, batch_size=batch_size)
     write_json(json_target, "divergence", settings, report.to_json(), decoder.target)
     if not report.is_ok:

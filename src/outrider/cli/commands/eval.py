@@ -1,4 +1,4 @@
-"""``outrider eval``: task scores and perplexities; a file for each command."""
+"""``outrider eval``: task scores and perplexity; one file per command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.cli.shared.help import Command, Group
 
 app = typer.Typer(
     cls=Group,
-    help="Score a task with and without speculation, on the same prompts; perplexity of a text.",
+    help="Score a task with and without speculative decoding on the same prompts, or measure perplexity.",
     no_args_is_help=True,
 )
 app.command("multiplication", cls=Command)(multiplication)

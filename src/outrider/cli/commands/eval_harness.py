@@ -40,40 +40,38 @@ if TYPE_CHECKING:
 
 @flat
 def harness(
-    tasks: Annotated[str, typer.Option(help="Comma-separated names: gsm8k,hellaswag.")],
+    tasks: Annotated[str, typer.Option(help="Comma-separated tasks: gsm8k,hellaswag.")],
     pair: PairOptions,
     sampling: TaskSamplingOptions,
     num_draft_tokens: NumDraftTokensOption = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with your own task files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Documents per task. Default: all.")] = None,
     num_fewshot: Annotated[
         int | None,
-        typer.Option(help="Solved examples in each prompt (a task with 0 keeps it). Default: the task's."),
+        typer.Option(help="Few-shot examples per prompt (a task with 0 keeps 0). Default: the task's."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompts into the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompts.")] = False,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("-n", "--max-new-tokens", help="Most tokens to generate.", rich_help_panel="Sampling"),
+        typer.Option("-n", "--max-new-tokens", help="Maximum tokens to generate.", rich_help_panel="Sampling"),
     ] = None,
     batch_size: BatchSizeOption = 8,
-    margin: Annotated[
-        float, typer.Option(help="Means closer than this are equivalent, in the unit of the metric.")
-    ] = 0.05,
+    margin: Annotated[float, typer.Option(help="Equivalence margin of the means, in the metric's unit.")] = 0.05,
     against: Annotated[
         str | None,
         typer.Option(
-            help="Compare the target with another model in place of a draft: the original, or another quantization. "
-            "Its placement follows the draft's options.",
+            help="Compare the target with another model instead of a draft: the original, or another quantization. The "
+            "draft's options set its placement.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Tasks of the lm-evaluation-harness, by plain and speculative decoding (or by two models), on the same documents.
+    """Run lm-evaluation-harness tasks with plain and speculative decoding (or two models) on the same documents.
 
-    Text is sampled as the task specifies, except for the sampling options given here. Tasks that score the likelihood
-    of given text are run once, without a draft.
+    Sampling follows the task, except for options given here. Tasks that score the likelihood of given text run once,
+    without a draft.
     """
     k = single_k(num_draft_tokens, pair, sampling, seed)
     if against is not None and pair.draft is not None:
@@ -100,7 +98,7 @@ def harness(
 
     loaded, groups = load_tasks(names, include_path)
     set_fewshot(loaded, num_fewshot)
-    decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # per arm; most answers are shorter
+    decoder = pair.load(most_new_tokens(loaded, limit, overrides))  # per arm; most outputs are shorter
     other = None
     if against is not None:
         other = pair.against(against).load()
@@ -211,18 +209,16 @@ def _number(value: float | None) -> str:
 
 
 def _notes(scores: Sequence[MetricScore], margin: float) -> list[str]:
-    """Notes that explain the table."""
+    """Notes on the table."""
     notes = []
     if any(score.paired for score in scores):
         notes.append(
-            f"p equal: two one-sided tests against a difference of {margin:g} or more; below 0.05 that row by itself "
-            "is equivalent within the margin. p diff.: against no difference at all."
+            f"p equal: two one-sided tests against a difference of {margin:g} or more; below 0.05 the row by itself is "
+            "equivalent within the margin. p diff.: test against no difference."
         )
     once = dict.fromkeys(score.task for score in scores if score.other is None)
     if once:
-        notes.append(
-            f"Scored once: {', '.join(once)}. The likelihood of given text is the target's own: no draft is used."
-        )
+        notes.append(f"Scored once: {', '.join(once)}. The likelihood of given text needs no draft.")
     unpaired = [score.label for score in scores if score.other is not None and not score.paired]
     if unpaired:
         notes.append(f"Not a mean over documents, so not tested: {'; '.join(unpaired)}.")
@@ -230,7 +226,7 @@ def _notes(scores: Sequence[MetricScore], margin: float) -> list[str]:
 
 
 def _verdict_text(overall: ScoreVerdict, margin: float) -> str:
-    """The two claims about all rows together."""
+    """Verdict on equivalence and difference, over all rows."""
     counts = f"{overall.num_equivalent} of {overall.num_compared}"
     if overall.is_equivalent:
         equivalent = f"all equivalent within {margin:g} ({counts})"
@@ -241,4 +237,4 @@ def _verdict_text(overall: ScoreVerdict, margin: float) -> str:
     if num_different:
         verb = "differs" if num_different == 1 else "differ"
         different = f"{num_different} of {overall.num_compared} {verb}: {'; '.join(overall.differing)}"
-    return f"Verdict, 5% error for each claim: {equivalent}; {different}."
+    return f"Verdict, 5% error per claim: {equivalent}; {different}."

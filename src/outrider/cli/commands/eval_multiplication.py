@@ -1,4 +1,4 @@
-"""``outrider eval multiplication``: the success rates of plain and speculative decoding."""
+"""``outrider eval multiplication``: success rates of plain and speculative decoding."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ def multiplication(
     sampling: SamplingOptions,
     num_draft_tokens: NumDraftTokensOption = None,
     num_prompts: Annotated[int, typer.Option(help="Problems to solve.")] = 600,
-    batch_size: Annotated[int, typer.Option(help="Problems solved at once.")] = 8,
-    margin: Annotated[
-        float, typer.Option(help="Success rates closer than this are equivalent, for the equivalence test.")
-    ] = 0.05,
+    batch_size: Annotated[int, typer.Option(help="Problems solved concurrently.")] = 8,
+    margin: Annotated[float, typer.Option(help="Equivalence margin of the success rates.")] = 0.05,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Multiplication sheets: is the first line after "a * b = " the product?"""
+    """Score multiplication problems: is the first line after "a * b = " the product?"""
     k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
     if num_prompts < 1:
         raise OptionError("--num-prompts", num_prompts, "a whole number >= 1")

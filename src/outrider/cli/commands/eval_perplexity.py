@@ -1,4 +1,4 @@
-"""``outrider eval perplexity``: the likelihood of a text under target and draft, and their agreement on it."""
+"""``outrider eval perplexity``: perplexity of a text under target and draft, and their agreement on it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def perplexity(
     file: Annotated[Path, typer.Argument(help="Text file, in UTF-8.")],
     pair: PairOptions,
     context: Annotated[
-        int | None, typer.Option(help="Tokens in a window. Default: the context that both models can take.")
+        int | None, typer.Option(help="Tokens per window. Default: the shorter context of the two models.")
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from window to window. Default: the context; less gives each token more context."),
+        typer.Option(help="Tokens from window to window. Default: --context; less gives each token more context."),
     ] = None,
     batch_size: BatchSizeOption = 8,
     json_target: JsonOption = None,
 ) -> None:
-    """Perplexity of a text under target and draft, and how far they agree. Nothing is generated."""
+    """Measure perplexity of a text under target and draft, and their agreement. Nothing is generated."""
     name = pair.single_draft
     check_batch_size(batch_size)
     for option, value in (("--context", context), ("--stride", stride)):
@@ -61,7 +61,7 @@ def perplexity(
         raise OptionError("--context", context, f"{target.name} with {name} accepts {most} tokens")
     context = most if context is None else context
     if stride is not None and stride > context:
-        raise OptionError("--stride", stride, f"at most the {context} tokens of a window, or some would be left out")
+        raise OptionError("--stride", stride, f"at most {context}, the tokens of a window, or some would be skipped")
     ids = encode(decoder.tokenizer, text)
     if len(ids) < 2:
         raise FileError(f"{file} has only one token: scoring starts at the second")
@@ -79,10 +79,10 @@ def perplexity(
         table.add_row(one.model, interval_text(one.per_token), f"{one.per_byte.value:.4f}", bits)
     print_table(console, table)
     if result.agreement is None or result.alpha is None:
-        console.print(f"The draft {name!r} has no probabilities of its own: this is the target alone.")
+        console.print(f"The draft {name!r} has no probabilities of its own: these are the target's.")
     else:
         console.print(
-            f"Agreement, the share of positions with the same most probable token: {interval_text(result.agreement, 3)}"
+            f"Agreement, the fraction of positions with the same top token: {interval_text(result.agreement, 3)}"
         )
         console.print(f"alpha = 1 - TV at temperature 1: {interval_text(result.alpha, 3)}")
     console.print("The intervals are over the windows", style="dim")
@@ -92,6 +92,6 @@ def perplexity(
 
 
 def _first_text(tokenizer: Any, ids: list[int]) -> str:
-    """The text of the first token, which is not scored; empty if it is a special token."""
+    """Text of the first token, which is not scored; empty if it is a special token."""
     text: str = tokenizer.decode(ids[:1], skip_special_tokens=True)
     return text

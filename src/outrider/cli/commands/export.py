@@ -1,4 +1,4 @@
-"""``outrider export``: a pair for another inference engine."""
+"""``outrider export``: configures a pair for another inference engine."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ if TYPE_CHECKING:
     from outrider.export.laws import Outlook
     from outrider.replay.log_format import Header, Record
 
-_NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the texts and rounds of --measure
+_NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the sequences and rounds of --measure
 
 
 @flat
 def export(
     machine: MachineOptions,
     sampling: SamplingOptions,
-    to: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp, tensorrt-llm, openvino, transformers or mlx.")],
+    to: Annotated[
+        str, typer.Option(help="Engine: vllm, sglang, llama.cpp, tensorrt-llm, openvino, transformers or mlx.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the files.")],
     target: TargetOption = "fable",
     draft: Annotated[
-        str | None, typer.Option(help="Known name, folder or hub id. Default: fable-draft for fable.")
+        str | None, typer.Option(help="Model: known name, folder or hub id. Default: fable-draft for fable.")
     ] = None,
     num_draft_tokens: Annotated[
-        str, typer.Option("-k", "--num-draft-tokens", help="K; auto takes the best one if it is known, else 4.")
+        str,
+        typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round; auto: the best if known, else 4."),
     ] = "auto",
     context: Annotated[
-        int | None, typer.Option(help="Maximum tokens of a text. Default: the target's context.")
+        int | None, typer.Option(help="Maximum tokens of a sequence. Default: the target's context.")
     ] = None,
     log: Annotated[
         Path | None,
@@ -54,18 +57,18 @@ def export(
         bool,
         typer.Option(
             "--measure",
-            help="Time rounds of 1, 2, 4 and 8 texts on this machine, for the best K; without --log, let the target "
-            "write 15 texts first.",
+            help="Measure rounds of 1, 2, 4 and 8 sequences on this machine, for the best K; without --log, first "
+            "generate 15 sequences with the target.",
         ),
     ] = False,
     draft_cost: Annotated[
         float | None,
-        typer.Option(help="Time of a draft step in the engine, in target steps. Default: the ratio of the parameters."),
+        typer.Option(help="Cost of a draft step in the engine, in target steps. Default: the ratio of the parameters."),
     ] = None,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Write what another engine needs to serve a pair: configuration, command, tau under its own rule."""
+    """Write the files to serve a pair with another engine: configuration, command, tau under its acceptance rule."""
     from outrider.export.checks import check_pair, describe
     from outrider.export.engines import ENGINES, Handover
     from outrider.export.folder import Facts, location, write_folder
@@ -73,7 +76,7 @@ def export(
     from outrider.models.registry import resolve
 
     if is_one_of_several():
-        raise OptionError("torchrun", "outrider export", "it is one process: export without torchrun")
+        raise OptionError("torchrun", "outrider export", "export runs in one process: leave out torchrun")
     if to not in ENGINES:
         raise OptionError("--to", to, f"choose one of {', '.join(ENGINES)}")
     engine = ENGINES[to]
@@ -94,11 +97,11 @@ def export(
     for option, name in zip(("--target", "--draft"), names, strict=True):
         spec = resolve(name, machine.models)
         if spec.quantization is not None or spec.gguf is not None or machine.quantize not in (None, "none"):
-            raise OptionError(option, name, "checkpoints are handed over as stored: name the one in safetensors")
+            raise OptionError(option, name, "checkpoints are exported as stored: give the one in safetensors")
         described.append(describe(spec))
     most = check_pair(described[0], described[1], context, engine.vocab_gap)
 
-    records, header, outlooks, basis = _judge(
+    records, header, outlooks, basis = _predict(
         engine, (described[0], described[1]), machine, options, log, measure, draft_cost
     )
     asked = header.sampling if header is not None else Sampling(**options)
@@ -134,7 +137,7 @@ def export(
 
 
 def _check_sampling(to: str, engine: ServingEngine, sampling: Sampling) -> None:
-    """Raises OptionError: the engine cannot sample like this with a draft, exactly."""
+    """Raises OptionError if the engine cannot sample with these options and a draft exactly."""
     for one in fields(SamplingOptions):
         value = getattr(sampling, one.name)
         if value != one.default and one.name not in engine.options:
@@ -149,7 +152,7 @@ def _check_sampling(to: str, engine: ServingEngine, sampling: Sampling) -> None:
         )
 
 
-def _judge(
+def _predict(
     engine: ServingEngine,
     described: tuple[DescribedModel, DescribedModel],
     machine: MachineOptions,
@@ -158,7 +161,7 @@ def _judge(
     measure: bool,
     draft_cost: float | None,
 ) -> tuple[Sequence[Record], Header | None, dict[str, Outlook], str]:
-    """tau under each of the engine's laws, as far as there are texts; and where all that comes from."""
+    """Predict tau under each of the engine's rules, as far as there is data; returns its source too."""
     if log is None and not measure:
         return [], None, {}, ""
     from outrider.decoding.measured_costs import tokens_needed
@@ -181,7 +184,7 @@ def _judge(
             raise OptionError("--log", str(log), f"it was recorded from {header.target}, not from this {specs[0].name}")
         if not len(records):
             raise OptionError("--log", str(log), "it has no records yet: resume outrider record")
-        basis = f"On {len(records)} texts of {log.name}"
+        basis = f"From {len(records)} sequences of {log.name}"
     decoder = None
     if measure:
         pair = PairOptions(target=specs[0].name, draft=[specs[1].name], **asdict(machine))
@@ -189,7 +192,7 @@ def _judge(
         drafter = pair.load_draft(decoder, specs[1].name)
         if log is None:
             records, header = own_text(decoder, PROMPTS, options, num_probs=1)
-            basis = f"On {len(records)} texts of {_NUM_TOKENS} tokens written here"
+            basis = f"From {len(records)} sequences of {_NUM_TOKENS} tokens generated here"
     else:
         place = {"device": machine.device, "dtype": machine.dtype, "models_file": machine.models}
         drafter = load_draft(specs[1].name, header, **place)  # type: ignore[arg-type]
@@ -208,19 +211,17 @@ def _judge(
     sizes = [sizes_of(spec) for spec in specs]
     if draft_cost is None and sizes[0] is not None and sizes[1] is not None:
         draft_cost = sizes[1].num_params / sizes[0].num_params
-        basis += (
-            f"; a draft step is taken to cost {draft_cost:.2f} of a target step, as the weights do, and a verify 1."
-        )
+        basis += f"; assumes {draft_cost:.2f} target steps per draft step, by the sizes, and 1 per verify."
     elif draft_cost is not None:
-        basis += f"; a draft step is taken to cost {draft_cost:g} of a target step, as given, and a verify 1."
+        basis += f"; assumes {draft_cost:g} target steps per draft step, as given, and 1 per verify."
     else:
-        basis += "; the cost of a draft step is not known."
+        basis += "; the cost of a draft step is unknown."
     return list(records), header, {key: by_draft_cost(one, draft_cost) for key, one in expected.items()}, basis
 
 
 def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: Sampling, k: int | None) -> str:
-    """The engine's setting with the better law. If nothing is known of either, the first; at temperature 0, where all
-    are the same, the one that keeps no probabilities."""
+    """Engine setting with the better acceptance. The first if nothing is known; at temperature 0, where all are
+    equal, the one that keeps no probabilities."""
     if sampling.temperature == 0:
         return list(engine.laws)[-1]
     return max(engine.laws, key=lambda key: outlooks[key].merit(k)) if outlooks else next(iter(engine.laws))
@@ -235,15 +236,15 @@ def _show(
     console.print(f"It accepts a drafted token with probability {law.about}.", soft_wrap=True)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
-        console.print(f"tau: not known (give --log or --measure); K = {handover.k}")
+        console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
     else:
         tau = outlook.tau[handover.k].tau if handover.k in outlook.tau else None
-        value = "not known" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
+        value = "unknown" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
         gain = outlook.speed_up.get(handover.k)
         text = "" if gain is None else f", speed-up {gain:.2f} (predicted)"
         console.print(f"K = {handover.k}: tau {value}{text}. {facts.basis}", soft_wrap=True, markup=False)
         if outlook.best_k is not None and outlook.speed_up[outlook.best_k] <= 1:
-            console.print("By this prediction no K is faster than plain decoding under this law.")
+            console.print("By this prediction no K is faster than plain decoding under this rule.")
     console.print(f"  cd {output} && {engine.start}", style="bold", soft_wrap=True)
 
 

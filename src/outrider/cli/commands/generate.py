@@ -1,4 +1,4 @@
-"""``outrider generate``: text from a prompt, or from a file of prompts."""
+"""``outrider generate``: generates from a prompt, or from a file of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit, tell_num_cut
+from outrider.cli.shared.context_limit import report_context_limit, report_num_limited
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -40,7 +40,7 @@ from outrider.cli.shared.workers import LocalWorker, Setup, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.offline.invalid_rows import InvalidRows
 from outrider.offline.output_file import FinishedPrompts, open_output
-from outrider.offline.output_rows import Totals, made_of, row_of
+from outrider.offline.output_rows import Totals, generated_fields, row_of
 from outrider.offline.prompt_file import open_prompts
 from outrider.offline.prompt_order import Shard, by_length
 from outrider.offline.prompt_row import PromptLine
@@ -63,41 +63,41 @@ def generate(
     end: EndOptions,
     structure: StructureOptions,
     cluster: RayOptions,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue. Without it: standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt. Default: standard input.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: plain lines; or JSON lines (or an array) with a 'prompt' or 'messages', and "
-            "optionally options of its own; or requests of OpenAI's batch form."
+            help="File of prompts: plain lines; JSON lines (or an array) with 'prompt' or 'messages' and optional "
+            "sampling options; or requests in OpenAI's batch format."
         ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="With --prompts: write JSON lines to this file. An interrupted run resumes.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="With --prompts: rows generated at once.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="With --prompts: prompts generated concurrently.")] = 1,
     shard: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="With --prompts: only the I-th of N parts, each with its own --output file."),
+        typer.Option(metavar="I/N", help="With --prompts: run part I of N, each with its own --output file."),
     ] = None,
     skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="With --prompts: report invalid rows, and continue the others.")
+        bool, typer.Option("--skip-invalid", help="With --prompts: report invalid rows and skip them.")
     ] = False,
     num_draft_tokens: NumDraftTokensOption = None,
-    seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i. Default: random.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Base seed; prompt i gets seed + i. Default: random.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Add to the JSON the log-probability of each token and of the N most probable.")
+        int | None, typer.Option(help="Add to the JSON the log-probabilities of each token and of the N most probable.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message: use the model's chat template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template: the prompt is a user message.")
     ] = False,
     show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Colour the tokens by origin: accepted, correction or bonus.")
+        bool, typer.Option("--show-origin", help="Colour tokens by origin: accepted, correction or bonus.")
     ] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Continue a text and print it as it is generated, or continue every prompt of a file.
+    """Generate from a prompt, streaming the text, or from every prompt of a file.
 
-    Exit code 1: some prompts of the file failed or were skipped. The others have their text."""
+    Exit code 1: some prompts of the file failed or were skipped; the others have output."""
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     check_batch_size(batch_size)
     if prompts is None:
@@ -109,7 +109,7 @@ def generate(
             ("--ray", cluster.ray, None),
         ):
             if value != default:
-                raise OptionError(option, value, "it is for a file of prompts: add --prompts FILE")
+                raise OptionError(option, value, "this option needs a file of prompts: add --prompts FILE")
     elif prompt is not None or show_origin:
         raise OptionError("--prompts", str(prompts), "leave out the PROMPT and --show-origin")
     part = Shard() if shard is None else Shard.parse(shard)
@@ -166,7 +166,7 @@ def _read_prompt(argument: str | None) -> str:
     if argument is not None:
         text = argument
     elif sys.stdin.isatty():
-        raise PromptError("there is no prompt: give one as an argument, pipe it in, or use --prompts FILE")
+        raise PromptError("no prompt: give one as an argument, pipe it in, or use --prompts FILE")
     else:
         try:
             text = current_ranks().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
@@ -178,7 +178,7 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def _check_own(setup: Setup, line: PromptLine) -> None:
-    """Find out before the work what no target can take. Raises OptionError."""
+    """Detect options that no target supports, before the work. Raises OptionError."""
     target = setup.pair.target
     if line.model not in (None, target):
         raise OptionError("model", line.model, f"the target is {target!r}: choose it with --target, or leave it out")
@@ -186,7 +186,7 @@ def _check_own(setup: Setup, line: PromptLine) -> None:
 
 
 def _lengths(workers: Workers, target: str, finished: FinishedPrompts, invalid: InvalidRows) -> Sequence[int]:
-    """Find out before the work what this target cannot take, and how long the prompts that are missing may become.
+    """Check the unfinished prompts against the target before the work, and compute their maximum lengths.
 
     Raises:
         FileError: with the line, unless it is skipped.
@@ -200,7 +200,7 @@ def _lengths(workers: Workers, target: str, finished: FinishedPrompts, invalid: 
             lengths[index] = length.num_tokens
             num_cut += length.is_cut
     finished.leave_out(invalid.reasons)
-    tell_num_cut(target, num_cut)
+    report_num_limited(target, num_cut)
     return lengths
 
 
@@ -213,9 +213,9 @@ def _continue_all(
     write: Callable[[str], None],
     totals: Totals,
 ) -> None:
-    """Write a line of JSON for each prompt that is not finished, as soon as it is. Nothing of it is kept but sums."""
+    """Write a JSON line for each unfinished prompt as soon as it ends. Keeps totals only."""
     lines, lengths = invalid.lines, _lengths(workers, setup.pair.target, finished, invalid)
-    invalid.tell()
+    invalid.report()
     totals.skipped = invalid.to_json()
     order = by_length(finished.missing(), lengths, num_slots)
     num_prompts = finished.num_rows + finished.num_missing
@@ -228,16 +228,16 @@ def _continue_all(
                 advance(1)
     except KeyboardInterrupt:
         totals.is_interrupted = True
-    # Rows come and go in the same rounds: how the time divides among drafting and the rest is not told.
+    # Rows join and leave within rounds, so the time per phase is not reported.
     totals.time_s = dict.fromkeys(Timing().to_json()) | {"total": time.perf_counter() - start}
 
 
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
-    """Print the text of a prompt as it comes."""
+    """Print the text of a prompt as it is generated."""
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None
-    if not waits and console.file.isatty():  # lines about programs would come in the midst of the text
+    if not waits and console.file.isatty():  # log lines of the compiler would interrupt the text
         logging.getLogger("outrider.compile.service").setLevel(logging.WARNING)
     chunks: list[Chunk] = []
     stream = decoder.stream(ids, **setup.options)
@@ -252,7 +252,7 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
                 else:
                     console.file.write(text)
             console.file.flush()
-            if not console.file.writable():  # nobody reads on
+            if not console.file.writable():  # nobody reads it
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         totals.is_interrupted = True
@@ -260,13 +260,13 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
         console.file.write("\n")
         console.file.flush()
     if not waits:
-        _tell_missing()
+        _report_missing()
     if has_colours:
         legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
         console.print(legend)
     stats = sum((chunk.stats for chunk in chunks), Stats())
     totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
-    made = made_of(
+    fields = generated_fields(
         "".join(chunk.text for chunk in chunks),
         [i for chunk in chunks for i in chunk.token_ids],
         [origin for chunk in chunks for origin in chunk.origins],
@@ -276,30 +276,30 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     )
     seed = chunks[0].seed if chunks else setup.options["seed"]
     totals.seed = _drawn_seed(setup, decoder, seed)
-    totals.add(row_of(0, PromptLine("line 1", prompt), ids, seed, made), stats)
+    totals.add(row_of(0, PromptLine("line 1", prompt), ids, seed, fields), stats)
 
 
 def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
-    """Advice for the summary: how to repeat a sampled text whose seed was drawn; empty for others."""
+    """Hint for the summary: the drawn seed of a sampled output, to repeat it; empty for others."""
     temperature = setup.options["temperature"]
     if seed is None or setup.options["seed"] is not None or temperature == 0:
         return ""
-    # A row whose seed is given has a K of its own where its text depends on K.
+    # A row with a given seed has its own K if its output depends on K.
     depends_on_k = decoder.job([0], {"seed": seed, "temperature": temperature}).request.num_draft_tokens is not None
     return f"seed {seed}" + (
-        " (and a K that followed the load: with -k 4, a seed repeats a text)" if depends_on_k else ""
+        " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
     )
 
 
-def _tell_missing() -> None:
-    """Report how many programs were not there before the text had ended."""
+def _report_missing() -> None:
+    """Report how many programs were not compiled in time."""
     from outrider.compile.service import shared_service
 
     service = shared_service(False)
     if service.num_open:
         print(
-            f"{service.num_open} of {service.num_orders} programs were not compiled by the end of the text: "
-            "'outrider compile' makes them beforehand",
+            f"{service.num_open} of {service.num_orders} programs were not compiled before generation ended: "
+            "'outrider compile' compiles them ahead of time",
             file=sys.stderr,
         )
 
@@ -307,5 +307,5 @@ def _tell_missing() -> None:
 def _print(stream: IO[str], text: str) -> None:
     stream.write(text)
     stream.flush()
-    if not stream.writable():  # nobody reads on
+    if not stream.writable():  # nobody reads it
         raise KeyboardInterrupt

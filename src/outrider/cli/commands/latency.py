@@ -1,4 +1,4 @@
-"""``outrider latency``: milliseconds per token of every target, draft and K, measured in turn."""
+"""``outrider latency``: milliseconds per token of targets, drafts and pairs at every K."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def latency(
     pair: PairOptions,
     sampling: SamplingOptions,
     num_draft_tokens: NumDraftTokensListOption = "1-8",
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     seed: SeedOption = 0,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure target, drafts and pairs at many K on 15 built-in prompts, in turn, after a warm-up."""
+    """Measure the latency of target, drafts and pairs at each K, on 15 built-in prompts, in turn, after a warm-up."""
     from outrider.text.example_prompts import PROMPTS
 
     options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
@@ -81,7 +81,7 @@ def _memory_text(peak_bytes: int | None) -> str:
 
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
-    """The target alone (the baseline), each draft model alone, and each pair at each K."""
+    """Target alone (the baseline), each draft model alone, and each pair with each K."""
     from outrider.bench.run import Arm, arms_by_k
 
     alone = [Arm(f"{decoder.target.name} alone", decoder)]

@@ -1,4 +1,4 @@
-"""``outrider models``: the names, their sizes, and the memory they need."""
+"""``outrider models``: known models, their sizes and memory."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ def models(
     target: Annotated[
         str | None, typer.Option(help="Predict the memory of this model in all forms: known name, folder or hub id.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="With --target: of this draft as well.")] = None,
+    draft: Annotated[str | None, typer.Option(help="With --target: include this draft.")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens in the cache. Default: 2048, at most the model's context.")
+        int | None, typer.Option(help="Cache length in tokens. Default: 2048, at most the model's context.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     num_draft_tokens: Annotated[
         int, typer.Option("-k", "--num-draft-tokens", help="With --target: tokens drafted per round.")
     ] = 4,
-    devices: Annotated[
-        str, typer.Option(help="With --target: devices that share a model by tensor parallelism, like 1,2,4,8.")
-    ] = "1",
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
+    devices: Annotated[str, typer.Option(help="With --target: tensor-parallel sizes, like 1,2,4,8.")] = "1",
+    dtype: Annotated[str, typer.Option(help="Assumed dtype: float64, float32, bfloat16 or float16.")] = "bfloat16",
     json_target: JsonOption = None,
 ) -> None:
-    """List the known models, with the memory for weights and cache. Add your own names in a TOML file.
+    """List the known models, with the memory of weights and cache. Add your own names in a TOML file.
 
-    With --target: predict the memory of one model, or of a pair, in every form, from its configuration alone."""
+    With --target: predict the memory of a model, or a pair, in every form, from its configuration alone."""
     from outrider.models.registry import BYTES_PER_NUMBER
 
     if context is not None and context < 1:
@@ -54,9 +52,9 @@ def models(
         raise OptionError("--dtype", dtype, f"choose one of {', '.join(BYTES_PER_NUMBER)}")
     check_num_draft_tokens(num_draft_tokens)
     if draft is not None and target is None:
-        raise OptionError("--draft", draft, "give its --target too")
+        raise OptionError("--draft", draft, "give --target too")
     if draft == "ngram" or (draft or "").endswith(":greedy"):
-        raise OptionError("--draft", draft, "name the model alone: a look-up needs none, and greedy drafts no other")
+        raise OptionError("--draft", draft, "give a model: ngram needs no memory, NAME:greedy as much as NAME")
     check_json_target(json_target)
     console = console_for(json_target)
     options: dict[str, Any] = {"models": models, "batch_size": batch_size, "dtype": dtype}
@@ -66,7 +64,7 @@ def models(
         print_table(console, _list(rows, context, batch_size), FILE_WIDTH)
         from outrider.models.registry import user_file
 
-        console.print("The cache is allocated in one piece; compiled, its length is a power of two.", style="dim")
+        console.print("The cache is preallocated; when compiled, its length is a power of two.", style="dim")
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
         from outrider.bench.predicted_memory import Workload
@@ -79,13 +77,13 @@ def models(
         work = Workload(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
         print_table(console, _predicted(rows, work), FILE_WIDTH)
-        console.print("The total has the larger of prefill and verify; the process itself comes on top.", style="dim")
+        console.print("The total includes the larger of prefill and verify, but not the process itself.", style="dim")
         options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
     write_json(json_target, "models", options | {"context": context}, {"models": rows})
 
 
 def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> list[dict[str, Any]]:
-    """All known names."""
+    """Rows of all known models."""
     from outrider.models.memory import sizes_of
     from outrider.models.registry import known_models
 
@@ -110,8 +108,8 @@ def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> li
 
 
 def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
-    """Bytes of the weights where the large ones stay in bfloat16 though the arithmetic is in float32 (``--store
-    auto``); None where they do not, or the model is not on this disk."""
+    """Bytes of the weights if large ones stay in bfloat16 for float32 arithmetic (``--store auto``); None if they do
+    not, or the model is not on this disk."""
     from outrider.models.memory import only_type, skeleton, weight_files, weights_bytes
 
     if dtype != "float32" or spec.path is None or only_type(weight_files(spec.path)) != "BF16":
@@ -166,7 +164,7 @@ def _numbers_of_devices(text: str) -> list[int]:
 
 
 def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> list[dict[str, Any]]:
-    """One model in every form: as it is, and quantized; on one device and on several."""
+    """Rows of one model in every form: plain and quantized, on one device and on several."""
     import torch
 
     from outrider.bench.predicted_memory import Predictor
@@ -182,7 +180,7 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
     config = read_config(spec)
     method = "gguf" if spec.gguf is not None else method_of(config)
     if method is not None:
-        raise OptionError("model", spec.name, f"its checkpoint is in {method}: predictions are for plain checkpoints")
+        raise OptionError("model", spec.name, f"its checkpoint is quantized ({method}): predictions need a plain one")
     device, stated = pick_device("auto"), config.dtype or torch.float32
     for size in sizes:
         if size > 1:
@@ -190,7 +188,7 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
     alone = Placement(quantization="none", device_map="none").over(spec)
-    kept = kept_type(spec, alone, device, bare, stated)  # nothing is fetched
+    kept = kept_type(spec, alone, device, bare, stated)  # nothing is downloaded
     predictor = Predictor(config, work, DTYPES[dtype], kept)
     free = available_bytes(device)
     rows = []

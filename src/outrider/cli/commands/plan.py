@@ -1,4 +1,4 @@
-"""``outrider plan``: which draft, which K, or none?"""
+"""``outrider plan``: chooses a draft and K, or none."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _NUM_ROWS_SHOWN = 10
-_MOST_PROBS = 4096  # kept of p where a rule needs all of it
+_MOST_PROBS = 4096  # kept of p if a rule needs all of it
 
 
 @flat
@@ -50,7 +50,7 @@ def plan(
     num_draft_tokens: Annotated[
         str | None,
         typer.Option(
-            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few when compiled."
+            "-k", "--num-draft-tokens", help="Candidates for K, like 1-8. Default: 1-16; a few when compiled."
         ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
@@ -58,24 +58,24 @@ def plan(
         Path | None,
         typer.Option(help="Recorded output of the target (outrider record --probs N), with its sampling options."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens for each prompt.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     batch_size: Annotated[str, typer.Option(help="Batch sizes, one or several: 1,4.")] = "1",
-    context: Annotated[str, typer.Option(help="Tokens in a row when rounds are timed, one or several: 64,512.")] = "64",
+    context: Annotated[str, typer.Option(help="Sequence length when rounds are timed, one or several: 64,512.")] = "64",
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Then run the pairs at K = 1, 2, 4, 8 and the best, to check the prediction; rounds are timed "
-            "again between them, so that both see the machine in the same state.",
+            help="Also run the pairs at K = 1, 2, 4, 8 and the best, to check the prediction; rounds are timed again "
+            "in between, in the same state of the machine.",
         ),
     ] = False,
     seed: SeedOption = 0,
     what_if: Annotated[
         str | None,
         typer.Option(
-            help="Measure nothing and use these numbers, like alpha=0.8,c=0.05: alpha, the probability that a drafted "
-            "token is accepted; c, the time of a draft step over that of a plain step; v, the same of a verify "
-            "(default: 1); c_ops, the operations of a draft step over those of a plain step (default: c)."
+            help="Measure nothing and predict from these numbers, like alpha=0.8,c=0.05: alpha, acceptance probability "
+            "of a drafted token; c, cost of a draft step over a plain step; v, cost of a verify over a plain step "
+            "(default: 1); c_ops, operations of a draft step over a plain step (default: c)."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
@@ -99,9 +99,9 @@ def plan(
         return
     names = [name for name in pair.draft_names if name != "none"]
     if not names:
-        raise OptionError("--draft", "none", "name the drafts to choose among; 'none' is always one of the answers")
+        raise OptionError("--draft", "none", "give the drafts to choose from; 'none' is always included")
     if measure and 1 not in sizes:
-        raise OptionError("--measure", batch_size, "pairs are run one prompt at a time: include 1 in --batch-size")
+        raise OptionError("--measure", batch_size, "pairs run with batch size 1: include 1 in --batch-size")
     if log is not None and prompts is not None:
         raise OptionError("--log", str(log), "leave out --prompts: the log has its own")
 
@@ -113,8 +113,8 @@ def plan(
     law = pair.acceptance
     if law == MATCH:
         if measure:
-            raise OptionError("--measure", law, "only other programs accept like this; leave one of the two out")
-        pair = replace(pair, acceptance="rejection")  # whose rounds cost as much
+            raise OptionError("--measure", law, "Outrider cannot run this rule; leave one of the two out")
+        pair = replace(pair, acceptance="rejection")  # whose rounds cost the same
     decoder = pair.load()
     if num_draft_tokens is None and decoder.target.execution.is_prepared:
         ks = [k for k in decoder.target.execution.favoured_k if k > 0]
@@ -124,7 +124,7 @@ def plan(
         if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
             raise OptionError("--context", max(contexts), f"{lm.name} accepts {lm.context_len} tokens")
     if log is None:
-        # One number for each token suffices if a rule uses p and q of that token alone.
+        # One number per token suffices if a rule needs p and q of that token only.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
         texts = _texts(prompts)
         report_context_limit(
@@ -181,7 +181,7 @@ def plan(
 
 
 def _wholes(name: str, text: str) -> list[int]:
-    """ "1,4": whole numbers, each once.
+    """Parse "1,4": unique whole numbers.
 
     Raises:
         OptionError
@@ -217,8 +217,8 @@ def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
 def _counts(
     drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, law: str, ks: Sequence[int]
 ) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
-    """The expected rounds of each draft and K; if only part of p is known, with acceptance as rare as possible. Also
-    returns whether that is so."""
+    """Expected rounds of each draft and K. If p is known in part only, assumes the lowest possible acceptance; also
+    returns whether it does."""
     from outrider.replay.replay import replay, summarise
 
     counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
@@ -264,9 +264,9 @@ def _show(
     if len(found) > _NUM_ROWS_SHOWN:
         console.print(f"The best {_NUM_ROWS_SHOWN} of {len(found)}; --json has all.", style="dim")
     steps = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in costs.target_s().items())
-    console.print(f"Target, ms for T tokens in a row: {steps}; prefill {1e3 * costs.prefill_s:.1f}.", style="dim")
+    console.print(f"Target, ms for T tokens per sequence: {steps}; prefill {1e3 * costs.prefill_s:.1f}.", style="dim")
     drafts = ", ".join(f"{name} {1e3 * costs.draft_step_s(name):.2f}" for name in costs.drafts)
-    console.print(f"Draft, ms for a token: {drafts}. The interval is over the prompts.", style="dim")
+    console.print(f"Draft, ms per token: {drafts}. The interval is over the prompts.", style="dim")
     best = found[0]
     if best.speed_up.value > 1:
         console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
@@ -280,11 +280,11 @@ def _show(
     if is_ours:
         console.print(f"  {command}", style="bold", soft_wrap=True)
     else:
-        console.print("The numbers are for programs that accept by equality: outrider export --to mlx.", style="dim")
+        console.print("The numbers are for engines that accept by equality: outrider export --to mlx.", style="dim")
 
 
 def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int | None) -> str:
-    """The options of ``outrider generate`` that the prediction applies to, without those at their default."""
+    """``outrider generate`` options that the prediction applies to, without defaults."""
     words = ["outrider", "generate", "--target", pair.target, "--draft", draft]
     if k is not None:
         words += ["-k", str(k), "--acceptance", pair.acceptance]

@@ -1,4 +1,4 @@
-"""``outrider record``: a target's answers to many prompts, recorded to judge drafts by."""
+"""``outrider record``: records a target's outputs, to evaluate drafts by."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def record(
     prompts: Annotated[
         Path, typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns'), or plain lines.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run is continued.")],
+    output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run resumes.")],
     target: TargetOption = "fable",
     probs: Annotated[
         int | None,
         typer.Option(
-            help="Keep the probability of each token, and of the N most probable. Replay needs it for sampled text."
+            help="Keep the probabilities of each token and of the N most probable. Replay needs them for sampled logs."
         ),
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages: use the model's chat template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template: prompts are user messages.")
     ] = False,
     tensors: Annotated[
         Path | None,
         typer.Option(
-            help="At the end, also write the token ids as printed tensors (decoding-speculative-decoding). "
-            "Greedy text only."
+            help="Also write the token ids as printed tensors at the end (decoding-speculative-decoding). Greedy "
+            "decoding only."
         ),
     ] = None,
 ) -> None:
-    """Record the target's own output, with probabilities, as a log for 'outrider replay'."""
+    """Record the target's outputs, with probabilities, as a log for 'outrider replay'."""
     check_batch_size(batch_size)
     if probs is not None and probs < 1:
         raise OptionError("--probs", probs, "a whole number >= 1")
@@ -66,12 +66,12 @@ def record(
         raise FileError(f"cannot write {output}: it is not a folder")
     if tensors is not None:
         plain = SamplingOptions(temperature=0.0)
-        greedy = replace(sampling, top_k=plain.top_k, top_p=plain.top_p, min_p=plain.min_p)  # no matter at 0
+        greedy = replace(sampling, top_k=plain.top_k, top_p=plain.top_p, min_p=plain.min_p)  # no effect at 0
         if greedy != plain or chat:
             raise OptionError(
                 "--tensors",
                 str(tensors),
-                "such a file has no sampling options, and is read as greedy: record with -t 0, and "
+                "this format has no sampling options and is read as greedy: record with -t 0, and "
                 "without penalties, --logit-bias, --min-tokens and --chat",
             )
         check_outputs({"--tensors": tensors}, [prompts, output])
@@ -127,7 +127,7 @@ def _write(
     num_probs: int | None,
     batch_size: int,
 ) -> bool:
-    """Record the prompts that are not recorded yet, a few batches at a time. Complete records are kept in any case.
+    """Record the unfinished prompts, a few batches at a time. Complete records are always kept.
 
     Returns:
         Whether it was interrupted.
@@ -136,7 +136,7 @@ def _write(
 
     try:
         with progress_bar("prompts", len(lines), writer.num_finished) as advance:
-            at_once = 4 * batch_size  # more than there are slots, so that they are refilled
+            at_once = 4 * batch_size  # more than slots, so that slots are refilled
             for start in range(writer.num_finished, len(lines), at_once):
                 part = slice(start, min(start + at_once, len(lines)))
                 try:

@@ -1,4 +1,4 @@
-"""``outrider replay``: drafts against a log, without the target."""
+"""``outrider replay``: evaluates drafts on a log, without running the target."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ _OUTPUT_FORMATS = ("outrider", "cumulative")
 @flat
 def replay(
     drafts: DraftOptions,
-    log: Annotated[Path, typer.Argument(help="A log written by outrider record.")],
+    log: Annotated[Path, typer.Argument(help="Log written by outrider record.")],
     num_draft_tokens: NumDraftTokensListOption = "1-8",
     batch_size: BatchSizeOption = 8,
     output: Annotated[Path | None, typer.Option(help="Write the rounds as JSON lines, for outrider analyze.")] = None,
     output_format: Annotated[
         str,
         typer.Option(
-            help="Format of --output: outrider; or cumulative, lines like [3, 5] with the tokens so far of each of "
+            help="Format of --output: outrider; or cumulative, lines like [3, 5] with the tokens so far of each of the "
             "--batch-size prompts (decoding-speculative-decoding; one draft, one K)."
         ),
     ] = "outrider",
-    seed: Annotated[int, typer.Option(help="For --output: rounds over sampled text are drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for --output: rounds over sampled logs are random.")] = 0,
     log_format: Annotated[
         str,
         typer.Option(
             "--format",
-            help="Format of the log: outrider; or tensors, printed output ids of greedy decoding without the prompts "
+            help="Format of the log: outrider; or tensors, printed output ids of greedy decoding without prompts "
             "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
         ),
     ] = "outrider",
@@ -76,7 +76,7 @@ def replay(
     plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Compute from a log, without running the target, how many tokens per round a draft gives at every K."""
+    """Compute tokens per round for every draft and K from a log, without running the target."""
     check_batch_size(batch_size)
     ks = [k for k in parse_k(num_draft_tokens) if isinstance(k, int)]
     if len(ks) < len(parse_k(num_draft_tokens)):
@@ -89,9 +89,9 @@ def replay(
             raise OptionError(option, value, f"choose {' or '.join(known)}")
     given = [prompts is not None, tokenizer_of is not None]
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
-        raise OptionError("--format", log_format, "tensors go with --prompts and --tokenizer-of, a log without")
+        raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
     if output_format == "cumulative" and output is None:
-        raise OptionError("--output-format", output_format, "it applies to --output: give that too")
+        raise OptionError("--output-format", output_format, "it needs --output")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     check_outputs({"--output": output, "--json": json_target, "--plot": plot}, [log, prompts, drafts.models])
@@ -146,7 +146,7 @@ def replay(
     title = f"{header.target}, {len(records)} prompts, temperature {header.sampling.temperature:g}, {drafts.acceptance}"
     _show(console, title, arms, dict(zip(names, summaries, strict=True)))
     if log_format == "tensors":
-        console.print("Note: the texts are assumed to be greedy, each ended by its length limit")
+        console.print("Note: assumes greedy outputs, each ended by its length limit")
     if plot is not None:
         points = {
             name: [(k, summary.expected[k].tau) for k in ks] for name, summary in zip(names, summaries, strict=True)
@@ -179,7 +179,7 @@ def replay(
 
 
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
-    """A log of printed tensors as if recorded greedily, with each text ended by its length."""
+    """Read a log of printed tensors as greedy outputs, each ended by its length."""
     from outrider.models.loading import load_tokenizer
     from outrider.models.registry import resolve
     from outrider.options import Sampling
@@ -189,13 +189,13 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
 
     lines, texts = read_prompts(prompts), read_tensors(log)
     if len(lines) != len(texts):
-        raise FileError(f"{log} has {len(texts)} texts, but {prompts} has {len(lines)} prompts")
+        raise FileError(f"{log} has {len(texts)} outputs, but {prompts} has {len(lines)} prompts")
     tokenizer = load_tokenizer(resolve(tokenizer_of, models))
     num_tokens = vocab_size(tokenizer)
     prompt_ids = [tuple(encode(tokenizer, line.text)) for line in lines]
     for index, ids in enumerate(texts):
         if not ids or max(ids) >= num_tokens:
-            raise FileError(f"{log}, text {index}: it is empty, or has ids unknown to {tokenizer_of}")
+            raise FileError(f"{log}, output {index}: empty, or with ids unknown to {tokenizer_of}")
     max_new_tokens = max(map(len, texts))
     header = Header(
         target=str(log),
@@ -215,7 +215,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
 
 @dataclass
 class _Rounds:
-    """The rounds for ``--output``, as they are drawn."""
+    """Rounds for ``--output``, drawn at random."""
 
     acceptance: str
     ks: Sequence[int]
@@ -234,8 +234,8 @@ class _Rounds:
                     raise OptionError(
                         "--output",
                         self.acceptance,
-                        "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or record "
-                        "with --probs as large as the vocabulary",
+                        "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or "
+                        "record with --probs as large as the vocabulary",
                     )
                 rounds, is_truncated = law.draw(np.random.default_rng([self.seed, one.index, k]))
                 arm = RecordedArm(draft, k, self.acceptance)
@@ -253,7 +253,7 @@ class _Rounds:
 
 
 def _a_model(drafters: Sequence[Drafter]) -> Any:
-    """A model that was run, if any."""
+    """First model that was run, if any."""
     return next((lm for drafter in drafters for lm in drafter.models), None)
 
 
@@ -286,7 +286,7 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
         )
     print_table(console, table)
     console.print(
-        "tau: tokens per round, expected given the texts, with an interval over the prompts; alpha: E sum min(p, q)"
+        "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)"
         + ("; a to b: bounds from the recorded part of p" if any(one.upper for _, one in arms) else ""),
         style="dim",
     )

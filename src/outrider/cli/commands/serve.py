@@ -1,4 +1,4 @@
-"""``outrider serve``: HTTP for OpenAI's clients."""
+"""``outrider serve``: OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ def serve(
         typer.Option(
             "-k",
             "--num-draft-tokens",
-            help="K, the number of tokens drafted per round, or auto, which adapts it to the load (but is 4 for "
-            "requests with a seed).",
+            help="K, tokens drafted per round, or auto, which adapts K to the load (requests with a seed use 4).",
             rich_help_panel="Models",
         ),
     ] = "auto",
-    slots: Annotated[int, typer.Option(help="Texts generated at a time.", rich_help_panel=_SERVER)] = DEFAULT_NUM_SLOTS,
+    slots: Annotated[
+        int, typer.Option(help="Sequences generated concurrently.", rich_help_panel=_SERVER)
+    ] = DEFAULT_NUM_SLOTS,
     context: Annotated[
         int | None,
         typer.Option(
-            help="Maximum tokens of a text, prompt included. Default: the target's context, at most 8192.",
+            help="Maximum tokens of a sequence, prompt included. Default: the target's context, at most 8192.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any but loopback requires --api-key.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             envvar="OUTRIDER_API_KEY",
             metavar="KEY",
-            help="Key that clients must send. Repeatable, one for each client. Prefer the environment variable (keys "
-            "with spaces between): other users can see command lines.",
+            help="API key for clients. Repeatable, one per client. Prefer the environment variable (keys separated by "
+            "spaces): other users can see command lines.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -69,20 +70,20 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Maximum number of texts waiting for a slot; more get 503.", rich_help_panel=_SERVER)
+        int, typer.Option(help="Maximum sequences waiting for a slot; more get 503.", rich_help_panel=_SERVER)
     ] = 256,
     max_per_client: Annotated[
         int | None,
         typer.Option(
-            help="Maximum number of texts of one client, running or waiting; more get 429. Default: three quarters of "
-            "--slots and --max-queue together.",
+            help="Maximum sequences per client, running or waiting; more get 429. Default: three quarters of --slots "
+            "and --max-queue together.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
     max_connections: Annotated[
         int,
         typer.Option(
-            help="Maximum number of connections, half of them from one address. Beyond, idle ones are closed.",
+            help="Maximum connections, half of them from one address; beyond it, idle ones are closed.",
             rich_help_panel=_SERVER,
         ),
     ] = 1024,
@@ -90,29 +91,30 @@ def serve(
         bool,
         typer.Option(
             "--priority-across-clients",
-            help="Order the requests of all clients by their priority. Without it, clients take turns, and priority "
-            "orders the requests of one client.",
+            help="Compare request priorities across clients. Default: clients take turns, and priority orders the "
+            "requests of one client.",
             rich_help_panel=_SERVER,
         ),
     ] = False,
     queue_timeout: Annotated[
         float,
-        typer.Option(help="Seconds that a request may wait for a slot before it gets 503.", rich_help_panel=_SERVER),
+        typer.Option(
+            help="Maximum seconds that a request waits for a slot; then it gets 503.", rich_help_panel=_SERVER
+        ),
     ] = 600.0,
     wait: Annotated[
         bool,
         typer.Option(
             "--wait",
-            help="With --compile: get ready only when the programs for each number of rows are. Without it, rounds are "
-            "eager until then.",
+            help="With --compile: become ready only when all programs are compiled. Default: run eagerly until then.",
             rich_help_panel=_SERVER,
         ),
     ] = False,
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running texts may continue after SIGTERM.", rich_help_panel=_SERVER)
+        float, typer.Option(help="Seconds that running requests may continue after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
 ) -> None:
-    """Serve a target with its draft over OpenAI's API: /v1/completions and /v1/chat/completions."""
+    """Serve a target and its draft over OpenAI's API: /v1/completions and /v1/chat/completions."""
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
@@ -129,7 +131,7 @@ def serve(
         raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
-    # A file that a key was read from may end in a new line.
+    # A key read from a file may end in a newline.
     keys = tuple(key.strip() for key in api_key or () if key.strip())
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
@@ -143,7 +145,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
     if not keys and not is_loopback(host):
-        raise OptionError("--host", host, "without --api-key only this machine is served: use 127.0.0.1")
+        raise OptionError("--host", host, "without --api-key only loopback is allowed: use 127.0.0.1")
 
     def load() -> Decoder:
         decoder = pair.load(waits=wait)
@@ -158,7 +160,7 @@ def serve(
         for line in about(worker.decoder, worker.schedule, worker.num_slots, worker.capacity):
             _LOG.info("%s", line)
         _LOG.info("ready: %s/v1", url)
-        _LOG.info("plain and speculative decoding in a race to watch: %s", url)
+        _LOG.info("web page with a race of plain and speculative decoding: %s", url)
 
     options = ServerOptions(
         names=tuple(served_model_name or [pair.target]),
@@ -173,7 +175,7 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
     )
     with listener, _log_on_stderr(RateLimitFilter()):
-        _LOG.info("loading %s with the draft %s; %s/health is 503 until it is ready", pair.target, draft, url)
+        _LOG.info("loading %s with draft %s; %s/health is 503 until ready", pair.target, draft, url)
         Server(load, options, listener, on_ready).run()
 
 
@@ -182,7 +184,7 @@ def _log_on_stderr(lines: logging.Filter) -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(_LINES)
     handler.addFilter(lines)
-    # Not "outrider" as a whole: the models' options let compilation speak for itself (``load``).
+    # Not "outrider" as a whole: the model options set up the compiler's log (``load``).
     names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO}
     names |= {"uvicorn": logging.WARNING, "asyncio": logging.WARNING}
     levels = {logging.getLogger(name): level for name, level in names.items()}

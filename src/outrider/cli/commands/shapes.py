@@ -1,4 +1,4 @@
-"""``outrider shapes``: the cost of drafts of different shapes, before any is trained."""
+"""``outrider shapes``: measures the cost of draft shapes before training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @flat
 def shapes(
     machine: MachineOptions,
-    target: Annotated[str, typer.Argument(help="Known name, folder or hub id.")] = "fable",
+    target: Annotated[
+        str, typer.Argument(help="Model: known name (see 'outrider models'), folder or hub id.")
+    ] = "fable",
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,7 +34,7 @@ def shapes(
     ] = None,
     budget_ms: Annotated[float | None, typer.Option(help="Maximum milliseconds per drafted token.")] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens in a row when rounds are timed.")] = 64,
+    context: Annotated[int, typer.Option(help="Sequence length when rounds are timed.")] = 64,
     plot: Annotated[Path | None, typer.Option(help="Plot the latencies: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
@@ -70,8 +72,8 @@ def shapes(
         table.add_row(_name(cost.shape), millions, f"{1e3 * cost.draft_s:.3f}", needed, is_worth)
     print_table(console, table)
     console.print(
-        "alpha needed: to be as fast as plain decoding (- : cannot be); worth it: within the budget, "
-        "and no other has as many parameters for less time",
+        "alpha needed: to be as fast as plain decoding (-: impossible); worth it: within the budget, and no shape of "
+        "the same size or larger is faster",
         style="dim",
     )
     for cost in best:
@@ -90,7 +92,7 @@ def shapes(
 
 
 def _parse(text: str) -> Shape:
-    """ "2x192" or "2x192x512".
+    """Parse "2x192" or "2x192x512".
 
     Raises:
         OptionError

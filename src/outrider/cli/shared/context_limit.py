@@ -1,4 +1,4 @@
-"""Whether the tokens that ``-n`` asks for fit into the context of a model."""
+"""Checks ``-n`` against the context length of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def encode_all(decoder: Decoder, texts: Iterable[str]) -> list[list[int]]:
-    """Token ids of prompts. Raises PromptError: names the prompt."""
+    """Token ids of prompts. Raises PromptError, with the index of the prompt."""
     prompts = []
     for index, text in enumerate(texts):
         try:
@@ -24,28 +24,28 @@ def encode_all(decoder: Decoder, texts: Iterable[str]) -> list[list[int]]:
 
 
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Report on standard error that texts may end before the limit that was given.
+    """Warn on standard error if the context ends outputs before ``-n``.
 
     Args:
-        model: the one whose context is the shortest.
+        model: the one with the shortest context.
         prompts: token ids of each.
     """
     longest = max(map(len, prompts))
     if longest + max_new_tokens > context_len:
         prompt = "prompt" if len(prompts) == 1 else "longest prompt"
         print(
-            f"-n {max_new_tokens} goes beyond the context of {model}, which takes {context_len} tokens in all: "
-            f"{longest} of the {prompt} and {context_len - longest} of the text",
+            f"-n {max_new_tokens} exceeds the context of {model}, {context_len} tokens: "
+            f"with {longest} in the {prompt}, at most {context_len - longest} are generated",
             file=sys.stderr,
         )
 
 
-def tell_num_cut(target: str, num_cut: int) -> None:
-    """Report the same of a file of prompts, which may have limits of their own.
+def report_num_limited(target: str, num_cut: int) -> None:
+    """Warn on standard error about prompts of a file, which may have limits of their own.
 
     Args:
-        num_cut: prompts whose limit the context does not allow.
+        num_cut: number of prompts whose limit exceeds the context.
     """
     if num_cut:
-        their = "1 prompt: its text ends" if num_cut == 1 else f"{num_cut} prompts: their texts end"
-        print(f"-n goes beyond the context of {target} for {their} there", file=sys.stderr)
+        prompts = "1 prompt" if num_cut == 1 else f"{num_cut} prompts"
+        print(f"-n exceeds the context of {target} for {prompts}: generation stops there", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The findings of ``certify``, ``certify-samples`` and ``divergence``, in rows and sentences."""
+"""Findings of ``certify``, ``certify-samples`` and ``divergence``, as rows and sentences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from outrider.certify.certificate import GreedyReport, StatisticalReport, Verdict
 
-_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a mistake of the user
+_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a user error
 
 
 def verdict(is_ok: bool) -> str:
@@ -25,7 +25,7 @@ def verdict(is_ok: bool) -> str:
 
 
 def statistical_rows(report: StatisticalReport) -> Iterator[tuple[str, str, str]]:
-    """Layer, finding and verdict."""
+    """Rows of layer, finding and verdict."""
     for test in report.tests:
         yield f"statistical: {test.name}", f"p = {test.p:.2g}", verdict(not test.is_alarm)
     yield "statistical: forbidden tokens", str(report.num_forbidden), verdict(report.num_forbidden == 0)
@@ -34,47 +34,45 @@ def statistical_rows(report: StatisticalReport) -> Iterator[tuple[str, str, str]
 def greedy_row(report: GreedyReport) -> tuple[str, str, str]:
     same = report.num_texts - len(report.differences)
     name = "same seed, same text" if report.has_noise else "greedy text"
-    return name, f"{same} of {report.num_texts} texts the same", verdict(report.is_ok)
+    return name, f"{same} of {report.num_texts} outputs the same", verdict(report.is_ok)
 
 
-def tell_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
-    """The estimated deviation, and the limits of detection.
+def print_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
+    """Print the estimated deviation and the detection limits.
 
     Args:
-        towards: the direction of the tests.
+        towards: direction of the tests.
     """
     from outrider.certify.certificate import reuse_limits
 
     least = report.detectable
     console.print(
-        f"{report.num_tokens} tokens of {report.num_texts} texts. "
+        f"{report.num_tokens} tokens in {report.num_texts} samples. "
         + (
-            f"They are too few to detect even a complete deviation towards {towards} with a probability of 99%."
+            f"Too few to detect even a complete deviation towards {towards} with 99% probability."
             if least is None
             else f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected "
-            "with a probability of 99%."
+            "with 99% probability."
         )
     )
     for where, share in reuse_limits(report.to_json()["dependence"]):
-        console.print(
-            f"So would random numbers used again {where}, if {share:.0%} of the tokens or more depend on them."
-        )
+        console.print(f"So would random numbers reused {where}, if {share:.0%} of the tokens or more depend on them.")
     wanted = report.wanted
     if wanted is not None and (least is None or least > wanted):
-        console.print(f"The limit is more than the requested {wanted:.2%}.")
+        console.print(f"The limit exceeds the requested {wanted:.2%}.")
     if report.estimate is not None and report.estimate_std is not None:
         console.print(
             f"Estimated: {report.estimate:+.2%} ± {report.estimate_std:.2%} (one standard error); "
-            f"mean of -log p less the entropy: {report.surprise_excess:+.4f} nats."
+            f"mean of -log p minus the entropy: {report.surprise_excess:+.4f} nats."
         )
 
 
-def tell_verdict(console: Console, verdict: Verdict, word: str, about: str, num_needed: int | None) -> None:
-    """The last line: the verdict in one word.
+def print_verdict(console: Console, verdict: Verdict, word: str, about: str, num_needed: int | None) -> None:
+    """Print the verdict.
 
     Args:
-        word: for a verdict that passed.
-        about: what is added to a verdict that rests on the tests.
+        word: if the verdict is "passed".
+        about: added to a verdict that rests on the tests.
         num_needed: tokens that would decide.
     """
     if verdict != "inconclusive":
@@ -85,22 +83,22 @@ def tell_verdict(console: Console, verdict: Verdict, word: str, about: str, num_
 
 
 def exit_with(verdict: Verdict) -> None:
-    """End the command, unless it passed."""
+    """Exit with the code of the verdict, unless it passed."""
     if verdict != "passed":
         raise typer.Exit(_EXIT_CODES[verdict])
 
 
-def tell_differences(console: Console, report: GreedyReport, what: str, tokenizer: Any | None) -> None:
-    """Where texts part from those of plain decoding, and why.
+def print_differences(console: Console, report: GreedyReport, what: str, tokenizer: Any | None) -> None:
+    """Print where outputs differ from plain decoding, and why.
 
     Args:
-        what: what the index of a difference counts: "prompt", "line".
+        what: unit of a difference's index: "prompt" or "line".
     """
     for one in report.differences:
         margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
         plain, other = (_token(tokenizer, token_id) for token_id in (one.plain_id, one.other_id))
         console.print(
-            f"{what} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, here {other}): "
+            f"{what} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
             f"margin {margin}, rounding {gap}: {one.verdict}",
             markup=False,
         )
@@ -112,7 +110,7 @@ def write_findings(
     html: Path | None,
     render: Callable[[Mapping[str, Any]], str],
 ) -> None:
-    """The document, and its page, if requested."""
+    """Write the document and its page, if requested."""
     if json_target is not None:
         write_document(json_target, document)
     if html is not None:

@@ -1,7 +1,7 @@
-"""Typer's commands with a tidier ``--help`` (no "<bool>" beside flags, as if they took a value, no blank lines at the
-top). They take other programs' names of options, and where these mean something else, name the option that is meant.
+"""Typer commands with a tidier ``--help`` (no "<bool>" beside flags, no blank lines at the top). They accept option
+names of other programs, or name the option that is meant.
 
-Its commands and groups are two classes, which have what is changed in common.
+``Command`` and ``Group`` share their changes in ``_Help``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Help(_Base):
         options = {param.name or "": (*reversed(param.opts), *param.secondary_opts) for param in params}
         try:
             rest = super().parse_args(ctx, args)
-        except Exception:  # of Typer's own
+        except Exception:  # Typer's own
             check_names(words, options)
             raise
         if "threads" in options:
@@ -71,7 +71,7 @@ class Group(_Help, TyperGroup):
 
 
 class _Copy(io.StringIO):
-    """Takes what is written; says that it is a terminal where the real stream is, since colours depend on that."""
+    """Captures output; claims to be a terminal if the real stream is one, for colours."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Options that several commands share, each defined once.
+"""Options shared by several commands, each defined once.
 
-A command takes a group of them as one parameter, ``pair: PairOptions``; ``flat`` spreads the fields of such groups into
-the signature that Typer reads.
+A command takes a group as one parameter, ``pair: PairOptions``; ``flat`` expands the groups into the signature that
+Typer reads.
 """
 
 from __future__ import annotations
@@ -39,43 +39,42 @@ HtmlOption = Annotated[
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the text is sampled; the names and meanings of ``outrider.Sampling``."""
+    """Sampling options; names and meanings as in ``outrider.Sampling``."""
 
     temperature: Annotated[
-        float, typer.Option("-t", "--temperature", help="0 is greedy.", rich_help_panel=SAMPLING_PANEL)
+        float,
+        typer.Option("-t", "--temperature", help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING_PANEL),
     ] = 1.0
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 0
     top_p: Annotated[float, typer.Option(help="1.0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 1.0
     min_p: Annotated[float, typer.Option(help="0.0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="1.0 is none.", rich_help_panel=SAMPLING_PANEL)] = 1.0
+    repetition_penalty: Annotated[float, typer.Option(help="1.0 is off.", rich_help_panel=SAMPLING_PANEL)] = 1.0
     presence_penalty: Annotated[
         float,
         typer.Option(
-            help="Subtracted from the logits of tokens generated so far: -2 to 2.", rich_help_panel=SAMPLING_PANEL
+            help="Subtracted from the logits of tokens generated so far; -2 to 2.", rich_help_panel=SAMPLING_PANEL
         ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        typer.Option(help="The same, times the number of times they were generated.", rich_help_panel=SAMPLING_PANEL),
+        typer.Option(help="Subtracted once per occurrence of the token; -2 to 2.", rich_help_panel=SAMPLING_PANEL),
     ] = 0.0
     logit_bias: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ID=BIAS", help="Bias added to the logit of a token id. Repeatable.", rich_help_panel=SAMPLING_PANEL
+            metavar="ID=BIAS", help="Bias added to a token's logit. Repeatable.", rich_help_panel=SAMPLING_PANEL
         ),
     ] = None
     min_tokens: Annotated[
         int,
-        typer.Option(
-            help="Nothing but the limit ends the text before this many tokens.", rich_help_panel=SAMPLING_PANEL
-        ),
+        typer.Option(help="Minimum tokens; stop strings are ignored until then.", rich_help_panel=SAMPLING_PANEL),
     ] = 0
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
-        """Keyword arguments for a decoder, with ``more`` of them, checked before anything is loaded.
+        """Keyword arguments for a decoder, including ``more``, checked before anything is loaded.
 
         Args:
-            num_seeds: seed, seed + 1, ... so many of them will be used.
+            num_seeds: number of consecutive seeds to be used.
 
         Raises:
             OptionError
@@ -89,13 +88,13 @@ class SamplingOptions:
 
 
 def _of_sampling(name: str) -> Any:
-    """The declaration of an option of ``SamplingOptions``."""
+    """Declaration of an option of ``SamplingOptions``."""
     return get_type_hints(SamplingOptions, include_extras=True)[name].__metadata__[0]
 
 
 @dataclass(frozen=True)
 class TaskSamplingOptions:
-    """Sampling where a task has its own: what is given takes the place of what the task says."""
+    """Sampling options that override a task's own."""
 
     temperature: Annotated[float | None, _of_sampling("temperature")] = None
     top_k: Annotated[int | None, _of_sampling("top_k")] = None
@@ -108,7 +107,7 @@ class TaskSamplingOptions:
     min_tokens: Annotated[int | None, _of_sampling("min_tokens")] = None
 
     def to_options(self, **more: Any) -> dict[str, Any]:
-        """The fields of ``outrider.Sampling`` that were given, with those of ``more`` that are not None, checked.
+        """Given fields of ``outrider.Sampling``, and those of ``more`` that are not None, checked.
 
         Raises:
             OptionError
@@ -122,7 +121,7 @@ class TaskSamplingOptions:
 
 @dataclass(frozen=True)
 class EndOptions:
-    """What ends a text."""
+    """Options that end the output."""
 
     max_new_tokens: Annotated[
         int,
@@ -132,19 +131,20 @@ class EndOptions:
     ] = 128
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="String that ends the text. Repeatable.", rich_help_panel=SAMPLING_PANEL),
+        typer.Option(metavar="TEXT", help="Stop string. Repeatable.", rich_help_panel=SAMPLING_PANEL),
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
         typer.Option(
             "--stop-token-id",
             metavar="ID",
-            help="Token that ends the text. Repeatable.",
+            help="Stop token. Repeatable.",
             rich_help_panel=SAMPLING_PANEL,
         ),
     ] = None
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after an end token.", rich_help_panel=SAMPLING_PANEL)
+        bool,
+        typer.Option("--ignore-eos", help="Continue after an end-of-sequence token.", rich_help_panel=SAMPLING_PANEL),
     ] = False
 
     def to_options(self) -> dict[str, Any]:
@@ -155,19 +155,19 @@ class EndOptions:
 
 @dataclass(frozen=True)
 class StructureOptions:
-    """What the text must match (extra ``structured``)."""
+    """Constraints on the output (extra ``structured``)."""
 
     json_schema: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The text is JSON of this schema.", rich_help_panel=SAMPLING_PANEL),
+        typer.Option(metavar="FILE", help="Constrain the output to a JSON schema.", rich_help_panel=SAMPLING_PANEL),
     ] = None
     regex: Annotated[
-        str | None, typer.Option(help="The text matches this regular expression.", rich_help_panel=SAMPLING_PANEL)
+        str | None, typer.Option(help="Constrain the output to a regular expression.", rich_help_panel=SAMPLING_PANEL)
     ] = None
     grammar: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The text matches this Lark or GBNF grammar.", rich_help_panel=SAMPLING_PANEL
+            metavar="FILE", help="Constrain the output to a Lark or GBNF grammar.", rich_help_panel=SAMPLING_PANEL
         ),
     ] = None
 
@@ -184,7 +184,7 @@ class StructureOptions:
 
 
 def check_constraint(sampling: Sampling) -> None:
-    """Detect before the work a constraint that is not well formed. Raises OptionError, MissingExtra."""
+    """Detect an invalid constraint before the work. Raises OptionError, MissingExtra."""
     if sampling.is_constrained:
         from outrider.text.structure import check_structure
 
@@ -196,8 +196,8 @@ NumDraftTokensOption = Annotated[
     typer.Option(
         "-k",
         "--num-draft-tokens",
-        help="K, the number of tokens drafted per round, or auto, which adapts it. Default: auto; 4 with a seed, for "
-        "reproducible text.",
+        help="K, tokens drafted per round, or auto, which adapts K. Default: auto; 4 with a seed, for reproducible "
+        "output.",
         rich_help_panel=MODELS_PANEL,
     ),
 ]
@@ -209,14 +209,16 @@ NumDraftTokensListOption = Annotated[
 ]
 PromptsOption = Annotated[
     Path | None,
-    typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15 built-in ones."),
+    typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15 built-in prompts."),
 ]
-BatchSizeOption = Annotated[int, typer.Option(help="Prompts at once.", rich_help_panel=MACHINE_PANEL)]
+BatchSizeOption = Annotated[int, typer.Option(help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)]
 SignificanceOption = Annotated[
     float,
     typer.Option(help="Probability that a correct rule fails the statistical tests.", rich_help_panel="Statistics"),
 ]
-SeedOption = Annotated[int, typer.Option(help="Prompt or run i uses seed + i.", rich_help_panel=SAMPLING_PANEL)]
+SeedOption = Annotated[
+    int, typer.Option(help="Base seed; prompt or run i gets seed + i.", rich_help_panel=SAMPLING_PANEL)
+]
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -250,7 +252,7 @@ def _parse_biases(texts: list[str] | None) -> dict[int, float] | None:
 
 
 def parse_k(text: str) -> list[NumDraftTokens]:
-    """ "4", "1-8", "1,2,4" or "1-4,8,auto", each once, "auto" last.
+    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last.
 
     Raises:
         OptionError
@@ -274,7 +276,7 @@ def parse_k(text: str) -> list[NumDraftTokens]:
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """Give Typer a signature in which each parameter that is an option group is replaced by the group's fields."""
+    """Replace each option group in a command's signature by the group's fields, for Typer."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
     parameters: list[inspect.Parameter] = []
@@ -305,5 +307,5 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
     flattened.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flattened.__annotations__ = {p.name: p.annotation for p in parameters}
-    del flattened.__wrapped__  # or the signature of the command itself would be found
+    del flattened.__wrapped__  # else inspect finds the command's own signature
     return flattened

@@ -1,4 +1,4 @@
-"""Other programs' names of options: aliases of ours, or a hint where they mean something else."""
+"""Option names of other programs: aliases, or a hint where they mean something else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from outrider.errors import OptionError
 from outrider.options import instead_of, own_name
 
-_MAX_TEMPERATURE = 2  # of OpenAI's API; beyond it text is noise
+_MAX_TEMPERATURE = 2  # OpenAI's limit; beyond it output is noise
 # Names in vLLM, llama.cpp and Transformers of options that take the same values and mean the same.
 ALIASES = {
     "target": ("--model", "-m"),
@@ -21,7 +21,7 @@ ALIASES = {
     "context": ("--max-model-len", "--ctx-size"),
     "slots": ("--max-num-seqs",),
 }
-_SHORT = {  # of llama.cpp
+_SHORT = {  # llama.cpp's
     "-md": "draft_model",
     "-p": "prompt",
     "-f": "file",
@@ -33,10 +33,10 @@ _SHORT = {  # of llama.cpp
 
 
 def check_names(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
-    """Find the word for which the command line was not understood.
+    """Suggest the option that was meant, after a failed parse.
 
     Args:
-        options: of the command, with their spellings, the main one first: ``max_new_tokens`` ->
+        options: the command's options with their spellings, the main one first: ``max_new_tokens`` ->
             ``--max-new-tokens``, ``-n``.
 
     Raises:
@@ -57,7 +57,7 @@ def check_names(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> N
 
 
 def hint_at_threads(words: Sequence[str]) -> None:
-    """``-t 8`` is the number of threads in llama.cpp, and a temperature here: report values that hardly can be one."""
+    """``-t 8`` sets threads in llama.cpp but the temperature here: report implausible temperatures."""
     for word, value in zip(words, words[1:], strict=False):
         if word == "-t" and value.isdecimal() and int(value) > _MAX_TEMPERATURE:
             print(f"-t {value} sets the temperature; for {value} CPU threads use --threads {value}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where the output of commands goes: consoles, JSON documents, files."""
+"""Output of commands: consoles, JSON documents, files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 _Item = TypeVar("_Item")
-FILE_WIDTH = 120  # of tables written to a file or a pipe, which have no width
+FILE_WIDTH = 120  # of tables in files and pipes, which have no width
 
 
 def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
-    """The console for human-readable output. With ``--json -`` it is standard error, so that standard output holds the
-    document only.
+    """Console for human-readable output: standard error with ``--json -``, so that standard output holds only the
+    document.
 
     Args:
-        has_colours: True writes them to a file or a pipe too (for ``less -R``); None only to a terminal.
+        has_colours: True for files and pipes too (``less -R``); None only for terminals.
     """
     from rich.console import Console
 
@@ -43,10 +43,10 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
 
 
 def print_table(console: Console, table: Table, width: int = 80) -> None:
-    """A narrower terminal wraps the lines, which is better than numbers that are cut off.
+    """Print a table. A narrower terminal wraps lines instead of cutting numbers off.
 
     Args:
-        width: the columns that the table needs.
+        width: columns that the table needs.
     """
     from rich.measure import Measurement
 
@@ -57,7 +57,7 @@ def print_table(console: Console, table: Table, width: int = 80) -> None:
 
 @contextmanager
 def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal. Yields a function that takes the number of steps just done."""
+    """Progress bar on standard error, if that is a terminal. Yields a function that takes the number of new steps."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -78,14 +78,14 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
 
 
 def counted(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
-    """The same items, each reported to a progress bar when it has been processed."""
+    """Yield items and advance a progress bar after each."""
     for item in items:
         yield item
         advance(1)
 
 
 def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
-    """Take measurements to the end, or to Ctrl-C, with a progress bar. Returns whether it was interrupted."""
+    """Collect measurements to the end or Ctrl-C, with a progress bar. Returns them, and whether it was interrupted."""
     done: list[Measurement] = []
     with progress_bar(what, total) as advance:
         try:
@@ -104,11 +104,11 @@ def check_json_target(json_target: str | None) -> None:
 
 
 def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Path | None]) -> None:
-    """Check before the work that no output overwrites another, or an input.
+    """Check before the work that no output overwrites another output or an input.
 
     Args:
         outputs: by option; None and "-" are ignored.
-        inputs: files, and folders with files that must not be overwritten.
+        inputs: files, and folders whose files must not be overwritten.
 
     Raises:
         OptionError
@@ -121,16 +121,14 @@ def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Pat
         if path.exists() and not path.is_file() and not path.is_dir():
             continue  # a device or a pipe, where nothing is overwritten
         if any(path == other or other in path.parents for other in taken):
-            raise OptionError(
-                option, str(output), "this command reads it, or writes it for another option: choose another file"
-            )
+            raise OptionError(option, str(output), "another option reads or writes this file: choose another file")
         taken.append(path)
 
 
 def write_json(
     json_target: str | None, command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
 ) -> None:
-    """Write the document of a command, if requested. See ``make_document``."""
+    """Write a command's document, if requested. See ``make_document``."""
     if json_target is not None:
         write_document(json_target, make_document(command, options, body, target))
 
@@ -143,18 +141,18 @@ def make_document(
     *,
     origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The document of a command, as it will be read back from JSON. Its form is described in docs/json.md.
+    """Document of a command, as it reads back from JSON (docs/json.md).
 
     Args:
-        target: the model that ran, if any: its device and dtype are part of the provenance.
-        origin: the provenance, where the model ran in another process.
+        target: the model that ran, if any; its device and dtype go into the provenance.
+        origin: the provenance, if the model ran in another process.
     """
     origin = origin_of(target) if origin is None else origin
     return _as_read({"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin})
 
 
 def origin_of(target: LM | None) -> dict[str, Any]:
-    """The provenance of a document.
+    """Provenance of a document.
 
     Args:
         target: see ``make_document``.
@@ -168,17 +166,17 @@ def origin_of(target: LM | None) -> dict[str, Any]:
 
 
 def write_document(json_target: str, document: dict[str, Any]) -> None:
-    """Write it to a file, or to standard output ("-")."""
+    """Write a document to a file, or to standard output ("-")."""
     text = json_text(document, indent=2)
     if json_target == "-":
         sys.stdout.write(text)
-        sys.stdout.flush()  # a full disk shows here, not at exit
+        sys.stdout.flush()  # a full disk fails here, not at exit
     else:
         write_text(Path(json_target), text)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON with a newline; numbers that JSON does not have (NaN, infinities) become null."""
+    """JSON with a newline; NaN and infinities become null."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
@@ -191,7 +189,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The options of a command, as written into its document and read back from it."""
+    """Options of a command, as they read back from its document."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
     if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
@@ -199,6 +197,6 @@ def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> di
 
 
 def _as_read(value: dict[str, Any]) -> dict[str, Any]:
-    """The value after writing it as JSON and reading it back."""
+    """Value as it reads back from JSON."""
     back: dict[str, Any] = json.loads(json_text(value))
     return back

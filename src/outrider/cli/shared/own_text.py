@@ -1,4 +1,4 @@
-"""Texts that a target writes for a command, as if they had been recorded."""
+"""Outputs of the target, generated for a command as if recorded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def own_text(
     decoder: Decoder, texts: Sequence[str], options: dict[str, Any], num_probs: int
 ) -> tuple[list[Record], Header]:
-    """The target's answers to prompts, as in a log.
+    """Generate the target's outputs for prompts, as records of a log.
 
     Args:
-        options: with the seed of the first prompt.
-        num_probs: so many of the largest probabilities are kept.
+        options: sampling options, with the seed of the first prompt.
+        num_probs: number of largest probabilities to keep.
 
     Raises:
         typer.Exit: interrupted.
@@ -31,7 +31,7 @@ def own_text(
     seed = options["seed"]
     without_seed = {name: value for name, value in options.items() if name != "seed"}
     labels = [(index, text, None, seed + index) for index, text in enumerate(texts)]
-    with progress_bar("the target's own text", len(texts)) as advance:
+    with progress_bar("generating with the target", len(texts)) as advance:
         records, is_interrupted = record_batch(
             decoder, texts, labels, without_seed, num_probs=num_probs, on_done=advance
         )

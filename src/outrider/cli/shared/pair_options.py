@@ -1,4 +1,4 @@
-"""Options of models: which ones, and how they are placed on the machine."""
+"""Options for models and their placement."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
     from outrider.models.placement import Placement
 
-_LONG_WORK = 50_000  # tokens; compiling saves a few milliseconds on each, and costs minutes
+_LONG_WORK = 50_000  # tokens; compiling saves milliseconds per token and costs minutes
 
 
 class _OnStderr(logging.Handler):
-    """Writes lines to standard error, whatever that is at the time."""
+    """Logs to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
-def _tell(name: str) -> logging.Logger:
-    """Tell on standard error of work that takes long, that of a logger."""
+def _log_to_stderr(name: str) -> logging.Logger:
+    """Show a logger's messages about long work on standard error."""
     logger = logging.getLogger(name)
     if not logger.handlers:
         logger.addHandler(_OnStderr())
@@ -46,7 +46,7 @@ def _tell(name: str) -> logging.Logger:
 
 
 def set_threads(threads: int | None) -> None:
-    """CPU threads; None leaves torch's own choice.
+    """Set CPU threads; None keeps PyTorch's choice.
 
     Raises:
         OptionError
@@ -61,15 +61,18 @@ def set_threads(threads: int | None) -> None:
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Target, drafts and machine."""
+    """Options of target, drafts and machine."""
 
-    target: Annotated[str, typer.Option(help="Known name, folder or hub id.", rich_help_panel=MODELS_PANEL)] = "fable"
+    target: Annotated[
+        str,
+        typer.Option(help="Model: known name (see 'outrider models'), folder or hub id.", rich_help_panel=MODELS_PANEL),
+    ] = "fable"
     draft: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Known name, folder, hub id, 'ngram' or 'none'; NAME:greedy drafts the likeliest tokens. Repeatable "
-            "where drafts are compared. Default: fable-draft for fable, else ngram.",
+            help="Model (known name, folder or hub id), 'ngram' or 'none'; NAME:greedy drafts the most probable "
+            "tokens. Repeatable where drafts are compared. Default: fable-draft for fable, else ngram.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
@@ -83,22 +86,22 @@ class PairOptions:
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto, float64, float32, bfloat16 or float16. auto: float32 on the CPU, else the checkpoint's type.",
+            help="auto, float64, float32, bfloat16 or float16. auto: float32 on the CPU, else the checkpoint's.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = "auto"
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Quantize the target's weights: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes) or none. The "
-            "same as a name that ends in :int8.",
+            help="Quantize the target's weights: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes) or none. A name "
+            "ending in :int8 does the same.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
     device_map: Annotated[
         str | None,
         typer.Option(
-            help="Spread the target's layers over devices: auto, balanced, none, or a JSON file from modules to "
+            help="Spread the target's layers over devices: auto, balanced, none, or a JSON file that maps modules to "
             "devices.",
             rich_help_panel=MACHINE_PANEL,
         ),
@@ -107,15 +110,15 @@ class PairOptions:
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="Limits of the target's device map, by device: 0=20GiB,1=20GiB,cpu=60GiB.",
+            help="Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
     store: Annotated[
         str | None,
         typer.Option(
-            help="On the CPU: auto keeps large matrices in the checkpoint's type and widens them as they are read; "
-            "plain widens them on loading. Default: auto.",
+            help="On the CPU: auto keeps large matrices in the checkpoint's dtype and converts them when read; plain "
+            "converts them on loading. Default: auto.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
@@ -123,17 +126,17 @@ class PairOptions:
         str | None, typer.Option(help="The draft's device. Default: the target's.", rich_help_panel=MACHINE_PANEL)
     ] = None
     draft_dtype: Annotated[
-        str | None, typer.Option(help="The draft's type. Default: the target's.", rich_help_panel=MACHINE_PANEL)
+        str | None, typer.Option(help="The draft's dtype. Default: the target's.", rich_help_panel=MACHINE_PANEL)
     ] = None
     draft_quantize: Annotated[
-        str | None, typer.Option(help="The same as --quantize, for the draft.", rich_help_panel=MACHINE_PANEL)
+        str | None, typer.Option(help="--quantize for the draft.", rich_help_panel=MACHINE_PANEL)
     ] = None
     draft_device_map: Annotated[
-        str | None, typer.Option(help="The same as --device-map, for the draft.", rich_help_panel=MACHINE_PANEL)
+        str | None, typer.Option(help="--device-map for the draft.", rich_help_panel=MACHINE_PANEL)
     ] = None
     draft_max_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZES", help="The same as --max-memory, for the draft.", rich_help_panel=MACHINE_PANEL),
+        typer.Option(metavar="SIZES", help="--max-memory for the draft.", rich_help_panel=MACHINE_PANEL),
     ] = None
     threads: Annotated[
         int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", rich_help_panel=MACHINE_PANEL)
@@ -142,8 +145,8 @@ class PairOptions:
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the models, which takes minutes the first time ('outrider compile' does it beforehand). On a "
-            "CUDA device: capture CUDA graphs. Default: only for long work on the CPU.",
+            help="Compile the models, which takes minutes the first time ('outrider compile' does it ahead). On a CUDA "
+            "device: capture CUDA graphs. Default: only for long jobs on the CPU.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
@@ -154,7 +157,7 @@ class PairOptions:
 
     @property
     def single_draft(self) -> str:
-        """The draft of a command that takes one.
+        """Draft of a command that takes one.
 
         Raises:
             OptionError: several were given.
@@ -165,26 +168,26 @@ class PairOptions:
 
     @property
     def compared_draft(self) -> str:
-        """The draft of a command that compares it with plain decoding.
+        """Draft of a command that compares it with plain decoding.
 
         Raises:
-            OptionError: several were given, or none.
+            OptionError: several drafts, or 'none'.
         """
         if self.single_draft == "none":
-            raise OptionError("--draft", "none", "there would be nothing to compare: choose a model or ngram")
+            raise OptionError("--draft", "none", "there is nothing to compare: choose a model or ngram")
         return self.single_draft
 
     def load(self, num_tokens: int = 0, *, waits: bool = True) -> Decoder:
-        """The target, without a draft.
+        """Load the target, without a draft.
 
         Args:
-            num_tokens: about how many are to be generated, by which it is decided whether compiling pays.
-            waits: see ``Decoder.compiled``. Measurements and certificates wait, so that they have one execution.
+            num_tokens: estimated tokens to generate; decides whether compiling pays.
+            waits: see ``Decoder.compiled``. Measurements and certificates wait, to run one execution only.
         """
         from outrider.api import load
 
         set_threads(self.threads)
-        _tell("outrider.decoding")  # measures rounds where K is chosen by their costs
+        _log_to_stderr("outrider.decoding")  # measures round costs for adaptive K
         decoder = load(
             self.target,
             **asdict(self.placement),
@@ -196,26 +199,26 @@ class PairOptions:
         is_long = num_tokens >= _LONG_WORK and pays
         if not (is_long if self.compile is None else self.compile):
             return decoder
-        logger = _tell("outrider.compile.service")
+        logger = _log_to_stderr("outrider.compile.service")
         compiled = decoder.compiled(waits=waits)
         if self.compile is None and waits:
             try:
                 compiled.generate([[0]], max_new_tokens=1)
-            except CompileError as error:  # nobody asked for it, so go on without
+            except CompileError as error:  # not requested, so continue without
                 logger.warning("%s", error)
                 return decoder
         return compiled
 
     @property
     def placement(self) -> Placement:
-        """The target's."""
+        """The target's placement."""
         from outrider.models.placement import Placement
 
         return Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory, store=self.store)
 
     @property
     def draft_placement(self) -> Placement:
-        """The drafts'."""
+        """The drafts' placement."""
         from outrider.models.placement import Placement
 
         return Placement(
@@ -228,7 +231,7 @@ class PairOptions:
         )
 
     def against(self, name: str) -> PairOptions:
-        """The same machine with another target, placed by the options of drafts."""
+        """Options for another target on the same machine, placed by the draft's options."""
         placed = self.draft_placement
         return replace(
             self,
@@ -242,7 +245,7 @@ class PairOptions:
         )
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
-        """A draft for the target, compiled if that is."""
+        """Load a draft for the target, compiled if the target is."""
         from outrider.api import load_drafter
         from outrider.compile.compiled_lm import compiled_lm
 
@@ -254,17 +257,17 @@ class PairOptions:
         except CompileError:
             if self.compile:
                 raise
-            return drafter  # nobody asked for it
+            return drafter  # not requested
 
 
 def _of_pair(name: str) -> Any:
-    """The declaration of an option of ``PairOptions``, for groups that have some of them."""
+    """Declaration of an option of ``PairOptions``, for groups that share it."""
     return get_type_hints(PairOptions, include_extras=True)[name].__metadata__[0]
 
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Where a target runs, for commands that take no draft; what the options mean is said in ``PairOptions``."""
+    """Machine options for commands without a draft; see ``PairOptions``."""
 
     models: Annotated[Path | None, _of_pair("models")] = None
     device: Annotated[str, _of_pair("device")] = "auto"
@@ -283,7 +286,7 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Drafts without their target, and machine; what the options mean is said in ``PairOptions``."""
+    """Draft and machine options for commands without a target; see ``PairOptions``."""
 
     draft: Annotated[list[str] | None, _of_pair("draft")] = None
     acceptance: Annotated[str, _of_pair("acceptance")] = DEFAULT_ACCEPTANCE
@@ -293,7 +296,7 @@ class DraftOptions:
     threads: Annotated[int | None, _of_pair("threads")] = None
 
     def names(self, target: str) -> list[str]:
-        """Names of the drafts, each once."""
+        """Unique names of the drafts."""
         return PairOptions(target=target, draft=self.draft).draft_names
 
 
@@ -303,8 +306,8 @@ TargetOption = Annotated[str, _of_pair("target")]
 def single_k(
     text: str | None, pair: PairOptions, sampling: SamplingOptions | TaskSamplingOptions, seed: int | None
 ) -> NumDraftTokens:
-    """K of a command that takes one. The default is "auto"; but where a seed is to repeat a text, which under most
-    rules takes a constant K, it is a number.
+    """K of a command that takes one. The default is "auto"; with a seed it is a number, since most rules repeat an
+    output only with constant K.
 
     Raises:
         OptionError

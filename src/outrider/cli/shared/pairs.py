@@ -1,4 +1,4 @@
-"""Runs of the pairs of a plan, to check its predictions."""
+"""Runs the pairs of a plan, to check its predictions."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def run_pairs(
     seed: int,
     time_rounds: Callable[[Sequence[int], Callable[[], None], int], Costs],
 ) -> tuple[list[ArmSummary], Costs | None]:
-    """Run pairs at some K and the best one, arms in turn, on the same prompts with seeds other than those of the
-    prediction. Rounds are timed again between the prompts, since the speed of a machine changes from minute to minute,
-    and differently for different kinds of work.
+    """Run pairs at some K and the best one, arms in turn, on the same prompts with seeds other than the prediction's.
+    Round costs are measured again between the prompts, since a machine's speed drifts within minutes, and differently
+    for different kinds of work.
 
     Args:
-        time_rounds: takes the K, a function to call before each pass, and the number of passes.
+        time_rounds: measures costs; takes the K, a function to call before each pass, and the number of passes.
 
     Returns:
-        The measurements, and the costs from the same minutes; None if interrupted.
+        Measurements, and the costs from the same minutes; None if interrupted.
     """
     from outrider.bench.report import summarise
     from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
@@ -69,7 +69,7 @@ def run_pairs(
 
 
 def compare(console: Console, found: Sequence[PairChoice], measured: Sequence[ArmSummary]) -> None:
-    """Predicted beside measured."""
+    """Print predicted beside measured speed-ups."""
     from outrider.bench.report import interval_text, new_table
 
     table = new_table("Predicted and measured speed-up", "draft", "K", "predicted", "measured, 95%", "difference")

@@ -1,11 +1,11 @@
-"""Workers on a Ray cluster, each a process with the models, perhaps on another machine.
+"""Workers on a Ray cluster: processes with the models, perhaps on other machines.
 
-The process that was started reads the prompts and writes the rows, so that files are the same with Ray and without, and
-the file of rows is the one record of what is done. Workers are given batches of prompts and send each row when it has
-ended. When a worker is lost, the prompts of its batch that have no row yet go to others.
+The driver process reads prompts and writes rows, so files are the same with and without Ray, and the output file is the
+only record of progress. Workers receive batches of prompts and send each row when it ends. If a worker is lost, other
+workers get the prompts of its batch that have no row yet.
 
-Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html.
-(docs/log/2026.md tells why it is not Ray Data.)
+Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html. (docs/log/2026.md
+explains why it is not Ray Data.)
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from outrider.offline.prompt_row import PromptLine
 from outrider.records import Stats
 from outrider.system.ranks import current_ranks
 
-# Slots that are empty at the end of a batch are lost, so it refills each many times. What a worker has sent is not lost
-# with it, so a long batch costs nothing else, but for the end of the whole work (see _batches).
+# Slots idle at the end of a batch, so a batch refills each slot many times. Rows already sent survive the loss of a
+# worker, so a long batch costs nothing else, except at the end of the job (see _batches).
 _MOST_ROUNDS = 32
-_MOST_LOSSES = 3  # of workers, one after the other without a row from any
+_MOST_LOSSES = 3  # of workers in succession, without a row in between
 
 _Batch = dict[int, PromptLine]
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Where the workers are."""
+    """Options for workers on Ray."""
 
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="With --prompts: run on this Ray cluster. auto: the one of this machine. local: all processors of "
+            help="With --prompts: run on this Ray cluster. auto: the cluster of this machine. local: all CPU cores of "
             "this machine, without a cluster.",
             rich_help_panel="Machine",
         ),
@@ -52,7 +52,7 @@ class RayOptions:
     ray_workers: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers, each with the models. Default: as many as there is room for.",
+            help="Number of workers, each with its own models. Default: as many as fit.",
             rich_help_panel="Machine",
         ),
     ] = None
@@ -61,10 +61,10 @@ class RayOptions:
         """Raises OptionError."""
         if self.ray is None:
             if self.ray_workers is not None:
-                raise OptionError("--ray-workers", self.ray_workers, "it is for work on a cluster: add --ray ADDRESS")
+                raise OptionError("--ray-workers", self.ray_workers, "it needs a cluster: add --ray ADDRESS")
             return
         if current_ranks().size > 1:
-            raise OptionError("--ray", self.ray, "each worker on Ray is a process of its own: leave out torchrun")
+            raise OptionError("--ray", self.ray, "each Ray worker is one process: leave out torchrun")
         if self.ray.startswith("ray://"):
             remedy = "rows cannot be streamed through Ray Client: start the command on the cluster, with --ray auto"
             raise OptionError("--ray", self.ray, remedy)
@@ -72,25 +72,25 @@ class RayOptions:
             raise OptionError("--ray-workers", self.ray_workers, "a whole number >= 1")
         for name, device in (("--device", pair.device), ("--draft-device", pair.draft_device or "")):
             if device.startswith("cuda:"):
-                raise OptionError(name, device, "a worker on Ray sees one GPU, its own: write cuda")
+                raise OptionError(name, device, "a Ray worker sees only its own GPU: give cuda")
 
 
 @contextmanager
 def open_ray_workers(
     options: RayOptions, setup: Setup, num_slots: int, num_prompts: int, num_tokens: int
 ) -> Iterator[RayWorkers]:
-    """Workers that end with the context, or with this process.
+    """Open workers that end with the context, or with this process.
 
     Args:
-        num_slots: prompts at a time, of each worker.
-        num_prompts, num_tokens: how many there are to be done, and about how many to be generated.
+        num_slots: prompts generated concurrently by each worker.
+        num_prompts, num_tokens: prompts to do, and estimated tokens to generate.
 
     Raises:
         MissingExtra: Ray is not installed.
         OptionError: there is no such cluster.
-        DeviceError: it has no room for a worker.
+        DeviceError: no node can hold a worker.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports nothing to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
     try:
         import ray
     except ImportError:
@@ -107,10 +107,10 @@ def open_ray_workers(
 
 
 class RayWorkers:
-    """See ``Workers``.
+    """Implements ``Workers`` on Ray.
 
     Args:
-        num_workers: None for as many as there is room for.
+        num_workers: None for as many as fit.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class RayWorkers:
         num_cpus, num_gpus = max(1, setup.pair.threads or 1), _num_gpus(setup.pair.device)
         room = _room(num_cpus, num_gpus)
         if not room:
-            wanted = f"{num_cpus} processors" + (" and a GPU" if num_gpus else "")
+            wanted = f"{num_cpus} CPU cores" + (" and a GPU" if num_gpus else "")
             raise DeviceError(f"no node of the Ray cluster has {wanted} for a worker: lower --threads, or --device cpu")
         self._num_workers = room if num_workers is None else num_workers
         self._num_slots, self._num_prompts = num_slots, num_prompts
         actor = ray.remote(_RemoteWorker).options(num_cpus=num_cpus, num_gpus=num_gpus)
         self._new: Callable[[], Any] = lambda: actor.remote(setup, num_slots, num_tokens // self._num_workers)
         self._actors = [self._new() for _ in range(self._num_workers)]
-        # Asked first: after Ctrl-C it would be answered after the batch that is under way.
+        # Requested first: after Ctrl-C it would wait for the current batch.
         self._about = [actor.about.remote() for actor in self._actors]
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
@@ -141,36 +141,36 @@ class RayWorkers:
         return self._first_about()[0]
 
     def origin(self) -> dict[str, Any]:
-        """The provenance of a worker, with the command that was given here."""
+        """Provenance of a worker, with this process's command."""
         return self._first_about()[1] | {"argv": sys.argv[1:]}
 
     def _first_about(self) -> tuple[str, dict[str, Any]]:
-        """Answer of the first worker that has one: the pair, and the provenance."""
+        """Pair and provenance from the first worker that answers."""
         import ray
 
         answers = list(self._about)
         while answers:
             (answer,), answers = ray.wait(answers)
-            with suppress(ray.exceptions.RayActorError):  # lost before
+            with suppress(ray.exceptions.RayActorError):  # lost
                 about: tuple[str, dict[str, Any]] = _get(answer)
                 return about
         raise WorkerError("all workers were lost before they were ready")
 
     def _all(self, method: str, prompts: Prompts) -> Iterator[tuple[int, Any]]:
-        """Hand prompts out in batches, and give the results as they come, one for each prompt.
+        """Hand prompts out in batches, and yield the results as they come, one per prompt.
 
         Raises:
-            WorkerError: workers are lost again and again.
+            WorkerError: too many workers were lost in succession.
         """
         import ray
 
-        running: dict[Any, tuple[Any, _Batch]] = {}  # by the stream of results: the worker, and what is not done yet
+        running: dict[Any, tuple[Any, _Batch]] = {}  # by result stream: the worker, and its unfinished prompts
 
         def start(actor: Any, batch: _Batch) -> None:
             running[getattr(actor, method).remote(list(batch.items()))] = actor, batch
 
         for actor in self._actors:
-            start(actor, {})  # ends when the worker is there: one that waits for a place must not keep prompts
+            start(actor, {})  # ends when the worker is up: a pending one must not hold prompts
         fresh = self._batches(iter(prompts))
         todo = deque(islice(fresh, 1))
         idle: list[Any] = []
@@ -187,11 +187,11 @@ class RayWorkers:
                 num_losses += 1
                 if num_losses > _MOST_LOSSES:
                     reason = " ".join(str(error).split())
-                    raise WorkerError(f"{num_losses} workers were lost one after the other: {reason}") from None
+                    raise WorkerError(f"{num_losses} workers were lost in succession: {reason}") from None
                 del running[stream]
                 if batch:
                     todo.appendleft(batch)
-                ray.kill(actor)  # it may be there still, and only its results are lost
+                ray.kill(actor)  # it may still run, with only its results lost
                 self._actors[self._actors.index(actor)] = new = self._new()
                 start(new, {})
             else:
@@ -205,7 +205,7 @@ class RayWorkers:
                     todo.extend(islice(fresh, 1))
 
     def _batches(self, prompts: Iterator[tuple[int, PromptLine]]) -> Iterator[_Batch]:
-        """The fewer prompts are left, the smaller: so that workers end at about the same time."""
+        """Yield batches that shrink as fewer prompts are left, so that workers end at about the same time."""
         num_left = self._num_prompts
         while True:
             share = num_left // (2 * self._num_workers)
@@ -217,8 +217,8 @@ class RayWorkers:
 
 
 class _RemoteWorker:
-    """A worker in a process of its own. Results go back in lists: lengths together, since they are made in no time,
-    and each row alone, since the next one may take long."""
+    """A worker in its own process. Sends lengths in lists, since they are fast to compute, and each row alone, since
+    the next may take long."""
 
     def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
         self._worker = LocalWorker(setup, num_slots, num_tokens)
@@ -235,7 +235,7 @@ class _RemoteWorker:
 
 
 def _get(answer: Any) -> Any:
-    """Wait for an answer. An error of our own code there is raised here; it would be the same anywhere."""
+    """Wait for a result. Raises errors of our own code, which would recur on any worker."""
     import ray
 
     try:
@@ -245,7 +245,7 @@ def _get(answer: Any) -> Any:
 
 
 def _num_gpus(device: str) -> int:
-    """GPUs that each worker takes."""
+    """GPUs per worker."""
     import ray
 
     if device == "auto":
@@ -254,7 +254,7 @@ def _num_gpus(device: str) -> int:
 
 
 def _room(num_cpus: int, num_gpus: int) -> int:
-    """Workers that the nodes of the cluster can take."""
+    """Number of workers that fit on the cluster's nodes."""
     import ray
 
     num_workers = 0

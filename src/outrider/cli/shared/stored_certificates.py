@@ -1,4 +1,4 @@
-"""Certificates that were stored, read back so that they can be run again."""
+"""Reads stored certificates, so that they can be run again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate
 
 
 class _Constraint(NamedTuple):
-    """As ``Sampling`` has it: the contents of files."""
+    """Constraint as in ``Sampling``: the contents of files."""
 
     json_schema: dict[str, Any] | None
     regex: str | None
@@ -29,7 +29,7 @@ class _Constraint(NamedTuple):
 
 
 class OwnOptions(NamedTuple):
-    """The options of ``certify`` outside the groups shared with other commands."""
+    """Options of ``certify`` outside the shared groups."""
 
     prompts: Path | None
     num_draft_tokens: int | str
@@ -42,7 +42,7 @@ class OwnOptions(NamedTuple):
 
 
 def check_alone(context: typer.Context) -> None:
-    """With --again all options come from the file. Raises OptionError."""
+    """Raises OptionError if other options accompany --again."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE" and name not in ("again", "html", "json_target"):
@@ -53,7 +53,7 @@ def check_alone(context: typer.Context) -> None:
 def read_certificate(
     path: Path,
 ) -> tuple[PairOptions, SamplingOptions, dict[str, Any], OwnOptions, dict[str, Any]]:
-    """The options of a certificate, the constraint's as a decoder takes them; and its INPUTS.
+    """Options of a certificate, its constraint as for a decoder, and its INPUTS.
 
     Raises:
         FileError: it is not a certificate.
@@ -79,7 +79,7 @@ def _group(kind: Any, options: dict[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value of a stored certificate, if it has the type of the option. Raises TypeError."""
+    """Stored value, checked against the type of its option. Raises TypeError."""
     if not _is_of(value, hint):
         raise TypeError(f"{name} = {value!r}")
     return Path(value) if Path in (hint, *get_args(hint)) and value is not None else value

@@ -1,13 +1,13 @@
-"""The standard streams, where nobody reads them or they cannot be written.
+"""Standard streams that are closed, unread or not writable.
 
-- Standard output whose reader has left (``| head``): what is printed is dropped, files are still written, and the exit
-  code is 141, that of SIGPIPE.
-- Standard output that cannot be written (closed, or a full disk): the same, with one line of error and exit code 2.
-- Standard error holds messages. Losing them ends no work and changes no exit code.
-- A closed stream (``>&-``) is opened on the null device, or the next file that is opened would take its place and get
-  what libraries print. Input is then empty.
+- Standard output whose reader has gone (``| head``): output is dropped, files are still written, and the exit code is
+  141, as for SIGPIPE.
+- Standard output that cannot be written (closed, or a full disk): likewise, with a one-line error and exit code 2.
+- Standard error holds messages. Losing them neither ends the work nor changes the exit code.
+- A closed stream (``>&-``) is opened on the null device; otherwise the next opened file would take its descriptor and
+  receive what libraries print. Input is then empty.
 
-A stream that was lost is not ``writable()`` any more; who generates text only to print it may stop there.
+A lost stream is no longer ``writable()``; code that generates only to print may stop there.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ _SIGPIPE_CODE = 141  # 128 + SIGPIPE
 
 
 def guard_streams() -> Callable[[], None]:
-    """Make the standard streams of this process safe to write to. Streams that a caller has put in their place are left
-    alone.
+    """Make the standard streams of this process safe to write to. Streams that a caller has replaced are left alone.
 
     Returns:
-        A function to be called when the command has ended. It raises FileError where standard output could not be
-        written, and SystemExit where its reader has left.
+        A function to call when the command ends. It raises FileError if standard output could not be written, and
+        SystemExit if its reader has gone.
     """
     if sys.stdin is None:
         sys.stdin = open(_null(os.O_RDONLY), encoding="utf-8")
     failures: list[OSError] = []
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _with_guard(sys.stdout, os.O_RDONLY, failures)  # writing to it fails, as to the closed stream
+        sys.stdout = _with_guard(sys.stdout, os.O_RDONLY, failures)  # writing fails, as to a closed stream
     if sys.stderr is sys.__stderr__:
         sys.stderr = _with_guard(sys.stderr, os.O_WRONLY, [])
 
@@ -52,26 +51,26 @@ def guard_streams() -> Callable[[], None]:
 
 
 def _with_guard(stream: TextIO | None, flags: int, failures: list[OSError]) -> TextIO:
-    """The stream behind a guard.
+    """Wrap a stream in a guard.
 
     Args:
-        flags: with which the null device is opened in place of a closed stream.
+        flags: to open the null device with, if the stream is closed.
     """
     if stream is None:
         inner: IO[bytes] = open(_null(flags), "wb", buffering=0)
         return io.TextIOWrapper(io.BufferedWriter(_Guard(inner, failures)), "utf-8", line_buffering=True)
     assert isinstance(stream, io.TextIOWrapper)
     guard = io.BufferedWriter(_Guard(stream.buffer, failures))
-    # Unbuffered (python -u), it is flushed at least at the end of each line.
+    # Unbuffered (python -u) still flushes at each line end.
     is_eager = stream.line_buffering or stream.write_through
     return io.TextIOWrapper(guard, stream.encoding, stream.errors, line_buffering=is_eager)
 
 
 class _Guard(io.RawIOBase):
-    """Writes to a stream until that fails, and from then on to the null device.
+    """Writes to a stream until that fails, then to the null device.
 
     Args:
-        failures: takes the error.
+        failures: receives the error.
     """
 
     def __init__(self, inner: IO[bytes], failures: list[OSError]) -> None:
@@ -84,7 +83,7 @@ class _Guard(io.RawIOBase):
         except OSError as error:
             self._failures.append(error)
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # or what is in a buffer would fail again, at exit
+            os.dup2(null, self.fileno())  # else buffered data would fail again at exit
             os.close(null)
             return len(data)
         return num_written
@@ -100,7 +99,7 @@ class _Guard(io.RawIOBase):
 
 
 def _null(flags: int) -> int:
-    """The null device, on the lowest descriptor that is free: that of the stream that is closed."""
+    """Open the null device on the lowest free descriptor: that of the closed stream."""
     descriptor = os.open(os.devnull, flags)
     os.set_inheritable(descriptor, True)  # as the standard streams are
     return descriptor

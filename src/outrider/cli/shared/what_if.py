@@ -1,4 +1,4 @@
-"""``outrider plan --what-if``: does a draft pay, and with which K, given known or assumed numbers?"""
+"""``outrider plan --what-if``: predicted speed-up and best K from given numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_o
 
 
 def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | None) -> None:
-    """Predict the speed-up of each K from numbers alone. The answer may be: no draft.
+    """Predict the speed-up of each K from numbers alone. The result may be: no draft.
 
     Raises:
         OptionError, FileError, MissingExtra
@@ -49,8 +49,10 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
         gain = f"{best.speed_up:.2f} times as fast as plain decoding"
         console.print(f"Best: K = {best.k}, {gain}: outrider generate -k {best.k}")
     free, agreeing = (f"{limit.speed_up:.2f} (K = {limit.k})" if limit else "none either" for limit in limits.values())
-    console.print(f"If the draft took no time: {free}; if it always agreed: {agreeing}.")
-    console.print("tau: tokens per round; the ratios are to plain decoding; v is the same for every K", style="dim")
+    console.print(f"With a draft that takes no time: {free}; with one that always agrees: {agreeing}.")
+    console.print(
+        "tau: tokens per round; ratios are relative to plain decoding; v is the same for every K", style="dim"
+    )
     if plot is not None:
         plot_prediction([(one.k, one.speed_up) for one in predictions], plot, title)
         console.print(f"Plot: {plot}")
@@ -63,13 +65,13 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest, with the least K among equals; None if plain decoding is as fast."""
+    """Fastest K, the smallest among equals; None if plain decoding is as fast."""
     best = max(predictions, key=lambda one: (one.speed_up, -one.k))
     return best if best.speed_up > 1 else None
 
 
 def _parse(text: str) -> dict[str, float]:
-    """``alpha=0.8,c=0.05``
+    """Parse ``alpha=0.8,c=0.05``.
 
     Raises:
         OptionError
@@ -88,5 +90,5 @@ def _parse(text: str) -> dict[str, float]:
             raise OptionError("--what-if", text, _KNOWN[name])
         known[name] = number
     if missing := {"alpha", "c"} - known.keys():
-        raise OptionError("--what-if", text, f"{' and '.join(sorted(missing))} must be known")
+        raise OptionError("--what-if", text, f"{' and '.join(sorted(missing))} must be given")
     return {"v": 1.0, "c_ops": known["c"], **known}

@@ -1,6 +1,6 @@
-"""Workers, which continue the prompts of ``generate``: the models, and how they are used.
+"""Workers that generate for the prompts of ``generate``.
 
-A worker knows no files: prompts come in, rows go out. So it may run in this process or in others (ray_workers.py).
+A worker knows no files: it takes prompts and yields rows, in this process or in others (ray_workers.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError, OutriderError, PromptError
-from outrider.offline.output_rows import made_of, row_of
+from outrider.offline.output_rows import generated_fields, row_of
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats
@@ -27,10 +27,10 @@ Prompts = Iterable[tuple[int, PromptLine]]
 
 @dataclass(frozen=True)
 class Setup:
-    """Which models continue the prompts, and how.
+    """Models and options of a worker.
 
     Attributes:
-        options: fields of ``Sampling``, which those of a prompt's own override.
+        options: fields of ``Sampling``, overridden by a prompt's own.
     """
 
     pair: PairOptions
@@ -40,7 +40,7 @@ class Setup:
     chat: bool
 
     def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
-        """All that the text of a prompt depends on."""
+        """Everything that determines a prompt's output."""
         options = self.options if line is None else self.options | line.options
         return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, chat=self.chat)
 
@@ -49,7 +49,7 @@ class Setup:
         return number
 
     def seed(self, index: int, line: PromptLine) -> int | None:
-        """The seed of a prompt of a file. It follows from its place there, whoever continues the prompt, and when."""
+        """Seed of a prompt, determined by its place in the file."""
         first = self.options["seed"]
         seed: int | None = line.options.get("seed", None if first is None else first + index)
         return seed
@@ -66,10 +66,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """The most tokens that a prompt can come to, output included.
+    """Maximum tokens of a prompt, output included.
 
     Attributes:
-        is_cut: the limit is the context of the target, not the one that was given.
+        is_cut: the limit is the target's context, not the given one.
     """
 
     num_tokens: int
@@ -80,25 +80,24 @@ class Workers(Protocol):
     """One worker, or several."""
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
-        """For each prompt its index, and its length; or why the target cannot take it."""
+        """Yield each prompt's index, and its length or the reason why the target cannot take it."""
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
-        """For each prompt, as soon as it has ended, its index, its row and the counts of its rounds. Rows come in any
-        order."""
+        """Yield each finished prompt's index, row and round counts, in any order."""
 
     def pair(self) -> str:
-        """The models, and how they are used."""
+        """Description of the models and their use."""
 
     def origin(self) -> dict[str, Any]:
-        """The provenance of the rows."""
+        """Provenance of the rows."""
 
 
 class LocalWorker:
-    """The worker that is this process. The models are loaded when they are first needed.
+    """A worker in this process. Loads the models when first needed.
 
     Args:
-        num_slots: prompts at a time.
-        num_tokens: about how many are to be generated.
+        num_slots: prompts generated concurrently.
+        num_tokens: estimated tokens to generate.
     """
 
     def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
@@ -134,11 +133,13 @@ class LocalWorker:
         for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
             index, line, ids, seed = waiting.pop(place)
             if isinstance(done, OutriderError):
-                made, stats = made_of(finish_reason="error") | {"error": str(done)}, Stats()
+                fields, stats = generated_fields(finish_reason="error") | {"error": str(done)}, Stats()
             else:
-                made = made_of(done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs)
+                fields = generated_fields(
+                    done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs
+                )
                 seed, stats = done.seed, done.stats
-            yield index, (row_of(index, line, ids, seed, made), stats)
+            yield index, (row_of(index, line, ids, seed, fields), stats)
 
     def pair(self) -> str:
         decoder = self.decoder

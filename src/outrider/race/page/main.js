@@ -1,17 +1,17 @@
-/** The page: its controls, and the race that is on. */
+/** The page: its controls and the current race. */
 
 import { Player } from "./race.js";
 import { Refused, getJson, post } from "./stream.js";
 import { LaneView, element, pairs, verdict, watchTokens } from "./view.js";
 
-const RETRY_MS = 1000; // while the models are being loaded
+const RETRY_MS = 1000; // while the models load
 
 /** @param {string} id @returns {any} */
 function at(id) {
   return document.getElementById(id);
 }
 
-/** The race that is shown: played, paused, played again. */
+/** Playback of a race: play, pause, replay. */
 class Show {
   /** @param {import("./race.js").Start} start */
   constructor(start) {
@@ -29,7 +29,7 @@ class Show {
     at("pause").disabled = false;
     at("again").disabled = true;
     at("verdict").className = "";
-    at("verdict").replaceChildren(element("p", {}, "The race is on."));
+    at("verdict").replaceChildren(element("p", {}, "The race is running."));
     for (const view of this.views) view.summarise();
     this.last = performance.now();
     requestAnimationFrame((now) => this.#tick(now));
@@ -49,29 +49,29 @@ class Show {
     this.#raise();
   }
 
-  /** The rest of it will not come. */
+  /** No more events will come. */
   breakOff() {
     show = null;
     at("pause").disabled = true;
-    at("verdict").replaceChildren(element("p", {}, "The race has broken off."));
+    at("verdict").replaceChildren(element("p", {}, "The race was interrupted."));
   }
 
   /** @param {boolean} isPaused */
   setPaused(isPaused) {
     this.isPaused = isPaused;
-    at("pause").textContent = isPaused ? "Go on" : "Pause";
+    at("pause").textContent = isPaused ? "Continue" : "Pause";
   }
 
   get scale() {
     const chosen = at("speed").value;
-    // Once it is known it stays, so that the race does not change its pace.
+    // Keep it once known, so that the pace does not change.
     if (chosen === "auto") return (this.player.scale ??= this.player.watchableScale);
     return Number(chosen);
   }
 
   /** @param {number} now in ms */
   #tick(now) {
-    if (show !== this) return; // another is shown, or this one has broken off
+    if (show !== this) return; // another race is shown, or this one was interrupted
     const seconds = this.isPaused ? 0 : (now - this.last) / 1000;
     this.last = now;
     const { scale, player } = this;
@@ -84,7 +84,7 @@ class Show {
       }
       view.refresh(player.time);
     });
-    at("scale").textContent = scale === null || scale === 1 || scale === Infinity ? "" : `1 s is shown in ${1 / scale} s`;
+    at("scale").textContent = scale === null || scale === 1 || scale === Infinity ? "" : `slowed ${1 / scale} times`;
     if (player.isOver) this.#end();
     else requestAnimationFrame((later) => this.#tick(later));
   }
@@ -107,12 +107,12 @@ function report(error) {
   const isKey = error instanceof Refused && error.status === 401;
   at("key-field").hidden &&= !isKey;
   const message = error instanceof Error ? error.message : String(error);
-  const text = isKey ? "This server asks for its API key." : message;
-  if (at("error").textContent !== text) at("error").textContent = text; // read out once, though it may come again
+  const text = isKey ? "This server requires an API key." : message;
+  if (at("error").textContent !== text) at("error").textContent = text; // so that screen readers read it once
   if (isKey) at("key").focus();
 }
 
-/** Ask the server for a race, and show it. */
+/** Request a race and show it. */
 async function race() {
   running.abort();
   running = new AbortController();
@@ -142,7 +142,7 @@ async function race() {
   }
 }
 
-/** Fill in the drafts and rules of this server, as soon as it is ready. */
+/** List the drafts and rules of this server, once it is ready. */
 async function offer() {
   try {
     const found = await getJson("v1/race/choices", at("key").value);
@@ -164,7 +164,7 @@ async function offer() {
   }
 }
 
-/** Show a race that was recorded. @param {any[]} events */
+/** Replay a recorded race. @param {any[]} events */
 function replay(events) {
   const [start, ...others] = events;
   at("recorded").hidden = false;

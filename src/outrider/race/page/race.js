@@ -1,5 +1,5 @@
 /**
- * A race in events (docs/serve.md), and the clock that plays it. Knows no document and no server.
+ * Race events (docs/serve.md), and the clock that replays them. Knows neither the document nor the server.
  *
  * @typedef {{id: number, text: string, origin: "accepted" | "correction" | "bonus"}} Token
  * @typedef {{id: number, text: string, p: number, q: number}} Drafted
@@ -10,7 +10,7 @@
  *   max_new_tokens: number, arms: Arm[]}} Start
  */
 
-/** What one arm has committed so far. */
+/** One arm: its committed tokens so far. */
 export class Lane {
   /** @param {Arm} arm */
   constructor(arm) {
@@ -20,7 +20,7 @@ export class Lane {
     this.counts = { accepted: 0, correction: 0, bonus: 0 };
     this.seconds = 0;
     this.hasEnded = false;
-    // Of whole rounds: how much of one that the end of the text has cut would have stood is not known.
+    // Whole rounds only: a round cut by the end of the text would have accepted an unknown number.
     this.numWhole = this.numDrafted = this.numAccepted = this.expected = 0;
   }
 
@@ -59,12 +59,12 @@ export class Lane {
   }
 }
 
-/** How many times as fast one lane is as another, token by token. @param {Lane} lane @param {Lane} base */
+/** Speed-up of one lane over another, per token. @param {Lane} lane @param {Lane} base */
 export function speedUp(lane, base) {
   return lane.tokensPerSecond / base.tokensPerSecond;
 }
 
-/** Tokens that two lanes have in common from the beginning. @param {Lane} a @param {Lane} b */
+/** Length of the common prefix of two lanes, in tokens. @param {Lane} a @param {Lane} b */
 export function numShared(a, b) {
   const [first, second] = [a.tokenIds, b.tokenIds];
   const at = first.findIndex((id, i) => id !== second[i]);
@@ -72,10 +72,10 @@ export function numShared(a, b) {
 }
 
 const SCALES = [1, 1 / 2, 1 / 5, 1 / 10, 1 / 20, 1 / 50, 1 / 100, 1 / 200, 1 / 500, 1 / 1000];
-const LEAST_SECONDS = 7; // that a race should take, to be watched
-const ROUNDS_TO_JUDGE = 6; // of each lane, before it is known how fast it is
+const LEAST_SECONDS = 7; // that a race should take on screen
+const ROUNDS_TO_TIME = 6; // of each lane, to estimate its speed
 
-/** Plays rounds at their own times, all lanes by one clock, which may run slower than theirs did. */
+/** Replays rounds at their recorded times, all lanes by one clock, perhaps slowed down. */
 export class Player {
   /** @param {Start} start */
   constructor(start) {
@@ -96,15 +96,15 @@ export class Player {
     this.received[round.arm].take(round);
   }
 
-  /** Whether all that will come has been played. */
+  /** Whether all rounds have been played. */
   get isOver() {
     return this.isComplete && this.lanes.every((lane, i) => lane.rounds.length === this.received[i].rounds.length);
   }
 
-  /** So slow that it can be watched; null as long as that is not known. */
+  /** Scale at which the race can be watched; null until known. */
   get watchableScale() {
     const rates = this.received.map((lane) => lane.tokensPerSecond);
-    const isKnown = this.received.every((lane) => lane.hasEnded || lane.rounds.length >= ROUNDS_TO_JUDGE);
+    const isKnown = this.received.every((lane) => lane.hasEnded || lane.rounds.length >= ROUNDS_TO_TIME);
     if (!this.isComplete && !isKnown) return null;
     const lengths = this.received.map((lane) => (lane.hasEnded ? lane.numTokens : this.start.max_new_tokens));
     const seconds = Math.max(...lengths.map((length, i) => length / (rates[i] || Infinity)));
@@ -112,14 +112,14 @@ export class Player {
   }
 
   /**
-   * Let time pass, and give the rounds that end in it, in order.
+   * Advance the clock; return the rounds that end in that time, in order.
    * @param {number} seconds of the watcher
    * @param {number | null} scale of the lanes' time to the watcher's; null waits
    * @returns {Round[]}
    */
   pass(seconds, scale) {
     if (scale === null) return [];
-    // No further than is known of every lane.
+    // Stop where a lane has no more rounds yet.
     const open = this.received.filter((lane) => !lane.hasEnded && !this.isComplete);
     const end = open.length ? Math.min(...open.map((lane) => lane.seconds)) : this.seconds;
     this.time = Math.min(scale === Infinity ? Infinity : this.time + seconds * scale, end);
@@ -129,7 +129,7 @@ export class Player {
     return played;
   }
 
-  /** Of the longest lane. */
+  /** Time of the longest lane. */
   get seconds() {
     return Math.max(...this.received.map((lane) => lane.seconds));
   }

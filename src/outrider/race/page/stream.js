@@ -1,6 +1,6 @@
-/** Server-sent events of a POST. (EventSource can only GET.) */
+/** Server-sent events from a POST. (EventSource can only GET.) */
 
-/** An answer that is not the one asked for. */
+/** An error response. */
 export class Refused extends Error {
   /** @param {number} status @param {string} message */
   constructor(status, message) {
@@ -18,7 +18,7 @@ function headers(key) {
 async function checked(response) {
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  const message = body?.error?.message ?? `the server answers ${response.status}`;
+  const message = body?.error?.message ?? `the server returned ${response.status}`;
   const seconds = response.headers.get("retry-after");
   throw new Refused(response.status, seconds ? message.replace(/ later$/, ` in about ${seconds} s`) : message);
 }
@@ -29,7 +29,7 @@ export async function getJson(path, key) {
 }
 
 /**
- * The events of an answer, in order.
+ * Yield the events of a response, in order.
  * @param {string} path @param {unknown} body @param {string} key @param {AbortSignal} signal
  * @returns {AsyncGenerator<any>}
  */
@@ -42,7 +42,7 @@ export async function* post(path, body, key, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new Refused(response.status, "the answer has broken off");
+    if (done) throw new Refused(response.status, "the response was interrupted");
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop() ?? "";
     for (const block of blocks) {

@@ -1,10 +1,10 @@
-/** The lanes as elements. Texts of models and prompts are text nodes, never markup. */
+/** Lanes as elements. Text of models and prompts becomes text nodes, never markup. */
 
 import { numShared, speedUp } from "./race.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const MOST_BARS = 60;
-const MOST_K = 8; // that "auto" chooses
+const MOST_K = 8; // of "auto"
 const FADE_MS = 900;
 
 /**
@@ -28,7 +28,7 @@ function probability(p) {
   return p >= 0.001 || p === 0 ? p.toFixed(3) : p.toExponential(1);
 }
 
-/** A number of rounds with the tokens of each: accepted ones below, the last one on top. */
+/** Tokens of recent rounds: accepted ones below, the last one on top. */
 class Sparkline {
   /** @param {number} height in tokens, one for all lanes */
   constructor(height) {
@@ -89,12 +89,12 @@ export class LaneView {
       ),
       element("div", { class: "track", "aria-hidden": "true" }, this.runner),
       this.output,
-      element("div", { class: "spark" }, element("p", { class: "quiet" }, "Tokens in each round"), this.sparkline.svg),
+      element("div", { class: "spark" }, element("p", { class: "quiet" }, "Tokens per round"), this.sparkline.svg),
       this.facts,
     );
   }
 
-  /** @param {import("./race.js").Round[]} rounds which the lane has just taken */
+  /** @param {import("./race.js").Round[]} rounds that the lane has just taken */
   add(rounds) {
     const isAtEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
     for (const round of rounds) this.#append(round);
@@ -129,7 +129,7 @@ export class LaneView {
     this.runner.style.setProperty("width", `${(100 * lane.numTokens) / this.most}%`);
   }
 
-  /** What changes by rounds only. */
+  /** Update everything that changes once per round. */
   summarise() {
     const { lane } = this;
     this.sparkline.draw(lane);
@@ -142,7 +142,7 @@ export class LaneView {
         ["Drafted", `${lane.numDrafted}, ${lane.numAccepted} accepted${share}`],
         ["Tokens", `${lane.counts.accepted} accepted, ${lane.counts.correction} corrections, ${lane.counts.bonus} bonus`],
       );
-    } else rows.push(["τ", "1, always, without a draft"]);
+    } else rows.push(["τ", "1 (no draft)"]);
     this.facts.replaceChildren(...pairs(rows));
   }
 }
@@ -152,18 +152,18 @@ export function pairs(rows) {
   return rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]);
 }
 
-/** A text that takes a place. (End tokens and half characters have none.) @param {{text: string}} token */
+/** Visible text of a token. (End tokens and partial characters have none.) @param {{text: string}} token */
 function shown(token) {
   return token.text || "▫";
 }
 
 /**
- * Drafts that did not stand. Where the text has ended before them, nobody knows.
+ * Drafts that were not accepted. After the end of the text it is unknown whether they would have been.
  * @param {import("./race.js").Round} round @param {number} numAccepted @param {number} number of the round
  */
 function ghostsOf(round, numAccepted, number) {
   return round.drafted.slice(numAccepted).map((drafted, i) => {
-    // A line that was never written breaks none.
+    // A rejected line break must not break the line.
     const ghost = element("del", { class: "ghost", tabindex: "-1" }, shown(drafted).replaceAll("\n", "↵"));
     tips.set(ghost, { token: { ...drafted, origin: i ? "discarded" : "rejected" }, drafted, number });
     return ghost;
@@ -172,7 +172,7 @@ function ghostsOf(round, numAccepted, number) {
 
 /** @param {Element} ghost */
 function fade(ghost) {
-  // The one in focus stays until the focus goes.
+  // A focused one stays until it loses focus.
   if (ghost === document.activeElement) ghost.addEventListener("blur", () => fade(ghost), { once: true });
   else if (ghost.classList.contains("fading")) ghost.classList.add("gone");
   else {
@@ -182,7 +182,7 @@ function fade(ghost) {
 }
 
 /**
- * The outcome, in sentences.
+ * Describe the outcome in sentences.
  * @param {import("./race.js").Player} player @param {import("./race.js").Start} start
  * @param {Array<{num_cases: number, speed_up: {value: number, low: number | null, high: number | null} | null}>} measured
  * @returns {string[]}
@@ -193,17 +193,17 @@ export function verdict(player, start, measured) {
   measured.forEach(({ speed_up: interval, num_cases }, i) => {
     if (!interval) return;
     const ends = interval.low === null ? "" : ` [${interval.low.toFixed(2)}, ${interval.high.toFixed(2)}]`;
-    sentences.push(`Measured apart from it, ${num_cases} runs of each arm in turn, ${start.arms[i].name}: ${interval.value.toFixed(2)}${ends} times as fast, prefill aside.`);
+    sentences.push(`Measured separately, ${num_cases} runs of each arm in turn, ${start.arms[i].name}: ${interval.value.toFixed(2)}${ends} times as fast, without prefill.`);
   });
   const shared = Math.min(...others.map((lane) => numShared(base, lane)));
   const isSame = others.every((lane) => lane.numTokens === base.numTokens) && shared === base.numTokens;
   const all = others.length > 1 ? "All texts" : "Both texts";
   if (start.temperature === 0) {
-    sentences.push(isSame ? `${all} are the same, token for token: temperature 0 leaves no choice.` : `The texts part after ${shared} tokens, by rounding (a near tie).`);
+    sentences.push(isSame ? `${all} are the same, token for token: at temperature 0 decoding is deterministic.` : `The texts differ after ${shared} tokens, by rounding (a near tie).`);
   } else if (start.acceptance === "gumbel") {
-    sentences.push(isSame ? `${all} are the same, token for token: under gumbel the seed ${start.seed} decides them, whatever the draft and K.` : `The texts part after ${shared} tokens, by rounding (a near tie under gumbel).`);
+    sentences.push(isSame ? `${all} are the same, token for token: under gumbel the seed ${start.seed} determines the text for any draft and K.` : `The texts differ after ${shared} tokens, by rounding (a near tie under gumbel).`);
   } else if (isSame) sentences.push(`${all} are the same.`);
-  else sentences.push(`The texts differ, the law does not: under ${start.acceptance} the draft takes part in drawing. (With gumbel a seed gives the same text.)`);
+  else sentences.push(`Different samples, same distribution: under ${start.acceptance} the samples depend on the draft. (With gumbel a seed gives the same text.)`);
   return sentences;
 }
 
@@ -216,7 +216,7 @@ const ABOUT = {
   discarded: "drafted after a rejected token, and dropped with it",
 };
 
-/** Show a token's numbers in a tooltip, at the pointer and with the focus. @param {HTMLElement} tip @param {HTMLElement} lanes */
+/** Show a token's probabilities in a tooltip, on hover and focus. @param {HTMLElement} tip @param {HTMLElement} lanes */
 export function watchTokens(tip, lanes) {
   /** @type {Element | null} */
   let owner = null;
@@ -234,8 +234,8 @@ export function watchTokens(tip, lanes) {
     hide();
     const { token, drafted, number, rejected, hasDraft } = found;
     let about = ABOUT[token.origin];
-    if (token.origin === "bonus") about = hasDraft ? "bonus: drawn from p after all drafts stood" : "drawn from p";
-    if (token.origin === "correction") about = `correction: takes the place of “${shown(rejected)}”`;
+    if (token.origin === "bonus") about = hasDraft ? "bonus: drawn from p after all drafts were accepted" : "drawn from p";
+    if (token.origin === "correction") about = `correction: replaces “${shown(rejected)}”`;
     const rows = drafted && [
       ["p", probability(drafted.p)],
       ["q", probability(drafted.q)],
@@ -268,7 +268,7 @@ export function watchTokens(tip, lanes) {
   });
 }
 
-/** Arrow keys go from token to token: one of a lane is in the order of Tab. @param {KeyboardEvent} event */
+/** Move between tokens by the arrow keys; one token per lane is in the Tab order. @param {KeyboardEvent} event */
 function move(event) {
   const at = document.activeElement;
   const text = at?.closest(".text");
@@ -280,7 +280,7 @@ function move(event) {
   if (!(target instanceof HTMLElement)) return;
   event.preventDefault();
   for (const one of text.querySelectorAll("[tabindex='0']")) one.setAttribute("tabindex", "-1");
-  // Rejected drafts fade, so that the stop of Tab is the token after them.
+  // Rejected drafts fade, so Tab stops at the token after them.
   const stop = target.classList.contains("token") ? target : target.parentElement?.lastElementChild;
   stop?.setAttribute("tabindex", "0");
   target.focus();
