@@ -4,8 +4,8 @@ The driver process reads prompts and writes rows, so files are the same with and
 only record of progress. Workers receive batches of prompts and send each row when it ends. If a worker is lost, other
 workers get the prompts of its batch that have no row yet.
 
-Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html. (docs/log/2026.md
-explains why it is not Ray Data.)
+Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html.
+(docs/log/2026.md explains why it is not Ray Data.)
 """
 
 from __future__ import annotations
