@@ -1,4 +1,4 @@
-"""Which rows of different lengths share a forward.
+"""Choice of rows, of different lengths, that share a forward.
 
 Rows of one forward are padded to the longest, and padding costs as much as tokens. But each forward has a fixed cost,
 however few tokens it feeds: reading the weights and calling the operations. So a row joins others only where the
