@@ -20,7 +20,7 @@ from outrider.text.row_text import RowText
 
 @dataclass(frozen=True, slots=True)
 class CertifyTask:
-    """What to certify, and how.
+    """Pair, options and prompts to certify.
 
     Attributes:
         decoder: with its draft, rule and K.
