@@ -19,7 +19,7 @@ from outrider.text.row_text import RowText
 
 @dataclass(frozen=True, slots=True)
 class CertifyTask:
-    """Target, options and prompts of a certificate, and how it is made.
+    """Pair, options and prompts to certify.
 
     Attributes:
         decoder: with its draft, rule and K.
