@@ -107,7 +107,7 @@ def test_measured_here(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.M
     config = json.loads((tmp_path / "speculative.json").read_text())
     table = config["num_speculative_tokens_per_batch_size"]
     assert table == [[1, 2, document["k_by_rows"][0][1]], [3, 3, document["k_by_rows"][1][1]]]
-    assert "On 2 texts of 8 tokens written here; rounds timed" in ended.err
+    assert "From 2 sequences of 8 tokens generated here; rounds timed" in ended.err
 
 
 def _random_pair(folder: Path, **more: Any) -> tuple[Path, Path]:

@@ -41,7 +41,7 @@ def test_the_plot(outrider: Outrider, tmp_path: Path) -> None:
         ("alpha=1.2,c=0.1", "0 <= alpha <= 1"),
         ("alpha=0.5,c=-1", "c >= 0"),
         ("alpha=0.5,c=0,v=0", "v > 0"),
-        ("alpha=0.5", "c must be known"),
+        ("alpha=0.5", "c must be given"),
         ("alpha=0.5,c=nan", "numbers for alpha, c, v, c_ops"),
         ("alpha=0.5,c=0.1,c=0.2", "each once"),
         ("alfa=0.5", "like alpha=0.8,c=0.05"),
