@@ -88,7 +88,7 @@ def _captured(shared: Decoder, whole: Decoder) -> bool:
 def _certificate(decoder: Decoder) -> dict[str, Any]:
     """With one deliberate mistake. False alarm: 1e-6."""
     certifying.NUM_PILOT_TOKENS, certifying._NUM_CONTEXTS = 128, 2
-    job = certifying.Job(decoder, Sampling(max_new_tokens=16), [(1, 2), (3,)], 1e-6, batch_size=16, seed=7)
+    job = certifying.CertifyTask(decoder, Sampling(max_new_tokens=16), [(1, 2), (3,)], 1e-6, batch_size=16, seed=7)
     pilot = certifying.run_pilot(job)
     certificate = certifying.certify(job, pilot, 400, controls=CONTROLS[:1])
     return {
