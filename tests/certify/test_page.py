@@ -355,7 +355,7 @@ def test_a_k_that_changes() -> None:
     document["options"]["num_draft_tokens"] = "auto"
     document["statistical"]["places"] = [{"num_tokens": 1000, "z": 0.0}]
     page = Page(render_certificate(document))
-    assert "as seem to pay" in page.text and "3d" * 32 in page.text and len(page.figures) == 4
+    assert "an adaptive number of drafted tokens" in page.text and "3d" * 32 in page.text and len(page.figures) == 4
 
 
 def test_the_walk_over_a_page_sees_what_is_open() -> None:
