@@ -309,7 +309,7 @@ def test_why_texts_are_not_consistent() -> None:
     assert "pushed towards a sharper distribution (score, p = " in verdict
     assert "sequences at temperature 0, 4 differ" in verdict
     assert "ALARM" in page.text and "BUG" in page.text and "leaves it" in page.text
-    assert "tokenized again" in page.text and "Repeats among the sampled texts: 3." in page.text
+    assert "tokenized again" in page.text and "Repeats among the sampled sequences: 3." in page.text
     with pytest.raises(AssertionError):
         render_samples(document | {"is_consistent": True})  # of two minds
 
