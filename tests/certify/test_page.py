@@ -309,7 +309,7 @@ def test_why_texts_are_not_consistent() -> None:
     assert "pushed towards a sharper distribution (score, p = " in verdict
     assert "sequences at temperature 0, 4 differ" in verdict
     assert "ALARM" in page.text and "BUG" in page.text and "leaves it" in page.text
-    assert "tokenized again" in page.text and "Repeats among the sampled texts: 3." in page.text
+    assert "tokenized again" in page.text and "Repeats among the sampled sequences: 3." in page.text
     with pytest.raises(AssertionError):
         render_samples(document | {"is_consistent": True})  # of two minds
 
@@ -355,7 +355,7 @@ def test_a_k_that_changes() -> None:
     document["options"]["num_draft_tokens"] = "auto"
     document["statistical"]["places"] = [{"num_tokens": 1000, "z": 0.0}]
     page = Page(render_certificate(document))
-    assert "as seem to pay" in page.text and "3d" * 32 in page.text and len(page.figures) == 4
+    assert "an adaptive number of drafted tokens" in page.text and "3d" * 32 in page.text and len(page.figures) == 4
 
 
 def test_the_walk_over_a_page_sees_what_is_open() -> None:

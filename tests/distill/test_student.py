@@ -121,7 +121,7 @@ def test_weights_that_are_several_in_one() -> None:
     """Their leading part would mix queries with keys, so nothing is copied of them but whole."""
     config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
     target = random_model(GPT2LMHeadModel, config, 0)
-    with pytest.raises(OptionError, match="take scratch"):
+    with pytest.raises(OptionError, match="use scratch"):
         copy_slices(target, new_draft(config, Shape(1, 16), seed=0))
     same = new_draft(config, Shape(2, 32), seed=0).double().eval()
     copy_slices(target, same)
