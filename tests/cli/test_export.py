@@ -148,7 +148,7 @@ def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> No
 def test_bad_pairs(outrider: Outrider, tmp_path: Path) -> None:
     target, short = _random_pair(tmp_path, context_len=64)
     pair = "export", "--to", "sglang", "--output", tmp_path / "out", "--target", target, "--draft"
-    assert "takes 64 tokens: give --context 64" in outrider(*pair, short).error
+    assert "takes 64 tokens: set --context 64" in outrider(*pair, short).error
     assert outrider(*pair, short, "--context", 64).code == 0
     assert "--context-length 64" in (tmp_path / "out" / "serve.sh").read_text()
     assert "takes 256 tokens" in outrider(*pair, short, "--context", 512).error
