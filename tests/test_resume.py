@@ -90,7 +90,7 @@ def test_what_cannot_be_resumed() -> None:
     decoder = embedded()
     (done,) = decoder.generate("Once", seed=1, max_new_tokens=8, temperature=0.0)
     for options, message in (
-        ({"max_new_tokens": 8}, "8 tokens' is invalid: the text has ended"),
+        ({"max_new_tokens": 8}, "8 tokens' is invalid: the output is complete"),
         ({"max_new_tokens": 20, "stop": done.text[:4]}, "the output ended with this token"),
     ):
         with pytest.raises(OptionError, match=message):

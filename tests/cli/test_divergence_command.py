@@ -21,8 +21,10 @@ def test_the_same_texts(outrider: Outrider, prompts: Path) -> None:
 
 
 def test_a_fault_is_explained(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = certify.write
-    monkeypatch.setattr(certify, "write", lambda job, texts, made=None: right(job, texts, controls.CONTROLS[1]))
+    correct = certify.generate_texts
+    monkeypatch.setattr(
+        certify, "generate_texts", lambda job, texts, made=None: correct(job, texts, controls.CONTROLS[1])
+    )
     ended = outrider("divergence", "--prompts", prompts, "-n", 30)
     assert ended.code == 1 and "FAILED" in ended.out
     lines = [line for line in ended.out.splitlines() if line.startswith("prompt ")]

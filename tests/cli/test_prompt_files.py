@@ -88,7 +88,7 @@ def test_rows_repeat_what_names_them(outrider: Outrider, tmp_path: Path) -> None
     assert names == [{"id": 7}, {"category": "x", "id": "b"}, {"id": {"a": [1, None]}}, {"custom_id": "r1"}, {}]
     assert outrider(*arguments).err.startswith("0 tokens")
     path.write_text(json.dumps([rows[0] | {"id": 8}, *rows[1:]]))
-    assert "line 1 comes from another run (its id differ)" in outrider(*arguments).error
+    assert "line 1 belongs to another run (different id)" in outrider(*arguments).error
 
 
 def test_chats_of_a_file(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ REFUSED: list[tuple[Any, str]] = [
     (batch({"prompt": "a", "foo": 1}), ", body: unknown field 'foo'"),
     (batch({"prompt": "a", "tools": [{}]}), ", body: tools = [{}] is not supported"),
     (batch({"prompt": "a", "n": 2}), ", body: n = 2 is not supported in a prompt file"),
-    (batch({"prompt": "a", "stream": True}), ", body: stream = True is not possible"),
-    (batch({"prompt": "a", "acceptance": "gumbel"}), ", body: acceptance = 'gumbel' is not possible"),
+    (batch({"prompt": "a", "stream": True}), ", body: stream = True is not supported in a prompt file"),
+    (batch({"prompt": "a", "acceptance": "gumbel"}), ", body: acceptance = 'gumbel' is not supported in a prompt file"),
     (batch({"prompt": ["a", "b"]}), ", body: the prompt must be one string"),
     (batch({"prompt": [3, 4]}), ", body: the prompt must be one string"),
     (batch({}), ", body: prompt must be a string"),
@@ -153,14 +153,14 @@ REFUSED: list[tuple[Any, str]] = [
     (batch({"prompt": "a", "model": "gpt"}), ": model = 'gpt' is invalid: the target is 'fable'"),
     (batch({"prompt": "a"}, url="/v1/embeddings"), ": the url must be one of /v1/chat/completions, /v1/completions"),
     (batch({"prompt": "a"}, method="GET"), ": the method must be POST, not 'GET'"),
-    (batch({"prompt": "a"}, temperature=1), ": a request of a batch has no field 'temperature'"),
+    (batch({"prompt": "a"}, temperature=1), ": a batch request has no field 'temperature'"),
     (batch([1]), ": the body is not a JSON object"),
     ({"messages": []}, ": messages must be a list with at least one message"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ": messages[0].content is text"),
-    ({"messages": [{"role": "user", "content": "a\ud800"}]}, ": the messages has half a character"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ": messages[0].content must be a string"),
+    ({"messages": [{"role": "user", "content": "a\ud800"}]}, ": the messages has a lone surrogate"),
     ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, ": give a prompt or messages"),
-    ({"prompt": "a", "id": "\ud800"}, ": the id has half a character"),
-    ({"prompt": "a", "stop": "\ud800"}, ": the stop has half a character"),
+    ({"prompt": "a", "id": "\ud800"}, ": the id has a lone surrogate"),
+    ({"prompt": "a", "stop": "\ud800"}, ": the stop has a lone surrogate"),
 ]
 
 

@@ -97,7 +97,7 @@ def test_a_changed_option_is_another_run(outrider: Outrider, tmp_path: Path) -> 
     assert output.read_bytes() == whole
     for changed in ([{"top_k": 6, "logit_bias": {"5": "-inf"}}, {}], [{}, {}]):
         file_of(prompts, changed)
-        assert f"{output}, line 1 comes from another run (its settings differ)" in outrider(*arguments).error
+        assert f"{output}, line 1 belongs to another run (different settings)" in outrider(*arguments).error
         assert output.read_bytes() == whole
 
 

@@ -195,7 +195,7 @@ def test_the_output_of_another_run_is_left_alone(outrider: Outrider, prompts: Pa
     whole = output.read_bytes()
     for change in (("-n", 9), ("--seed", 21), ("--draft", "ngram"), ("--stop", "x"), ("-k", 3), ("-t", 0.5)):
         ended = outrider(*arguments, *change)
-        assert f"{output}, line 1 comes from another run (its settings differ)" in ended.error
+        assert f"{output}, line 1 belongs to another run (different settings)" in ended.error
         assert "choose another output file, or remove this one" in ended.error
         assert output.read_bytes() == whole
 
@@ -208,7 +208,7 @@ def test_other_prompts_are_another_run(outrider: Outrider, prompts: Path, tmp_pa
     whole = output.read_bytes()
     for text, line in (("Once upon a time\nelse\n", 2), ("Once upon a time\n8 * 12 = \n", 3)):
         prompts.write_text(text, encoding="utf-8")
-        assert f"{output}, line {line} comes from another run (its prompt differ" in outrider(*arguments).error
+        assert f"{output}, line {line} belongs to another run (different prompt" in outrider(*arguments).error
         assert output.read_bytes() == whole
     prompts.write_text("".join(f"{prompt}\n" for prompt in [*PROMPTS, "And then"]), encoding="utf-8")
     assert outrider(*arguments).code == 0
