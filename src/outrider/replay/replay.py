@@ -183,8 +183,7 @@ def replay(
             sampling = q_sampling(drafter, draft_sampling or header.sampling)
             yield from _replay_model(group, header, drafter.lm, law, sampling, drafter.is_one_hot)
         else:
-            for record in group:
-                yield _replay_look_up(record, header, drafter, ks)
+            yield from _replay_look_up(group, header, drafter, ks)
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
@@ -334,19 +333,22 @@ def _numpy(values: Tensor) -> Floats:
     return array
 
 
-def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequence[int]) -> ReplayedRecord:
+def _replay_look_up(
+    records: Sequence[Record], header: Header, drafter: Drafter, ks: Sequence[int]
+) -> Iterator[ReplayedRecord]:
     """Replay a drafter with a one-hot q: under every criterion a drafted token is accepted if and only if it equals the
     recorded token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
-    text = (*record.prompt_ids, *record.token_ids)
-    prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
-    found: dict[int, tuple[Integers, Integers]] = {}
+    texts = [Text((*record.prompt_ids, *record.token_ids), len(record.prompt_ids)) for record in records]
+    found: list[dict[int, tuple[Integers, Integers]]] = [{} for _ in records]
     for k in ks:
-        wanted = np.minimum(k, _room(record, header)).tolist()
-        proposed = list(proposals(drafter, prefixes, wanted, REJECTION, header.vocab_size))
-        num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(proposed)]
-        num_drafted = [len(ids) for ids in proposed]
-        found[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
-    return ReplayedRecord(record.index, record.category, partial(_look_up_laws, found), None)
+        wanted = [np.minimum(k, _room(record, header)).tolist() for record in records]
+        proposed = proposals(drafter, texts, wanted, REJECTION, header.vocab_size)
+        for record, drafts, by_k in zip(records, proposed, found, strict=True):
+            num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(drafts)]
+            num_drafted = [len(ids) for ids in drafts]
+            by_k[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
+    for record, by_k in zip(records, found, strict=True):
+        yield ReplayedRecord(record.index, record.category, partial(_look_up_laws, by_k), None)
 
 
 def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tuple[RoundLaw, RoundLaw]:
