@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.api import load
+from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
-from outrider.errors import OptionError, TokenizerMismatch
+from outrider.errors import ModelError, OptionError, TokenizerMismatch
+from outrider.models.loading import load_tokenizer
+from outrider.models.registry import resolve
 from outrider.options import Sampling
 from outrider.replay.bounds import Bounds, KnownProbs, bounds
 from outrider.replay.log_format import Header, Record
@@ -115,7 +118,13 @@ class Summary:
 
 
 def load_draft(
-    name: str, header: Header, *, device: str = "auto", dtype: str = "auto", models_file: Path | None = None
+    name: str,
+    header: Header,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    models_file: Path | None = None,
+    corpus: Sequence[Path] = (),
 ) -> Drafter:
     """Load a draft to replay on a log.
 
@@ -123,11 +132,14 @@ def load_draft(
         OptionError: the name is not a draft.
         TokenizerMismatch: its tokens differ from the log's.
         ModelError, DeviceError: it cannot be loaded.
+        FileError: its corpus cannot be read.
     """
     if name == "none":
         raise OptionError("--draft", name, "plain decoding is what the log holds; name a draft to replay")
     if name == "ngram":
         return NgramDrafter()
+    if name == "suffix":
+        return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, is_greedy = split_name(name)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
@@ -141,6 +153,21 @@ def load_draft(
     if lm.vocab_size > header.vocab_size:
         lm = LM(lm.model, name=lm.name, vocab_size=header.vocab_size, context_len=lm.context_len)
     return ModelDrafter(lm, is_greedy)
+
+
+def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
+    """The tokenizer of a log's target; None if it is not here.
+
+    Raises:
+        TokenizerMismatch: the target's has changed.
+    """
+    try:
+        tokenizer = load_tokenizer(resolve(header.target, models_file))
+    except ModelError:
+        return None
+    if header.tokenizer not in (None, fingerprint(tokenizer)):
+        raise TokenizerMismatch(f"{header.target}, the target of the log, has another tokenizer now")
+    return tokenizer
 
 
 def replay(
