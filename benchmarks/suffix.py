@@ -5,8 +5,8 @@
 Each file has rows with "prompt", "question" or "turns" (the first is taken). The embedded target continues the first N
 prompts of each file at temperatures 0 and 1. `ngram`, `suffix` with the sequence alone, and `suffix` with a corpus of
 the other N - 1 prompts and outputs are then replayed over the output. Where rows have a "canonical_solution" or an
-"answer", so they are over these (as a target that writes them greedily). Then the loop runs without any match: the
-last table is the share of its time that the drafts take. The last line of standard output is one JSON document.
+"answer", so they are over these (as a target that writes them greedily). Then, or if no file is given, rounds of the
+loop are timed in which nothing matches. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.api import load
+from outrider.api import load, load_drafter
 from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.models.placement import Placement
 from outrider.options import Sampling
-from outrider.records import Request
+from outrider.records import Request, Timing
 from outrider.replay.log_format import Header, Record
 from outrider.replay.record import header_of, record_batch
 from outrider.replay.replay import ExpectedRounds, replay, summarise
@@ -47,7 +47,7 @@ _MOST_GIVEN = 300  # tokens of a prompt
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("-n", "--num-prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
@@ -61,15 +61,17 @@ def main() -> None:
             found = list(_compared(header, records))
             rows += [{"file": path.stem, "texts": kind, **one} for one in found]
             console.print(_table(f"{path.stem}, {kind}, {len(records)} prompts", found))
-    shares = _shares(decoder)
-    table = Table(title=f"Share of a round without a match, {arguments.threads} thread(s)")
-    for name in ("draft", "K", "round, ms", "draft, us", "share"):
-        table.add_column(name, justify="right")
-    for one in shares:
-        share = f"{100 * one['draft_s'] / one['round_s']:.2f}%"
-        table.add_row(one["draft"], str(one["k"]), f"{1e3 * one['round_s']:.2f}", f"{1e6 * one['draft_s']:.0f}", share)
+    times = _times(decoder)
+    table = Table(
+        title=f"Rounds without a match beside those of the embedded pair, K = 4, {arguments.threads} thread(s)"
+    )
+    for title in ("draft", "round, ms", "of it drafts, us", "of the pair's round"):
+        table.add_column(title, justify="right")
+    for one in times:
+        share = f"{100 * one['draft_s'] / times[0]['round_s']:.2f}%"
+        table.add_row(one["draft"], f"{1e3 * one['round_s']:.2f}", f"{1e6 * one['draft_s']:.0f}", share)
     console.print(table)
-    print(json.dumps({"results": {"tokens": rows, "shares": shares}, "provenance": provenance("cpu")}))
+    print(json.dumps({"results": {"tokens": rows, "times": times}, "provenance": provenance("cpu")}))
 
 
 def _outputs(decoder: Decoder, path: Path, num: int, max_new_tokens: int) -> Iterator[tuple[str, Header, list[Record]]]:
@@ -137,34 +139,37 @@ def _table(title: str, found: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _shares(decoder: Decoder) -> list[dict[str, Any]]:
-    """Median times of rounds in which nothing is drafted. The tokens before are all different; the corpus is random, so
-    that each of them is found there, and nothing longer."""
+def _times(decoder: Decoder) -> list[dict[str, Any]]:
+    """Median times of rounds in which nothing is drafted, and of the pair's, which are not. The tokens of the prompt
+    are all different; the corpus is random, so that each of them is found there, and nothing longer."""
     size = decoder.target.vocab_size
     rng = random.Random(0)
     noise = Corpus([[rng.randrange(size) for _ in range(300_000)]])
-    found = []
     drafters: dict[str, Drafter] = {
+        "fable-draft": load_drafter(decoder, "fable-draft", placement=Placement("cpu")),
+        "none": NoDrafter(),
         "ngram": NgramDrafter(),
         "suffix": SuffixDrafter(),
         "suffix, corpus": SuffixDrafter(noise),
     }
-    for name, drafter in drafters.items():
-        for k in (4, 16):
-            times = []
-            for seed in range(12):
-                ids = tuple(rng.sample(range(size), 300))
-                # No token of the prompt comes again.
-                sampling = Sampling(seed=seed, max_new_tokens=40, ignore_eos=True, logit_bias=dict.fromkeys(ids, -30.0))
-                request = Request(ids, sampling)
-                for round_ in decode(decoder.target, drafter, [request], REJECTION, num_draft_tokens=k):
-                    if round_.timing.prefill_s == 0 and not any(row.num_drafted for row in round_.rows):
-                        times.append(asdict(round_.timing))
-            medians = {key: statistics.median(one[key] for one in times) for key in ("draft_s", "total_s")}
-            found.append(
-                {"draft": name, "k": k, "draft_s": medians["draft_s"], "round_s": medians["total_s"], "num": len(times)}
-            )
-    return found
+    times: dict[str, list[Timing]] = {name: [] for name in drafters}
+    for seed in range(12):
+        ids = tuple(rng.sample(range(size), 300))
+        # No token of the prompt comes again.
+        sampling = Sampling(seed=seed, max_new_tokens=40, ignore_eos=True, logit_bias=dict.fromkeys(ids, -30.0))
+        for name, drafter in drafters.items():
+            for round_ in decode(decoder.target, drafter, [Request(ids, sampling)], REJECTION, num_draft_tokens=4):
+                if round_.timing.prefill_s == 0 and (drafter.models or not any(row.num_drafted for row in round_.rows)):
+                    times[name].append(round_.timing)
+    return [
+        {
+            "draft": name,
+            "draft_s": statistics.median(one.draft_s for one in found),
+            "round_s": statistics.median(one.total_s for one in found),
+            "num_rounds": len(found),
+        }
+        for name, found in times.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from outrider.text.tokenizer import encode
 
 MAX_MATCH = 24
 """Most tokens of a suffix that are compared."""
-_MOST_PLACES = 64  # of the places found, those whose next tokens are counted
+_MOST_PLACES = 16  # of the places found, those whose next tokens are counted; more take longer and help little
 _END = -1  # after each sequence
 _WIDTH = 4  # bytes of a token
 
@@ -57,7 +57,7 @@ class Corpus:
         return len(self._ids)
 
     def continuation(self, last_ids: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """See ``SuffixIndex.continuation``. Of many places, 64 evenly spaced ones are counted; of equally frequent
+        """See ``SuffixIndex.continuation``. Of many places, 16 evenly spaced ones are counted; of equally frequent
         tokens, the smallest id is taken."""
         places, length = self._find(last_ids)
         while places:
@@ -80,20 +80,21 @@ class Corpus:
         key = array("I", last_ids[: -MAX_MATCH - 1 : -1])
         key.byteswap()
         wanted = key.tobytes()
-        at = bisect_left(self._places, wanted, begin, end, key=lambda place: self._before(place, len(wanted)))
-        neighbours = self._places[max(begin, at - 1) : min(at + 1, end)]
-        length = max(_num_equal(wanted, self._before(place, len(wanted))) for place in neighbours)
+        corpus, num_bytes = self._reversed, len(wanted)
+
+        def before(place: int) -> bytes:
+            """The tokens before a place, backwards."""
+            return corpus[place * _WIDTH : place * _WIDTH + num_bytes]
+
+        at = bisect_left(self._places, wanted, begin, end, key=before)
+        length = max(_num_equal(wanted, before(place)) for place in self._places[max(begin, at - 1) : min(at + 1, end)])
         if length > 1:
-            suffix = wanted[: length * _WIDTH]
-            begin = bisect_left(self._places, suffix, begin, at, key=lambda place: self._before(place, len(suffix)))
-            end = bisect_right(self._places, suffix, at, end, key=lambda place: self._before(place, len(suffix)))
+            num_bytes = length * _WIDTH
+            begin = bisect_left(self._places, wanted[:num_bytes], begin, at, key=before)
+            end = bisect_right(self._places, wanted[:num_bytes], at, end, key=before)
         num_taken = min(end - begin, _MOST_PLACES)
         taken = (self._places[begin + i * (end - begin) // num_taken] for i in range(num_taken))
         return [len(self) - place for place in taken], length
-
-    def _before(self, place: int, num_bytes: int) -> bytes:
-        """The tokens before a place, backwards."""
-        return self._reversed[place * _WIDTH : place * _WIDTH + num_bytes]
 
 
 def _num_equal(a: bytes, b: bytes) -> int:

@@ -77,6 +77,12 @@ class PairOptions:
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
+    acceptance: Annotated[
+        str, typer.Option(help="Acceptance rule: block, rejection or gumbel.", rich_help_panel=MODELS_PANEL)
+    ] = DEFAULT_ACCEPTANCE
+    models: Annotated[
+        Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
+    ] = None
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
@@ -85,12 +91,6 @@ class PairOptions:
             "generate --output' writes them. Repeatable.",
             rich_help_panel=MODELS_PANEL,
         ),
-    ] = None
-    acceptance: Annotated[
-        str, typer.Option(help="Acceptance rule: block, rejection or gumbel.", rich_help_panel=MODELS_PANEL)
-    ] = DEFAULT_ACCEPTANCE
-    models: Annotated[
-        Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
     ] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=MACHINE_PANEL)] = "auto"
     dtype: Annotated[
@@ -308,9 +308,9 @@ class DraftOptions:
     """Draft and machine options for commands without a target; see ``PairOptions``."""
 
     draft: Annotated[list[str] | None, _of_pair("draft")] = None
-    corpus: Annotated[list[Path] | None, _of_pair("corpus")] = None
     acceptance: Annotated[str, _of_pair("acceptance")] = DEFAULT_ACCEPTANCE
     models: Annotated[Path | None, _of_pair("models")] = None
+    corpus: Annotated[list[Path] | None, _of_pair("corpus")] = None
     device: Annotated[str, _of_pair("device")] = "auto"
     dtype: Annotated[str, _of_pair("dtype")] = "auto"
     threads: Annotated[int | None, _of_pair("threads")] = None
