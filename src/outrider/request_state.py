@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.errors import OptionError
 from outrider.options import Sampling, instead_of, own_name
-from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Stats, Timing, TokenLogprob
+from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Timing
 from outrider.text.row_text import RowText
 
 _OPTIONS = [field.name for field in fields(Sampling)]
@@ -87,7 +87,6 @@ class RequestState:
     Attributes:
         request: with ``resume_ids`` as part of the prompt.
         num_resumed: number of ``resume_ids``.
-        has_seed: the seed was given, not drawn.
         origins: one for each token pushed to ``text``.
         chunks: so far, where they are collected.
     """
@@ -96,12 +95,16 @@ class RequestState:
     text: RowText
     num_prompt_tokens: int
     num_resumed: int
-    has_seed: bool
     origins: list[Origin] = field(init=False)
     chunks: list[Chunk] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
+
+    @property
+    def completion(self) -> Completion:
+        """The sum of ``chunks``."""
+        return Completion.of(self.chunks, self.num_prompt_tokens)
 
 
 def chunks_of(rounds: Iterator[Round], jobs: Sequence[RequestState]) -> Iterator[Chunk]:
@@ -117,44 +120,12 @@ def chunk_of(row: RowRound, job: RequestState, timing: Timing) -> Chunk:
     job.origins.extend(row.origins)
     if row.finish_reason is not None:
         job.text.finish()
-    return Chunk(
-        row=row.row,
-        pieces=_pieces(job.text.take(), job.origins),
-        token_ids=row.token_ids,
-        origins=row.origins,
-        logprobs=row.logprobs,
-        finish_reason=row.finish_reason,
-        stats=Stats.of(row),
-        timing=timing,
-        rejected_ratio=row.rejected_ratio,
-        seed=job.request.sampling.seed,
-        num_cached_tokens=row.num_cached_tokens,
-        drafted=row.drafted,
-        slot=row.slot,
-    )
+    seed = job.request.sampling.seed
+    assert seed is not None
+    return Chunk.of(row, _pieces(job.text.take(), job.origins), timing, seed)
 
 
 def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
     """Group text by origin: neighbouring tokens of the same origin are joined."""
     groups = groupby(text, key=lambda item: origins[item[0]])
     return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
-
-
-def completion_of(job: RequestState) -> Completion:
-    chunks = job.chunks
-    reason, seed = chunks[-1].finish_reason, job.request.sampling.seed
-    assert reason is not None and seed is not None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    if chunks[0].logprobs is not None:
-        logprobs = tuple(item for chunk in chunks for item in chunk.logprobs or ())
-    return Completion(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
-        origins=tuple(origin for chunk in chunks for origin in chunk.origins),
-        logprobs=logprobs,
-        finish_reason=reason,
-        stats=sum((chunk.stats for chunk in chunks), Stats()),
-        num_prompt_tokens=job.num_prompt_tokens,
-        seed=seed,
-        num_cached_tokens=chunks[0].num_cached_tokens,
-    )

@@ -286,7 +286,7 @@ class EngineThread:
         num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
         for size in sizes:
             for _ in range(size):
-                job = self.decoder.job([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
+                job = self.decoder.request([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
                 self._engine.submit(job.request)
             while self._engine.step() is not None:
                 pass

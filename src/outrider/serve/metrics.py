@@ -122,6 +122,6 @@ def _spec_decode(prefix: str, stats: Stats, labels: dict[str, str]) -> Iterator[
     yield by_place
 
 
-def num_spec_steps(stats: Stats) -> int:
+def num_spec_steps(stats: Stats) -> float:
     """Rounds in which tokens were drafted."""
     return stats.num_rounds - sum(stats.drafted_histogram[:1])

@@ -126,6 +126,7 @@ def _samples(
         FileError: an option or a prompt is invalid.
     """
     from outrider.certify.samples import SampledText
+    from outrider.generate_call import check_tokens
     from outrider.options import Sampling
 
     for line in lines:
@@ -133,7 +134,7 @@ def _samples(
         given = replace(sampling, **line.options)
         try:
             law = Sampling(**given.to_options(seed=None, num_seeds=1))
-            decoder.check_tokens(law)
+            check_tokens(law, decoder.target.vocab_size, decoder.eos_ids)
             law = law.with_ends(decoder.eos_ids)
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
             whole = prompt_ids
