@@ -13,7 +13,6 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.pair_state import PairState
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import OptionError, OutriderError
-from outrider.generate_call import GenerateCall, checked_ids
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -25,7 +24,9 @@ from outrider.options import (
     check_num_slots,
 )
 from outrider.records import Chunk, Completion
-from outrider.request_state import RequestState, check_names, rows_of
+from outrider.requests.call import GenerateCall, checked_ids
+from outrider.requests.row_options import check_names, rows_of
+from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.text.tokenizer import Prompt
@@ -110,16 +111,8 @@ class Decoder:
         """
         # In a list, a single message would be taken for a chat.
         prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt
-        return self.stream_many(
-            [prompt],
-            sampling,
-            resume_ids=[resume_ids],
-            num_draft_tokens=num_draft_tokens,
-            acceptance=acceptance,
-            is_repeatable=is_repeatable,
-            reports_drafts=reports_drafts,
-            **changes,
-        )
+        call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
+        return call.chunks(call.states([prompt], sampling, changes, [resume_ids]), num_slots=1)
 
     def stream_many(
         self,
@@ -153,7 +146,7 @@ class Decoder:
             OptionError, PromptError: from the call, not from the first chunk.
             NumericsError: from the iterator.
         """
-        call = self._call(num_draft_tokens, acceptance, is_repeatable=is_repeatable, reports_drafts=reports_drafts)
+        call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
         return call.chunks(call.states(prompts, sampling, changes, resume_ids), num_slots)
 
     def generate(
@@ -234,14 +227,18 @@ class Decoder:
         return checked_ids(self.target, self.tokenizer, prompt)
 
     def _call(
-        self, num_draft_tokens: NumDraftTokens | None = None, acceptance: str | None = None, **shared: bool
+        self,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        is_repeatable: bool = True,
+        reports_drafts: bool = False,
     ) -> GenerateCall:
         k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         check_num_draft_tokens(k)
         rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
         assert self.pair_state is not None
         models = self.target, self.tokenizer, self.eos_ids, self.drafter, self.pair_state
-        return GenerateCall(*models, k, rule, **shared)
+        return GenerateCall(*models, k, rule, is_repeatable, reports_drafts)
 
 
 def _check_acceptance(name: str) -> str:

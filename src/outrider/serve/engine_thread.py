@@ -24,7 +24,7 @@ from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import Schedule
 from outrider.errors import CompileError, NumericsError, OutriderError
 from outrider.records import Chunk, Round, Timing, TokenLogprob
-from outrider.request_state import RequestState, chunk_of
+from outrider.requests.state import RequestState
 from outrider.serve.fair_queue import Turns
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.http_errors import Refusal, unavailable
@@ -370,7 +370,7 @@ class EngineThread:
             if row_round.error is not None:
                 event, reason = NumericsError(row_round.error), "error"
             else:
-                event = chunk_of(row_round, row.job, Timing())
+                event = row.job.chunk(row_round, Timing())
                 reason = row_round.finish_reason or ""
                 if times.first_s == 0.0:
                     times.first_s = now_s

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from outrider.decoding.engine import Load
 from outrider.records import Chunk, Stats, Timing
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 from outrider.serve.pending import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.options import CONSTRAINTS
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 from outrider.serve.completion_json import ChatForm, CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of

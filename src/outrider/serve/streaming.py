@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from outrider.errors import OutriderError
 from outrider.records import Chunk, Completion, FinishReason
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, ScoredTokens, event
 from outrider.serve.engine_thread import EngineThread
 from outrider.serve.http_errors import Refusal, refusal_of

@@ -126,8 +126,8 @@ def _samples(
         FileError: an option or a prompt is invalid.
     """
     from outrider.certify.samples import SampledText
-    from outrider.generate_call import check_tokens
     from outrider.options import Sampling
+    from outrider.requests.call import check_tokens
 
     for line in lines:
         where = f"{file}, line {line.number}"

@@ -121,7 +121,7 @@ class LocalWorker:
                 yield index, Length(min(most, context_len), most > context_len)
 
     def _check_tokens(self, options: dict[str, Any]) -> None:
-        from outrider.generate_call import check_tokens
+        from outrider.requests.call import check_tokens
 
         check_tokens(Sampling(**options), self.decoder.target.vocab_size, self.decoder.eos_ids)
 

@@ -16,8 +16,9 @@ from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Sched
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling, check_num_slots
-from outrider.records import Chunk, Completion, Request, Timing
-from outrider.request_state import RequestState, check_names, chunk_of, chunks_of, rows_of, seed_of
+from outrider.records import Chunk, Completion, Request, Round, Timing
+from outrider.requests.row_options import check_names, rows_of, seed_of
+from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import current_ranks
@@ -69,7 +70,16 @@ class GenerateCall:
         schedule = self._schedule(num_slots, max(map(self._room, states)))
         requests = [state.request for state in states]
         rounds = decode(self.target, self.drafter, requests, self.rule, num_draft_tokens=schedule, num_slots=num_slots)
-        return chunks_of(rounds, states)
+        return self._chunks(rounds, states)
+
+    @staticmethod
+    def _chunks(rounds: Iterator[Round], states: Sequence[RequestState]) -> Iterator[Chunk]:
+        for round_ in rounds:
+            # The first chunk of a round carries its timing, so that the timings of all chunks add up.
+            timing = round_.timing
+            for row in round_.rows:
+                yield states[row.row].chunk(row, timing)
+                timing = Timing()
 
     def completions(
         self, prompts: Iterable[Any], num_slots: int, options: dict[str, Any]
@@ -112,7 +122,7 @@ class GenerateCall:
                     del running[row.row]
                     yield number, NumericsError(row.error)
                     continue
-                state.chunks.append(chunk_of(row, state, Timing()))
+                state.chunks.append(state.chunk(row, Timing()))
                 if row.finish_reason is not None:
                     del running[row.row]
                     yield number, state.completion

@@ -1,17 +1,14 @@
-"""The state of one request: options in, chunks of text out."""
+"""The options of each row of a call."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from outrider.errors import OptionError
 from outrider.options import Sampling, instead_of, own_name
-from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Timing
-from outrider.text.row_text import RowText
 
 _OPTIONS = [field.name for field in fields(Sampling)]
 _OF_CALLS = ("num_draft_tokens", "num_slots")  # shared by all rows of a call
@@ -78,54 +75,3 @@ def rows_of(
 
 def fields_of(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in _OPTIONS}
-
-
-@dataclass(slots=True)
-class RequestState:
-    """One request in the loop, with its text so far.
-
-    Attributes:
-        request: with ``resume_ids`` as part of the prompt.
-        num_resumed: number of ``resume_ids``.
-        origins: one for each token pushed to ``text``.
-        chunks: so far, where they are collected.
-    """
-
-    request: Request
-    text: RowText
-    num_prompt_tokens: int
-    num_resumed: int
-    origins: list[Origin] = field(init=False)
-    chunks: list[Chunk] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
-
-    @property
-    def completion(self) -> Completion:
-        """The sum of ``chunks``."""
-        return Completion.of(self.chunks, self.num_prompt_tokens)
-
-
-def chunks_of(rounds: Iterator[Round], jobs: Sequence[RequestState]) -> Iterator[Chunk]:
-    for round_ in rounds:
-        # The first chunk of a round carries its timing, so that the timings of all chunks add up.
-        timing = round_.timing
-        for row in round_.rows:
-            yield chunk_of(row, jobs[row.row], timing)
-            timing = Timing()
-
-
-def chunk_of(row: RowRound, job: RequestState, timing: Timing) -> Chunk:
-    job.origins.extend(row.origins)
-    if row.finish_reason is not None:
-        job.text.finish()
-    seed = job.request.sampling.seed
-    assert seed is not None
-    return Chunk.of(row, _pieces(job.text.take(), job.origins), timing, seed)
-
-
-def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
-    """Group text by origin: neighbouring tokens of the same origin are joined."""
-    groups = groupby(text, key=lambda item: origins[item[0]])
-    return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
