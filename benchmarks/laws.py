@@ -31,8 +31,8 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Law
 from outrider.models.registry import resolve
+from outrider.records import Stats
 from outrider.replay.record import header_of, record_batch
-from outrider.stats.counts import RoundCounts
 from outrider.stats.intervals import Interval, ratio_of_sums
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
@@ -60,7 +60,7 @@ def _predicted(
     header = header_of(plain, options, 1)
     for name, law in _LAWS.items():
         for k, one in law.expected(records, header, drafter.lm, _KS).items():
-            counts: Sequence[RoundCounts] = one.prompts
+            counts: Sequence[Stats] = one.prompts
             tokens = [each.num_generated_tokens for each in counts]
             yield name, k, _tau(tokens, [each.num_rounds + each.num_truncated for each in counts])
 

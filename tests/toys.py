@@ -176,7 +176,7 @@ class Output:
 
     @property
     def stats(self) -> Stats:
-        return sum((Stats.of(row) for row in self.rounds), Stats())
+        return sum((row.stats for row in self.rounds), Stats())
 
 
 def adaptive(costs: Mapping[int, Mapping[int, float]]) -> AdaptiveSchedule:

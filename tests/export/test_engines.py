@@ -11,9 +11,10 @@ import torch
 from outrider.export.engines import ENGINES, Handover, transformers_options, vllm_config
 from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Outlook, by_draft_cost, by_measured_costs
 from outrider.options import Sampling
+from outrider.records import Stats
 from outrider.replay.plan import Costs, RoundCost, Setting
 from outrider.replay.replay import ExpectedRounds
-from outrider.stats.counts import RoundCounts, tau_interval
+from outrider.stats.counts import tau_interval
 from pairs import embedded, embedded_tokenizer, zoo
 
 PAIR = Handover("target", "draft", 3, Sampling(temperature=0.7, top_k=40, top_p=0.9), "", 512)
@@ -158,7 +159,7 @@ def test_how_engines_draft() -> None:
 
 
 def _expected(*accepted: int) -> ExpectedRounds:
-    counts = RoundCounts(accepted=(0.0,) * accepted[0] + (10.0,), drafted=(0.0,) * 8 + (10.0,), num_generated_tokens=10)
+    counts = Stats(10, (0.0,) * accepted[0] + (10.0,), (0.0,) * 8 + (10.0,))
     return ExpectedRounds(8, (counts, counts), tau_interval([counts, counts]))
 
 
@@ -183,8 +184,8 @@ def test_the_best_k_by_measured_costs() -> None:
     counts = {
         k: ExpectedRounds(k, (one, one), tau_interval([one, one]))
         for k, one in {
-            1: RoundCounts(accepted=(0.0, 5.0), drafted=(0.0, 5.0), num_generated_tokens=10),
-            2: RoundCounts(accepted=(0.0, 5.0, 0.0), drafted=(0.0, 0.0, 5.0), num_generated_tokens=10),
+            1: Stats(10, (0.0, 5.0), (0.0, 5.0)),
+            2: Stats(10, (0.0, 5.0, 0.0), (0.0, 0.0, 5.0)),
         }.items()
     }
     outlook = by_measured_costs(counts, [costs(1, 0.006), costs(8, 0.012)])

@@ -23,6 +23,7 @@ from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.options import Sampling
+from outrider.records import Stats
 from outrider.replay.bounds import Bounds, KnownProbs, bounds
 from outrider.replay.log_format import Header, Record
 from outrider.replay.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
@@ -31,7 +32,7 @@ from outrider.sampling.probs import Settings, normalised
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import Text, force
-from outrider.stats.counts import RoundCounts, tau_interval, total
+from outrider.stats.counts import tau_interval, total
 from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
 
@@ -74,12 +75,12 @@ class ExpectedRounds:
     """
 
     k: int
-    prompts: tuple[RoundCounts, ...]
+    prompts: tuple[Stats, ...]
     tau: Interval | None
     upper: ExpectedRounds | None = None
 
     @property
-    def counts(self) -> RoundCounts:
+    def stats(self) -> Stats:
         return total(self.prompts)
 
 
@@ -189,8 +190,8 @@ def replay(
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
     """Aggregate all records; each is released after counting."""
-    low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
-    high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
+    low: dict[int, list[Stats]] = {k: [] for k in ks}
+    high: dict[int, list[Stats]] = {k: [] for k in ks}
     is_exact = dict.fromkeys(ks, True)
     sums: list[list[float]] = []
     counts: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.options import CONSTRAINTS
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 from outrider.serve.completion_json import ChatForm, CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
@@ -169,7 +169,7 @@ class Preparer:
     def _job(self, ask: ParsedRequest, ids: list[int], max_tokens: int, choice: int) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
-        job = self.decoder.job(ids, {**ask.options, **own})
+        job = self.decoder.request(ids, {**ask.options, **own})
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job

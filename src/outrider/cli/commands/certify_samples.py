@@ -127,13 +127,14 @@ def _samples(
     """
     from outrider.certify.samples import SampledText
     from outrider.options import Sampling
+    from outrider.requests.call import check_tokens
 
     for line in lines:
         where = f"{file}, line {line.number}"
         given = replace(sampling, **line.options)
         try:
             law = Sampling(**given.to_options(seed=None, num_seeds=1))
-            decoder.check_tokens(law)
+            check_tokens(law, decoder.target.vocab_size, decoder.eos_ids)
             law = law.with_ends(decoder.eos_ids)
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
             whole = prompt_ids

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from outrider.bench.report import ArmSummary
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
+    from outrider.records import Stats
     from outrider.replay.log_format import Header, Record
     from outrider.replay.plan import Costs, PairChoice
-    from outrider.stats.counts import RoundCounts
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _NUM_ROWS_SHOWN = 10
@@ -216,12 +216,12 @@ def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
 
 def _counts(
     drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, law: str, ks: Sequence[int]
-) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
+) -> tuple[dict[tuple[str, int], Sequence[Stats]], bool]:
     """Expected rounds of each draft and K. If p is known in part only, assumes the lowest possible acceptance; also
     returns whether it does."""
     from outrider.replay.replay import replay, summarise
 
-    counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
+    counts: dict[tuple[str, int], Sequence[Stats]] = {}
     is_bounded = False
     with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():

@@ -258,12 +258,14 @@ def _a_model(drafters: Sequence[Drafter]) -> Any:
 
 
 def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
+    from outrider.stats.counts import positions_of
+
     def of(side: ExpectedRounds) -> dict[str, Any]:
-        counts = side.counts
+        stats = side.stats
         return {
             "tau": side.tau and side.tau.to_json(),
-            "stats": counts.to_json(),
-            "positions": [position.to_json() for position in counts.positions],
+            "stats": stats.to_json(),
+            "positions": [position.to_json() for position in positions_of(stats)],
         }
 
     return of(one) | {"upper": one.upper and of(one.upper)}
@@ -280,8 +282,8 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
             arm.draft,
             str(arm.k),
             interval_text(one.tau) + (f" to {interval_text(upper.tau)}" if upper else ""),
-            _percent(one.counts.draft_acceptance_rate)
-            + (f" to {_percent(upper.counts.draft_acceptance_rate)}" if upper else ""),
+            _percent(one.stats.draft_acceptance_rate)
+            + (f" to {_percent(upper.stats.draft_acceptance_rate)}" if upper else ""),
             "-" if alpha is None else _alpha_text(alpha),
         )
     print_table(console, table)
