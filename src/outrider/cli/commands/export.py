@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.export.checks import DescribedModel
+    from outrider.export.engine_rules import Outlook
     from outrider.export.engines import Handover, ServingEngine
     from outrider.export.folder import Facts
-    from outrider.export.laws import Outlook
     from outrider.replay.log_format import Header, Record
 
 _NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the sequences and rounds of --measure
@@ -124,7 +124,7 @@ def export(
     _show(console, engine, handover, facts, output, written)
     body: dict[str, Any] = {
         "engine": {"name": engine.name, "version": engine.version},
-        "law": engine.laws[setting].name,
+        "law": engine.rules[setting].name,
         "setting": setting or None,
         "k": handover.k,
         "k_by_rows": [list(entry) for entry in handover.k_by_rows],
@@ -166,7 +166,7 @@ def _predict(
         return [], None, {}, ""
     from outrider.decoding.measured_costs import tokens_needed
     from outrider.drafters.model import ModelDrafter
-    from outrider.export.laws import KS, by_draft_cost, by_measured_costs
+    from outrider.export.engine_rules import KS, by_draft_cost, by_measured_costs
     from outrider.models.memory import sizes_of
     from outrider.replay.log import Log
     from outrider.replay.plan import Setting, measure_costs
@@ -197,7 +197,7 @@ def _predict(
         place = {"device": machine.device, "dtype": machine.dtype, "models_file": machine.models}
         drafter = load_draft(specs[1].name, header, **place)  # type: ignore[arg-type]
     assert isinstance(drafter, ModelDrafter)
-    expected = {key: law.expected(records, header, drafter.lm, KS) for key, law in engine.laws.items()}
+    expected = {key: rule.expected(records, header, drafter.lm, KS) for key, rule in engine.rules.items()}
     if decoder is not None:
         context = min(_CONTEXT, decoder.context_len - tokens_needed(max(KS)))
         settings = [Setting(rows, context) for rows in _ROWS]
@@ -223,17 +223,17 @@ def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: S
     """Engine setting with the better acceptance. The first if nothing is known; at temperature 0, where all are
     equal, the one that keeps no probabilities."""
     if sampling.temperature == 0:
-        return list(engine.laws)[-1]
-    return max(engine.laws, key=lambda key: outlooks[key].merit(k)) if outlooks else next(iter(engine.laws))
+        return list(engine.rules)[-1]
+    return max(engine.rules, key=lambda key: outlooks[key].merit(k)) if outlooks else next(iter(engine.rules))
 
 
 def _show(
     console: Console, engine: ServingEngine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
 ) -> None:
-    law = engine.laws[handover.setting]
+    rule = engine.rules[handover.setting]
     console.print(f"{engine.name} {engine.version}, {facts.target.spec.name} with {facts.draft.spec.name}: {output}")
     console.print(f"  {', '.join(written)}", soft_wrap=True)
-    console.print(f"It accepts a drafted token with probability {law.about}.", soft_wrap=True)
+    console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=True)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
         console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
@@ -251,7 +251,7 @@ def _show(
 def _outlook_json(engine: ServingEngine, key: str, outlook: Outlook) -> dict[str, Any]:
     return {
         "setting": key or None,
-        "law": engine.laws[key].name,
+        "law": engine.rules[key].name,
         "best_k": outlook.best_k,
         "k_by_rows": [list(entry) for entry in outlook.k_by_rows],
         "tau": [{"k": k, "tau": one.tau and one.tau.to_json()} for k, one in outlook.tau.items()],
