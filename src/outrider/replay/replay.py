@@ -40,6 +40,7 @@ MATCH = "match"
 for any draft, and no better than ``rejection``; some other engines accept like this."""
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
+_NO_DRAFT = "a log is plain decoding already: name a draft to replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def load_draft(
         ModelError, DeviceError: it cannot be loaded.
     """
     if name == "none":
-        raise OptionError("--draft", name, "plain decoding is what the log holds; name a draft to replay")
+        raise OptionError("--draft", name, _NO_DRAFT)
     if name == "ngram":
         return NgramDrafter()
     model, is_greedy = split_name(name)
@@ -166,7 +167,7 @@ def replay(
     if acceptance not in PREDICTED_RULES:
         raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
-        raise OptionError("draft", drafter.name, "plain decoding is what the log holds; name a draft to replay")
+        raise OptionError("draft", drafter.name, _NO_DRAFT)
     if drafter.models and drafter.lm is None:
         raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
     needs_probs = not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0

@@ -59,7 +59,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         except TypeError:
             raise PromptError(f"a prompt is {FORMS}, not {prompt!r:.200}") from None
     if not ids:
-        raise PromptError("the prompt is empty: give at least one token of text to start from")
+        raise PromptError.empty()
     return ids
 
 

@@ -21,7 +21,7 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.own_text import own_text
+from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.what_if import what_if as predict_from
@@ -132,7 +132,8 @@ def plan(
         )
         records, header = own_text(decoder, texts, options, num_probs)
     else:
-        records, header = _read(log, decoder)
+        recording = recorded(log, decoder.target.name, decoder.tokenizer)
+        records, header = list(recording), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts, is_bounded = _counts(drafters, records, header, acceptance, ks)
@@ -199,19 +200,6 @@ def _texts(prompts: Path | None) -> list[str]:
     from outrider.text.example_prompts import PROMPTS
 
     return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
-
-
-def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
-    from outrider.replay.log import Log
-    from outrider.text.tokenizer import fingerprint
-
-    log = Log.open(path)
-    is_same = decoder.tokenizer is None or log.header.tokenizer in (None, fingerprint(decoder.tokenizer))
-    if log.header.target != decoder.target.name or not is_same:
-        raise OptionError(
-            "--log", str(path), f"it was recorded from {log.header.target}, not from this {decoder.target.name}"
-        )
-    return list(log), log.header
 
 
 def _counts(
