@@ -23,8 +23,8 @@ from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.options import Sampling
-from outrider.replay.bounds import Bounds, KnownProbs, bounds
-from outrider.replay.log_format import Header, Record
+from outrider.replay.bounds import Bounds, bounds
+from outrider.replay.log_format import Header, Record, TopProbs
 from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, log_ratios, survival
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
@@ -290,8 +290,8 @@ def _score(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling
                 own_logs[row][part] = np.log(q_x)
             known = _known(records[row], header, part, ids)
             if known is not None:
-                logs[row][part] = log_ratios(q_x, _numpy(known.probs))
-                _keep(bounds(q, known), agreements[row], overlaps[row], part)
+                logs[row][part] = log_ratios(q_x, _numpy(known.token_probs))
+                _keep(bounds(q, ids, known), agreements[row], overlaps[row], part)
     places_of = zip(own_logs, logs, agreements, overlaps, num_done, strict=True)
     has_p = header.sampling.temperature == 0 or header.num_probs is not None
     return [
@@ -318,21 +318,12 @@ def _joined(parts: Sequence[Floats]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _known(record: Record, header: Header, part: slice, ids: Tensor) -> KnownProbs | None:
+def _known(record: Record, header: Header, part: slice, ids: Tensor) -> TopProbs | None:
     """Recorded part of p, if any. At temperature 0 it is one-hot at the recorded token."""
     if header.sampling.temperature == 0:
         ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
-        return KnownProbs(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
-    probs = record.probs
-    if probs is None:
-        return None
-    return KnownProbs(
-        ids=ids,
-        probs=probs.token_probs[part].to(ids.device),
-        top_ids=probs.top_ids[part].to(ids.device),
-        top_probs=probs.top_probs[part].to(ids.device),
-        tail=probs.tail[part].to(ids.device),
-    )
+        return TopProbs(ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
+    return None if record.probs is None else record.probs.at(part, ids.device)
 
 
 def _numpy(values: Tensor) -> Floats:
