@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.export.engine_rules import (
+    EQUALITY,
+    GREEDY,
+    RATIO,
+    RATIO_OF_TEN,
+    Outlook,
+    by_draft_cost,
+    by_measured_costs,
+)
 from outrider.export.engines import ENGINES, Handover, transformers_options, vllm_config
-from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Outlook, by_draft_cost, by_measured_costs
 from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.replay.plan import Costs, RoundCost, Setting
@@ -35,7 +43,7 @@ LOSSY = (
 
 def _written(name: str) -> list[tuple[str, Handover, dict[str, str]]]:
     engine = ENGINES[name]
-    handovers = [replace(PAIR, setting=setting) for setting in engine.laws]
+    handovers = [replace(PAIR, setting=setting) for setting in engine.rules]
     handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0), k_by_rows=((1, 5), (4, 2), (8, 0))))
     return [(name, handover, engine.files(handover)) for handover in handovers]
 
@@ -150,11 +158,11 @@ def test_transformers_generates_with_these_options() -> None:
 
 def test_how_engines_draft() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.8)
-    by_temperature = ENGINES["vllm"].laws["probabilistic"]
+    by_temperature = ENGINES["vllm"].rules["probabilistic"]
     assert by_temperature.draft_sampling(sampling) == Sampling(temperature=0.5)
     assert RATIO_OF_TEN.draft_sampling(sampling) == Sampling(temperature=0.5, top_k=10)
     assert RATIO.draft_sampling(sampling) == sampling
-    names = {name: [law.name for law in engine.laws.values()] for name, engine in ENGINES.items()}
+    names = {name: [rule.name for rule in engine.rules.values()] for name, engine in ENGINES.items()}
     assert names["sglang"] == names["tensorrt-llm"] == [GREEDY.name] and names["mlx"] == [EQUALITY.name]
 
 

@@ -23,7 +23,7 @@ from outrider.replay import renewal
 from outrider.replay import replay as module
 from outrider.replay.log_format import Record
 from outrider.replay.record import top_probs
-from outrider.replay.renewal import RoundLaw, log_ratios
+from outrider.replay.renewal import RoundDistribution, log_ratios
 from outrider.replay.replay import MATCH, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
@@ -56,7 +56,7 @@ def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, has_model: bo
     for k in KS:
         real = run(target, chosen, [request(ids, StopAt(EOS), **options) for ids in PROMPTS], RULES[rule], k)
         for one, output in zip(replayed, real, strict=True):
-            law, _ = one.laws(k)
+            law, _ = one.distributions(k)
             rounds = [(row.num_drafted, row.num_accepted) for row in output.rounds if not row.is_truncated]
             assert one.is_exact(k)
             assert law.draw(np.random.default_rng(0)) == (rounds, bool(output.stats.num_truncated_rounds))
@@ -164,7 +164,11 @@ def _replayed(
     probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
     record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
     draft_sampling = Sampling(**q) if q else None
-    return next(iter(replay([record], header, drafter, law, [k], draft_sampling=draft_sampling))).laws(k)[0].expected()
+    return (
+        next(iter(replay([record], header, drafter, law, [k], draft_sampling=draft_sampling)))
+        .distributions(k)[0]
+        .expected()
+    )
 
 
 def _assert_exact(by_start: dict[tuple[int, int], Rounds], law: str, num_tokens: int, k: int, **how: Any) -> None:
@@ -263,7 +267,7 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     differences = defaultdict(list)
     for one, output in zip(replay(records, header, drafter, rule, [k], batch_size=500), outputs, strict=True):
         assert one.is_exact(k)
-        want, stats = one.laws(k)[0].expected().to_json(), output.stats.to_json()
+        want, stats = one.distributions(k)[0].expected().to_json(), output.stats.to_json()
         for name in ("num_rounds", "num_truncated_rounds", "num_accepted_draft_tokens", "num_draft_tokens"):
             differences[name].append(stats[name] - want[name])
     return {
@@ -373,7 +377,7 @@ def test_an_impossible_token_is_no_accident() -> None:
     """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
     not make up for a small q/p after it."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
-    law = RoundLaw.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
+    law = RoundDistribution.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
     assert law.expected().acceptance_histogram == pytest.approx((1.0, 1.0, 0.0))
     assert not torch.tensor(law.probs).isnan().any()
     logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
@@ -397,10 +401,10 @@ def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = llama_pair()
     header, records = written(target, PROMPTS, temperature=0.0, max_new_tokens=10)
     made: list[object] = []
-    of = RoundLaw.of
-    monkeypatch.setattr(RoundLaw, "of", lambda *arguments: made.append(None) or of(*arguments))
+    of = RoundDistribution.of
+    monkeypatch.setattr(RoundDistribution, "of", lambda *arguments: made.append(None) or of(*arguments))
     for draft in (drafter, NgramDrafter()):
         first = next(iter(replay(records, header, draft, "block", [1, 2, 3])))
         assert not made
-        assert first.laws(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
+        assert first.distributions(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
         made.clear()

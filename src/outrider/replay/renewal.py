@@ -76,7 +76,7 @@ def _with_none(survival: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundLaw:
+class RoundDistribution:
     """Distribution of the rounds over one sequence.
 
     Attributes:
@@ -93,7 +93,7 @@ class RoundLaw:
         assert self.num_drafted.max(initial=0) < self.probs.shape[1]
 
     @classmethod
-    def of(cls, survival: Floats, num_drafted: Integers) -> RoundLaw:
+    def of(cls, survival: Floats, num_drafted: Integers) -> RoundDistribution:
         """Derive the distribution from survival probabilities.
 
         Args:

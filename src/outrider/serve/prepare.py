@@ -143,7 +143,7 @@ class Preparer:
 
     def _prepare(self, ask: ParsedRequest, form: Callable[[TokenTexts], Form], reading: Reading) -> PreparedRequest:
         model = self.check_model(ask.model)
-        self._check_law(ask)
+        self._check_rule_and_k(ask)
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {self.most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
@@ -174,7 +174,7 @@ class Preparer:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job
 
-    def _check_law(self, ask: ParsedRequest) -> None:
+    def _check_rule_and_k(self, ask: ParsedRequest) -> None:
         own = self.decoder.acceptance
         if ask.acceptance not in (None, own):
             raise Refusal(

@@ -169,7 +169,7 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
                 stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
                 choice |= {"seed": chunk.seed, "stop_reason": stop_reason}
                 is_last = chunk.finish_reason is not None and begun.is_of_one_text and not ask.includes_usage
-                yield chunk_event(choice, **_timings(begun) if is_last else {})
+                yield chunk_event(choice, **_timings(begun, prepared.jobs[0].completion) if is_last else {})
         if ask.includes_usage:
             completions = [job.completion for job in prepared.jobs]
             yield event(head | {"choices": []} | _totals(begun, completions))
@@ -227,12 +227,12 @@ def _totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, 
         return {"usage": usage}
     own_k = prepared.jobs[0].request.num_draft_tokens
     metrics = metrics_of(completions[0], begun.ticket.times[0], begun.max_k if own_k is None else own_k)
-    return {"usage": usage, "metrics": metrics, **_timings(begun)}
+    return {"usage": usage, "metrics": metrics, **_timings(begun, completions[0])}
 
 
-def _timings(begun: AcceptedRequest) -> dict[str, Any]:
+def _timings(begun: AcceptedRequest, completion: Completion) -> dict[str, Any]:
     """Timings of one finished sequence."""
-    return {"timings": timings_of(begun.prepared.jobs[0].completion, begun.ticket.times[0])}
+    return {"timings": timings_of(completion, begun.ticket.times[0])}
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -42,7 +42,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt has half a character at {error.start} (a lone surrogate)") from None
+            raise PromptError(f"the prompt has a lone surrogate at {error.start}") from None
         # verbose=False: for a prompt that is too long we raise an error with a remedy, instead of a warning.
         ids = [int(i) for i in tokenizer(prompt, add_special_tokens=has_special, verbose=False).input_ids]
         ids = without_second_bos(tokenizer, prompt, ids) if has_special else ids
@@ -59,7 +59,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         except TypeError:
             raise PromptError(f"a prompt is {FORMS}, not {prompt!r:.200}") from None
     if not ids:
-        raise PromptError("the prompt is empty: give at least one token of text to start from")
+        raise PromptError.empty()
     return ids
 
 

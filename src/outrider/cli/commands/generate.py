@@ -173,7 +173,7 @@ def _read_prompt(argument: str | None) -> str:
         except UnicodeDecodeError as error:
             raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
     if not text.strip():
-        raise PromptError("the prompt is empty: give at least one token of text to start from")
+        raise PromptError.empty()
     return text
 
 
