@@ -127,11 +127,11 @@ def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:
     differing = {i: tokens for i, tokens in differing.items() if i < num_tokens}
     unknown = tuple(sorted(differing.keys() | range(width_of(draft), num_tokens)))
     if len(unknown) >= _MOST_UNKNOWN * num_tokens:
-        if differing:
+        if len(differing) >= _MOST_UNKNOWN * num_tokens:
             check_same_tokens(decoder.tokenizer, draft.tokenizer, target.name, draft.name)
         return ()  # too few logits, which is reported where the model is built
     if unknown:
-        examples = examples_of(differing) or f"it has {width_of(draft)}"
+        examples = examples_of(differing) or f"it has logits for {width_of(draft)}"
         count = f"{len(unknown)} of the {num_tokens} tokens of {target.name}"
         _LOG.warning("the draft %s does not know %s, and never drafts them (%s)", draft.name, count, examples)
     return unknown

@@ -29,6 +29,7 @@ from outrider.requests.row_options import check_names, rows_of
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
+from outrider.text.prompts import prompts_of
 from outrider.text.tokenizer import Prompt
 
 
@@ -197,7 +198,7 @@ class Decoder:
         check_num_slots(num_slots)
         (options,) = rows_of(sampling, {}, 1)
         check_names(changes)
-        return call.completions(prompts, num_slots, options | changes)
+        return call.completions(prompts_of(prompts), num_slots, options | changes)
 
     def engine(self, num_slots: int, capacity: int) -> Engine:
         """An engine for requests that arrive at any time (docs/engine.md), made by ``request``.

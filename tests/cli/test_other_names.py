@@ -50,6 +50,7 @@ def test_the_prompt_may_be_an_option(outrider: Outrider) -> None:
         for words in (("Once", *few), ("-p", "Once", *few), (*few, "--prompt=Once"), ("--prompt", "Once", *few))
     }
     assert len(outputs) == 1 and outputs != {""}
+    assert "No such option: --colour" in outrider("generate", "--prompt", "Once", "--model", "x", "--colour", 5).err
     assert "there is a prompt already: 'Once'" in outrider("generate", "Once", "-p", "Twice").error
     ended = outrider("generate", "Once", "-n", 1, "--seed", 1, "--stop", "-p")  # a value, not an option
     assert ended.code == 0, ended.err

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -24,7 +24,7 @@ UNKNOWN = (95, 97, 98)
 
 def _tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w96")
 
 
@@ -50,7 +50,7 @@ def test_unknown_tokens_have_no_probability(caplog: pytest.LogCaptureFixture) ->
         logits = lm.forward(ids, torch.arange(3)[None], lm.new_cache(1, 16), 16)
         want = lm.model(ids).logits
     assert logits.shape == (1, 3, 99)
-    assert [i for i in range(99) if bool(logits[..., i].isneginf().any())] == [*UNKNOWN]
+    assert [i for i, q in enumerate(logits.softmax(dim=-1)[0, -1].tolist()) if q == 0] == [*UNKNOWN]
     known = [i for i in range(97) if i != 95]
     torch.testing.assert_close(logits[..., known], want[..., known])
 
@@ -71,24 +71,43 @@ def test_the_output_is_the_targets(acceptance: str) -> None:
     assert any(set(ids) & {*UNKNOWN} for ids in want) or acceptance != "gumbel"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("acceptance", RULES)
-def test_only_unknown_tokens_are_allowed(acceptance: str) -> None:
-    """Nothing is drafted then."""
+def test_only_unknown_tokens_are_allowed(acceptance: str, temperature: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Any of them is drafted then, with equal q."""
     decoder = _pair(acceptance)
+    caplog.clear()
     bias = {i: -float("inf") for i in range(99) if i not in UNKNOWN}
-    options: dict[str, Any] = {"logit_bias": bias, "temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
-    got = decoder.generate(["w1", "w2", "w3 w4"], seed=3, **options)
-    want = decoder.plain().generate(["w1", "w2", "w3 w4"], seed=3, **options)
+    options: dict[str, Any] = {"logit_bias": bias, "max_new_tokens": 12, "ignore_eos": True, "seed": 3}
+    got = decoder.generate(["w1", "w2", "w3 w4"], temperature=temperature, **options)
+    want = decoder.plain().generate(["w1", "w2", "w3 w4"], temperature=temperature, **options)
+    assert not caplog.messages
     for one, plain in zip(got, want, strict=True):
         assert {*one.token_ids} <= {*UNKNOWN}
-        assert one.stats.num_accepted_draft_tokens == 0
-        assert acceptance != "gumbel" or one.token_ids == plain.token_ids
+        assert (acceptance != "gumbel" and temperature > 0) or one.token_ids == plain.token_ids
+    assert temperature == 0 or sum(one.stats.num_accepted_draft_tokens for one in got) > 0
+
+
+def test_a_constraint_that_allows_unknown_tokens() -> None:
+    """Drafts are masked token by token then."""
+    decoder = _pair("gumbel")
+    options: dict[str, Any] = {"regex": "(w7|tool|w95|end){8}", "temperature": 1.0, "seed": 4, "max_new_tokens": 20}
+    got, plain = decoder.generate([PROMPT] * 3, **options), decoder.plain().generate([PROMPT] * 3, **options)
+    assert [one.token_ids for one in got] == [one.token_ids for one in plain]
+    assert any({*one.token_ids} & {*UNKNOWN} for one in got)
 
 
 def test_many_unknown_tokens_are_refused() -> None:
     five_percent = [token if i >= 5 else f"other{i}" for i, token in enumerate(TARGET_TOKENS)]
     with pytest.raises(TokenizerMismatch, match="5 of 99 tokens differ .id 0 is 'w0' / 'other0'"):
         _pair(draft_tokens=five_percent)
+
+
+def test_a_draft_with_fewer_logits(caplog: pytest.LogCaptureFixture) -> None:
+    """Without tokenizers the numbers of tokens tell."""
+    (lm,) = outrider.load(random_llama(99), random_llama(97)).drafter.models
+    assert lm.unknown_ids == (97, 98)
+    assert "(it has logits for 97)" in caplog.text
 
 
 def test_tokens_beyond_the_targets_do_not_matter(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,10 +121,9 @@ def _draft_steps(
             states.settle(lengths + i)
             if i == 0 and k > 1:
                 states = cache.scratch()
+        finite.append(is_finite(logits[:, -1]))
         here = history.map(lambda values: values[:, None])
         q = to_probs(logits, settings, here, None if allowed is None else allowed[:, None])[:, -1]  # [B, V]
-        # q is NaN where constraints allow only tokens that the draft does not know.
-        finite.append(is_finite(logits[:, -1]) & q[:, 0].isfinite())
         if is_greedy:
             ids.append(q.argmax(dim=-1))
         else:

@@ -142,7 +142,7 @@ def load_draft(
     if lm.vocab_size < header.vocab_size:
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
-        lm = LM(lm.model, name=lm.name, vocab_size=header.vocab_size, context_len=lm.context_len)
+        lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
     return ModelDrafter(lm, is_greedy)
 
 

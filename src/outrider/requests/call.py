@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -85,7 +86,7 @@ class GenerateCall:
         self, prompts: Iterable[Any], num_slots: int, options: dict[str, Any]
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
         """See ``Decoder.complete``."""
-        unread = enumerate(prompts_of(prompts))
+        unread = enumerate(prompts)
         waiting: deque[tuple[int, RequestState]] = deque()
         engine: Engine | None = None
         capacity = 0
@@ -169,6 +170,7 @@ class GenerateCall:
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
         eos_ids = () if sampling.ignore_eos else self.eos_ids
         text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
+        _check_list(resume_ids)
         if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
             raise OptionError(
                 "resume_ids", f"{len(resume_ids)} tokens", "the output is complete: nothing is left to generate"
@@ -198,6 +200,12 @@ class GenerateCall:
             constraint=constraint,
         )
         return RequestState(request, text, len(ids), len(resume_ids))
+
+
+def _check_list(resume_ids: Any) -> None:
+    is_list = isinstance(resume_ids, Sequence) and not isinstance(resume_ids, str | bytes)
+    if not is_list or not all(isinstance(i, numbers.Integral) for i in resume_ids):
+        raise OptionError("resume_ids", resume_ids, "a list of token ids for each prompt")
 
 
 def checked_ids(target: LM, tokenizer: Any | None, prompt: Prompt) -> list[int]:

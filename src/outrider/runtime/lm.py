@@ -34,13 +34,16 @@ PREFILL_TOKENS = 1024
 would only take more memory (docs/log/2026.md)."""
 
 
+_UNKNOWN = -1e4  # finite, so that there is a q where constraints allow no other tokens
+
+
 class LM:
     """A model with what the decoding loop needs to know of it.
 
     Attributes:
         name: for messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
-        unknown_ids: tokens of the vocabulary that the model does not know; their logits are -inf.
+        unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
         context_len: maximum sequence length.
         device: of its first layer.
         dtype: of its activations.
@@ -81,9 +84,10 @@ class LM:
 
     def with_vocabulary(self, vocab_size: int, unknown_ids: tuple[int, ...]) -> LM:
         """This model as the draft of a target with slightly different tokens. Ids that it does not know are fed as
-        whatever it has there: they change its q, and no output."""
+        whatever it has there, the last one beyond its embedding: they change its q, and no output."""
         lm = copy.copy(self)
         lm.vocab_size, lm.unknown_ids = vocab_size, unknown_ids
+        vars(lm).pop("_unknown", None)
         return lm
 
     def eager(self) -> LM:
@@ -279,8 +283,8 @@ class LM:
             )
         logits: Tensor = output.logits[..., : self.vocab_size]
         if self.unknown_ids:
-            logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
-            logits = logits.index_fill(-1, self._unknown.to(logits.device), -torch.inf)
+            logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]))
+            logits = logits.index_fill(-1, self._unknown.to(logits.device), _UNKNOWN)
         broken = cache.find_broken()
         if broken is not None:
             broken = broken.to(logits.device).cumsum(dim=1) > 0

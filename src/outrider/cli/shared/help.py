@@ -42,9 +42,13 @@ class _Help(_Base):
                 alias = copy(params[name])
                 alias.opts, alias.secondary_opts = list(aliases), []
                 alias.add_to_parser(parser, ctx)
-        if any(isinstance(param, TyperArgument) and param.name == "prompt" for param in self.params):
+        if self._takes_prompt:
             self._add_prompt_option(parser)
         return parser
+
+    @property
+    def _takes_prompt(self) -> bool:
+        return any(isinstance(param, TyperArgument) and param.name == "prompt" for param in self.params)
 
     def _add_prompt_option(self, parser: Any) -> None:
         """Accept the prompt as an option, too."""
@@ -64,7 +68,13 @@ class _Help(_Base):
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         words = list(args)
         params = [param for param in self.get_params(ctx) if isinstance(param, TyperOption)]
-        options = {param.name or "": (*reversed(param.opts), *param.secondary_opts) for param in params}
+        options: dict[str, tuple[str, ...]] = {
+            name: (*reversed(param.opts), *param.secondary_opts, *ALIASES.get(name, ()))
+            for param in params
+            if (name := param.name)
+        }
+        if self._takes_prompt:
+            options["prompt"] = PROMPT_OPTIONS
         try:
             rest = super().parse_args(ctx, args)
         except Exception:  # Typer's own
