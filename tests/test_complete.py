@@ -94,6 +94,8 @@ def test_options_of_the_call_are_checked_at_once() -> None:
         decoder.complete([], num_slots=0)
     with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
         decoder.complete([], num_draft_tokens="much")
+    with pytest.raises(PromptError, match="prompts are one or several"):
+        decoder.complete(5)  # type: ignore[arg-type]
     assert list(decoder.complete([])) == []
 
 
