@@ -95,7 +95,7 @@ def test_options_of_the_call_are_checked_at_once() -> None:
     with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
         decoder.complete([], num_draft_tokens="much")
     with pytest.raises(PromptError, match="prompts are one or several"):
-        decoder.complete(5)  # type: ignore[arg-type]
+        decoder.complete(5)
     assert list(decoder.complete([])) == []
 
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_resumed() -> None:
         decoder.stream("Once", resume_ids=[-1])
     with pytest.raises(OptionError, match="one list for each of the 2 prompts"):
         decoder.stream_many(["a", "b"], resume_ids=[[1]])
-    forms: list[Any] = [None, [[1]], "ab", iter([1]), 5]
+    forms = [None, [[1]], "ab", iter([1]), 5]
     for form in forms:
         with pytest.raises(OptionError, match="a list of token ids for each prompt"):
             decoder.stream("Once", resume_ids=form)
