@@ -100,23 +100,17 @@ def tiny_llama(
     seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, context_len: int = 256, **options: Any
 ) -> PreTrainedModel:
     """A random Llama in float64. Large weights, so that logits are far apart and depend on the whole text."""
-    return random_model(
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=context_len,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-            **options,
-        ),
-        seed,
-    )
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    sizes = {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": context_len}
+    return random_model(LlamaForCausalLM, LlamaConfig(**sizes, **defaults | options), seed)
 
 
 def random_model(model_class: type, config: object, seed: int) -> PreTrainedModel:
@@ -176,7 +170,7 @@ class Output:
 
     @property
     def stats(self) -> Stats:
-        return sum((Stats.of(row) for row in self.rounds), Stats())
+        return sum((row.stats for row in self.rounds), Stats())
 
 
 def adaptive(costs: Mapping[int, Mapping[int, float]]) -> AdaptiveSchedule:

@@ -23,7 +23,7 @@ from outrider.bench.run import (
 )
 from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.drafters.model import ModelDrafter
-from outrider.records import Chunk, Stats, Timing
+from outrider.records import Chunk, RowRound, Stats, Timing
 from outrider.text.example_prompts import PROMPTS, WARM_UP
 from pairs import embedded
 
@@ -103,10 +103,11 @@ class Steady:
 
     def stream(self, *_: Any, **__: Any) -> Iterator[Chunk]:
         self.is_open = True
+        row = RowRound(0, (5,), ("bonus",), 0, 0, False, None, None, None)
         try:
             for _round in range(self.num_rounds):
                 self.turns.append(self.name)
-                yield Chunk(0, (), (5,), ("bonus",), None, None, Stats(), Timing(total_s=self.round_s))
+                yield Chunk.of(row, (), Timing(total_s=self.round_s), seed=0)
         finally:
             self.is_open = False
 

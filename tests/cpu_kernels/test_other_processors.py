@@ -20,7 +20,12 @@ _LEVELS = {
 }
 # Commands of compilers whose kernels must give equal results, to the bit, since their vectors are equally wide.
 _COMMANDS = {
-    level: [*(f"g++ {flags} -mtune={one}" for one in _TUNINGS), f"clang++ {flags}"] for level, flags in _LEVELS.items()
+    level: [
+        *(f"g++ {flags} -mtune={one}" for one in _TUNINGS),
+        f"clang++ {flags}",
+        f"clang++-16 {flags} -mtune=znver4",
+    ]
+    for level, flags in _LEVELS.items()
 } | {"NEON": ["aarch64-linux-gnu-g++ -static", "clang++ --target=aarch64-linux-gnu -static"]}
 _EMULATORS = {"NEON": "qemu-aarch64"}
 _FEW, _ALL = "5", "1"  # one of so many shapes

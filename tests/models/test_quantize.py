@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, PerTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import outrider
 from outrider.errors import CompileError, DeviceError, MissingExtra, OptionError, UnsupportedModel
@@ -56,15 +56,7 @@ def test_bytes_are_predicted_from_the_configuration(quantization: str, dtype: to
 
 def test_widths_that_the_group_does_not_divide_are_passed_over(tmp_path: Path) -> None:
     """A scale is for 128 inputs or 32: of 96 and 48, the layers of 96 inputs are quantized. The prediction knows."""
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=96,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=96,
-    )
+    config = random_llama(hidden_size=96, tie_word_embeddings=False, initializer_range=0.02).config
     folder = save(tmp_path, LlamaForCausalLM(config))
     model = outrider.load(folder, quantization="int4").target.model
     down = [layer.mlp.down_proj.weight for layer in model.model.layers]

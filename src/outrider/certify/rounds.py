@@ -52,7 +52,7 @@ class Tree:
     p: tuple[Tensor, Tensor, Tensor]
     q: tuple[Tensor, Tensor]
 
-    def target_law(self) -> Tensor:
+    def target_distribution(self) -> Tensor:
         """Target's distribution of three tokens. [M, M, M]"""
         p0, p1, p2 = self.p
         return p0[:, None, None] * p1[:, :, None] * p2
@@ -60,10 +60,10 @@ class Tree:
 
 def round_gap(rule: Rule, tree: Tree) -> float:
     """Largest difference of a probability of three tokens between the rule and the target alone."""
-    return float((round_law(rule, tree) - tree.target_law()).abs().max())
+    return float((round_distribution(rule, tree) - tree.target_distribution()).abs().max())
 
 
-def round_law(rule: Rule, tree: Tree) -> Tensor:
+def round_distribution(rule: Rule, tree: Tree) -> Tensor:
     """Distribution of three tokens: a round with two drafted ones under a rule, then the target. [M, M, M]"""
     _, p1, p2 = tree.p
     pieces = _pieces(rule, tree)

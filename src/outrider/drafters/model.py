@@ -20,14 +20,14 @@ from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
-GREEDY = ":greedy"
+GREEDY_SUFFIX = ":greedy"
 """Suffix of the name of a draft model that drafts its most probable tokens."""
 
 
 def split_name(name: Any) -> tuple[Any, bool]:
     """Split a draft's name into the model, and whether it drafts greedily."""
-    is_greedy = isinstance(name, str) and name.endswith(GREEDY)
-    return (name.removesuffix(GREEDY), True) if is_greedy else (name, False)
+    is_greedy = isinstance(name, str) and name.endswith(GREEDY_SUFFIX)
+    return (name.removesuffix(GREEDY_SUFFIX), True) if is_greedy else (name, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ModelDrafter:
 
     @property
     def name(self) -> str:
-        return self.lm.name + GREEDY * self.is_greedy
+        return self.lm.name + GREEDY_SUFFIX * self.is_greedy
 
     @property
     def is_one_hot(self) -> bool:
@@ -118,9 +118,10 @@ def _draft_steps(
             states.settle(lengths + i)
             if i == 0 and k > 1:
                 states = cache.scratch()
-        finite.append(is_finite(logits[:, -1]))
         here = history.map(lambda values: values[:, None])
         q = to_probs(logits, settings, here, None if allowed is None else allowed[:, None])[:, -1]  # [B, V]
+        # q is NaN where constraints allow only tokens that the draft does not know.
+        finite.append(is_finite(logits[:, -1]) & q[:, 0].isfinite())
         if is_greedy:
             ids.append(q.argmax(dim=-1))
         else:

@@ -13,9 +13,10 @@ from contextlib import redirect_stdout
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from outrider.cli.shared.other_names import ALIASES, check_names, hint_at_threads
+from outrider.cli.shared.other_names import ALIASES, PROMPT_OPTIONS, check_names, hint_at_threads
+from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     _Base = TyperCommand
@@ -41,7 +42,24 @@ class _Help(_Base):
                 alias = copy(params[name])
                 alias.opts, alias.secondary_opts = list(aliases), []
                 alias.add_to_parser(parser, ctx)
+        if any(isinstance(param, TyperArgument) and param.name == "prompt" for param in self.params):
+            self._add_prompt_option(parser)
         return parser
+
+    def _add_prompt_option(self, parser: Any) -> None:
+        """Accept the prompt as an option, too."""
+        parser.add_option(self, PROMPT_OPTIONS, "prompt_option")
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            found, *others = parse(args)
+            if (prompt := found.pop("prompt_option", None)) is not None:
+                if isinstance(found.get("prompt"), str):
+                    raise OptionError(PROMPT_OPTIONS[0], prompt, f"there is a prompt already: {found['prompt']!r}")
+                found["prompt"] = prompt
+            return found, *others
+
+        parser.parse_args = parse_args
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         words = list(args)
