@@ -108,16 +108,10 @@ def test_the_disk(plain: Plain, from_disk: Path, monkeypatch: pytest.MonkeyPatch
 
         num_made = 0
 
-        def __init__(self, is_beside: bool) -> None:
-            pass
-
         def make(self, job: CompileJob) -> CompiledProgram:
             Remembers.num_made += 1
             program_cache.keep_package(made.name, made.package)
             return made
-
-        def hurry(self) -> None:
-            pass
 
         def close(self) -> None:
             pass

@@ -72,7 +72,7 @@ def test_a_text_begins_eagerly_and_goes_on_with_programs() -> None:
             service.deliver()
         token_ids += chunk.token_ids
     assert tuple(token_ids) == want.token_ids
-    assert service.num_runs > 2 and not any(order.is_urgent for order in service.orders)
+    assert service.num_runs > 2 and service.num_awaited == 0
 
 
 @pytest.mark.parametrize("is_cold", [True, False])
@@ -98,7 +98,7 @@ def test_one_row_with_a_seed_makes_a_round_wait() -> None:
     for seed in (None, 3):
         engine.submit(mixed.job(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
     engine.step()
-    assert service.orders and all(order.is_urgent for order in service.orders)
+    assert service.num_awaited == len(service.orders) > 0
 
 
 def test_a_program_that_cannot_be_made() -> None:
@@ -127,7 +127,7 @@ def test_a_failure_is_remembered() -> None:
         with pytest.raises(CompileError, match="^no compiler$"):
             mixed.generate([prompt], **options)
     verifies = [order for order in service.orders if order.what == "verify_step of target"]
-    assert [order.is_urgent for order in verifies] == [True, False]
+    assert [order.program.done() for order in verifies] == [True, False]  # nobody waited for the second
     service.deliver()
     assert mixed.generate([longer], **options)[0].token_ids == eager.generate([longer], **options)[0].token_ids
     assert mixed.generate([PROMPT], max_new_tokens=4)[0].token_ids  # eagerly
@@ -171,7 +171,7 @@ def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypa
     assert list(costs) == [0, 2, 4] and not service.orders
     waiting = mixed.compiled(service=service)
     assert round_costs(waiting.target, waiting.drafter, RULES["block"], 1, 64).keys() == costs.keys()
-    assert service.orders and all(order.is_urgent for order in service.orders)
+    assert service.num_awaited == len(service.orders) > 0
 
 
 @pytest.fixture
@@ -191,6 +191,7 @@ def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(CompileError):
             order.program.result(LIMIT_S)
     assert len(orders) == service.num_orders > 3 and service.num_open == 0
+    mixed.generate([PROMPT, PROMPT], max_new_tokens=[4, 24])
     told = sorted(record.message for record in caplog.records if record.levelname == "WARNING")
     assert told == [
         f"{name} cannot be compiled here: RuntimeError: no compiler at all; it runs eagerly"
@@ -228,7 +229,7 @@ def test_a_step_beside_the_compiler_leaves_one_thread_to_it() -> None:
         torch.set_num_threads(3)
         with service.room():
             assert torch.get_num_threads() == 3
-        service._num_compiling = 1
+        service.num_open = 1
         with service.room():
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 3
@@ -250,7 +251,7 @@ def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
 
     try:
         torch.set_num_threads(3)
-        service._num_compiling = 1
+        service.num_open = 1
         other = threading.Thread(target=begin)
         with service.room():
             other.start()
@@ -265,8 +266,7 @@ def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
 def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.chdir(tmp_path)
-    process = Process(is_beside=True)
-    process.hurry()
+    process = Process()
     answer = process.make(CompileJob(b"", "", 1))
     assert isinstance(answer, str) and answer.startswith("EOFError")
     process.close()
@@ -274,7 +274,7 @@ def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkey
 
 def test_a_process_that_was_killed() -> None:
     """Who waits for it hears of it, and the next program is made by another one."""
-    process = Process(is_beside=False)
+    process = Process()
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
         process.make(CompileJob(b"", "", 1))
@@ -284,9 +284,7 @@ def test_a_process_that_was_killed() -> None:
 @pytest.mark.slow  # two processes load torch
 def test_no_process_is_left_behind() -> None:
     """However the one that started it ends."""
-    code = (
-        "from outrider.compile.service import Process; p = Process(False); print(p._process.pid, flush=True); input()"
-    )
+    code = "from outrider.compile.service import Process; p = Process(); print(p._process.pid, flush=True); input()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with parent:
         assert parent.stdout is not None
@@ -314,9 +312,9 @@ def _call(lm: Any, length: int = 8) -> Call:
     found: list[Call] = []
 
     class Looks(OnCall):
-        def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
+        def order(self, call: Call) -> ProgramOrder:
             found.append(call)
-            return super().order(call, is_urgent=is_urgent)
+            return super().order(call)
 
     decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm), num_draft_tokens=2)
     decoder.compiled(service=Looks()).generate([list(range(1, length))], max_new_tokens=2)
@@ -344,8 +342,8 @@ def test_progress_is_told_to_its_end(
     monkeypatch.setattr(service_module.program_cache, "find", lambda key: None)
     monkeypatch.setattr(service_module.program_cache, "keep", lambda key, made: None)
     caplog.set_level("INFO", "outrider.compile.service")
-    service = CompileService(is_beside=True)
-    orders = [service.order(call, is_urgent=True) for _ in range(2)]
+    service = CompileService()
+    orders = [service.order(call) for _ in range(2)]
     are_ordered.set()
     for order in orders:
         assert order.program.result(LIMIT_S) == "a program"

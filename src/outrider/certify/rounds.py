@@ -240,8 +240,7 @@ def _uses(rule: Rule, length: int, vocab_size: int) -> Tensor:
     ahead = NoiseAhead(rule.make_noise, _K, vocab_size)
     both = []
     for start in (_START, _START + length):
-        starts = [start] * _NUM_SEEDS
-        both.append(ahead.at(seeds, torch.tensor(starts), starts, starts, _K).values)
+        both.append(ahead.at(seeds, torch.full_like(seeds, start), _K).values)
     values = torch.cat(both, dim=1)
     return (values[:, :, None] == values[:, None, :]).all(dim=0).long().argmax(dim=1)
 
@@ -261,11 +260,10 @@ def noise_gap(make_noise: Callable[[Tensor, Tensor, int, int], GumbelNoise]) -> 
     """Share of the noise in two successive rounds that is not a function of its position: different between rounds, or
     equal in two positions."""
     seeds = torch.arange(_NUM_SEEDS)
-    ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
     is_wrong = []
     for length in range(1, _K + 2):
-        starts = [[start] * _NUM_SEEDS for start in (_START, _START + length)]
-        rounds = [ahead.at(seeds, torch.tensor(own), own, own, _K) for own in starts]
+        ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
+        rounds = [ahead.at(seeds, torch.full_like(seeds, start), _K) for start in (_START, _START + length)]
         for i, j in product(range(_K + 1), repeat=2):
             one, other = rounds[0].at(i).values(), rounds[1].at(j).values()  # [S, V]
             is_wrong.append((one == other) != (i == length + j))

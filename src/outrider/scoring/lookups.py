@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outrider.drafters.base import Drafter, RowBounds, Rows
+from outrider.drafters.base import Drafter, Rows
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
@@ -36,7 +36,8 @@ def proposals(
             num_wanted=torch.tensor(num_wanted),
             settings=Settings.neutral(len(part), ids.device),
             history=NO_HISTORY,
-            bounds=[RowBounds(len(prefix), len(prefix), n, False) for prefix, n in zip(part, num_wanted, strict=True)],
+            most_wanted=num_wanted,
+            longest=max(map(len, part)),
         )
         noise = rule.make_noise(torch.zeros_like(lengths), lengths, k, vocab_size)
         draft = drafter.open(len(part), ids.shape[1], ids.device).propose(rows, k, rule, noise)

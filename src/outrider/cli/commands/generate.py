@@ -287,7 +287,7 @@ def _report_missing() -> None:
     """Report how many programs were not compiled in time."""
     from outrider.compile.service import shared_service
 
-    service = shared_service(False)
+    service = shared_service()
     if service.num_open:
         print(
             f"{service.num_open} of {service.num_orders} programs were not compiled before generation ended: "
