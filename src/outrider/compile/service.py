@@ -33,7 +33,6 @@ from outrider.runtime.execution import Call, Program
 
 _LOG = logging.getLogger(__name__)
 _HEAD_START_S = 0.3  # before the first program: importing the compiler would delay the first tokens
-_NICENESS = 10  # generation comes first; on a single core compiling still gets a tenth
 _IDLE_S = 20.0  # after which an idle process ends; it holds some hundred megabytes
 
 
@@ -84,6 +83,7 @@ class CompileService:
         self._lock = threading.Lock()
         self._new: SimpleQueue[ProgramOrder] = SimpleQueue()
         self._to_compile: SimpleQueue[ProgramOrder] = SimpleQueue()
+        self._is_beside = self._has_failed = False  # sequences are generated meanwhile; a program could not be made
         self._reported: set[str] = set()
 
     def order(self, call: Call) -> ProgramOrder:
@@ -101,6 +101,7 @@ class CompileService:
     def room(self) -> Iterator[None]:
         """Run an eager step on one thread fewer while something is compiled. (The threads of an operation wait for each
         other: where one of them has no core for a moment, all wait, and generation is twenty times slower.)"""
+        self._is_beside = True
         full = torch.get_num_threads()
         if self.num_open == 0 or full == 1:
             yield
@@ -174,7 +175,7 @@ class CompileService:
         with self._failing(order):
             program_cache.keep(order.key, compiled)
             self._finish(order, compiled)
-        if self.num_open == 0:
+        if self._is_beside and self.num_open == 0 and not self._has_failed:
             _LOG.info("all %d programs are ready", self.num_orders)
         return process
 
@@ -197,6 +198,7 @@ class CompileService:
 
     def _fail(self, order: ProgramOrder, reason: str) -> None:
         error = CompileError(f"{order.lm.name} cannot be compiled here: {reason}")
+        self._has_failed = True
         self._close(order)
         order.program.set_exception(error)
 
@@ -226,7 +228,6 @@ class Process:
             start_new_session=True,  # Ctrl-C is for this process alone; the other ends with all its children
         )
         theirs.close()
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
     def make(self, job: CompileJob) -> CompiledProgram | str:
         """Compile a program; return it, or the reason why there is none. Raises EOFError, OSError: the process died."""
