@@ -24,7 +24,7 @@ from outrider.bench.run import (
 from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.drafters.model import ModelDrafter
 from outrider.records import Chunk, RowRound, Stats, Timing
-from outrider.text.example_prompts import PROMPTS, WARM_UP
+from outrider.text.example_prompts import PROMPTS
 from pairs import embedded
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
@@ -240,7 +240,7 @@ def test_peak_memory_is_that_of_the_process() -> None:
 
 def test_the_built_in_prompts() -> None:
     """One to warm up and fifteen to measure: one sentence each, all different."""
-    prompts = [WARM_UP, *PROMPTS]
+    prompts = PROMPTS
     assert len(prompts) == len(set(prompts)) == 16
     for prompt in prompts:
         assert prompt.endswith(".") and "." not in prompt[:-1] and "\n" not in prompt
