@@ -96,7 +96,7 @@ def test_one_row_with_a_seed_makes_a_round_wait() -> None:
     _, mixed = pair(service)
     engine = mixed.engine(num_slots=2, capacity=64)
     for seed in (None, 3):
-        engine.submit(mixed.job(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
+        engine.submit(mixed.request(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
     engine.step()
     assert service.num_awaited == len(service.orders) > 0
 
@@ -146,13 +146,13 @@ def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> N
         service = Fails(fails)
         _, mixed = pair(service)
         engine = mixed.engine(num_slots=2, capacity=64)
-        plain = mixed.job(PROMPT, {"max_new_tokens": 40, "temperature": 0}).request
+        plain = mixed.request(PROMPT, {"max_new_tokens": 40, "temperature": 0}).request
         engine.submit(replace(plain, constraint=Remainders(mixed.target.vocab_size)))
         found = []
         while (round_ := engine.step()) is not None:
             found += round_.rows
             if len(found) in (3, 7) and not is_alone:
-                index = engine.submit(mixed.job(PROMPT[:2], {"max_new_tokens": 8, "seed": 3}).request)
+                index = engine.submit(mixed.request(PROMPT[:2], {"max_new_tokens": 8, "seed": 3}).request)
                 with pytest.raises(CompileError, match="no compiler"):
                     engine.step()
                 engine.cancel(index)
