@@ -41,6 +41,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, ModelDrafter]]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("has_model", [True, False], ids=["model", "ngram"])
