@@ -10,6 +10,7 @@ that it is not among them unless asked for:
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -52,15 +53,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the combinations of several parameters, a test marked ``pairwise`` runs a third: those whose numbers add up to
-    a multiple of three. With three values each, every pair of values is in one of them. So does every test that has run
-    with another execution before. The other combinations are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the combinations of several parameters, a test marked ``pairwise`` runs a third: those whose values have
+    numbers that add up to a multiple of three. With three values each, every pair of values is in one of them. So does
+    every test that has run with another execution before. The other combinations are slow."""
+    first, *_ = config.getoption("executions").split(",")
+    numbers: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # of the values of a parameter, as they come
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            numbers = dict(item.callspec.indices)
-            is_again = numbers.pop("_execution", 0) > 0
-            if (is_again or item.get_closest_marker("pairwise")) and sum(numbers.values()) % 3:
+            total = 0
+            for name, value in item.callspec.params.items():
+                known = numbers[item.nodeid.partition("[")[0], name]
+                total += known.setdefault(id(value), len(known)) if name != "_execution" else 0
+            is_again = item.callspec.params.get("_execution", first) != first
+            if (is_again or item.get_closest_marker("pairwise")) and total % 3:
                 item.add_marker(pytest.mark.slow)
 
 
@@ -76,8 +82,8 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _probed_once() -> Iterator[None]:
-    """The embedded models are probed when they are first loaded in each type, quantized or not, and not again: that
-    takes most of the time of a command that generates a few tokens. (All other models are, each time.)"""
+    """The embedded models are probed when they are first loaded in each type, and not again: that takes most of the
+    time of a command that generates a few tokens. (All other models are, each time.)"""
     from outrider.models import loading
     from outrider.models.probe import probe
 
@@ -85,7 +91,7 @@ def _probed_once() -> Iterator[None]:
 
     def once(lm: "LM", kind: str) -> None:
         key = lm.name, lm.dtype, lm.vocab_size, lm.context_len, lm.model.config._attn_implementation
-        if lm.name.partition(":")[0] not in ("fable", "fable-draft") or key not in done:
+        if lm.name not in ("fable", "fable-draft") or key not in done:
             probe(lm, kind)
         done.add(key)
 

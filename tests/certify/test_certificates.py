@@ -181,7 +181,7 @@ def _part(whole, begin: int, end: int):
 @pytest.mark.parametrize("acceptance", RULES)
 def test_false_alarms_are_as_rare_as_stated(acceptance: str) -> None:
     """60 certificates at a level of 5%. More alarms than the bound come with a probability under 1e-6."""
-    assert _alarms(acceptance, 60, 400, 0.05) <= stats.binom.isf(1e-6, 60, 0.05)
+    assert _alarms(acceptance, 60, 300, 0.05) <= stats.binom.isf(1e-6, 60, 0.05)
 
 
 @pytest.mark.slow
