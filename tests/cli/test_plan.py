@@ -2,14 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
-from outrider.decoding.measured_costs import CostArm
+from outrider.decoding.measured_costs import CostArm, time_rounds
 from outrider.records import Timing
 
 QUICK = "-n", 12, "--context", 8
+
+
+@pytest.fixture(autouse=True)
+def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict here depends on how well rounds are measured."""
+
+    def quickly(*arguments: Any, num_passes: int, **options: Any) -> Any:
+        return time_rounds(*arguments, num_passes=2, **options)
+
+    monkeypatch.setattr("outrider.replay.plan.time_rounds", quickly)
 
 
 @pytest.fixture

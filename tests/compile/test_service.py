@@ -162,6 +162,7 @@ def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> N
     assert rounds(is_alone=False) == alone and {one.num_accepted for one in alone} > {0, 2}
 
 
+@pytest.mark.usefixtures("costs_are_measured")
 def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is kept as a cost of compiled rounds, and nothing waits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -363,6 +364,20 @@ def test_the_same_call_is_the_same_bytes(call: Call) -> None:
     other = as_lm(tiny_llama())
     other.model.model.rotary_emb.inv_freq.mul_(0.5)  # small tensors are part of the code
     assert pack(_call(other)) != pack(call)
+
+
+def test_small_tensors_are_part_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor writes their values into the code: a model with another rope_theta, whose few frequencies are such, must
+    not be given the program of this one."""
+    monkeypatch.setattr(worker, "_compile", lambda exported, options, path: path.write_bytes(b""))
+    monkeypatch.setattr(worker, "package_of", lambda name: None)
+    monkeypatch.setattr(worker, "keep_package", lambda name, package: None)
+    names = []
+    for factor in (1.0, 1.0, 0.5):
+        lm = as_lm(tiny_llama(num_layers=1))
+        lm.model.model.rotary_emb.inv_freq.mul_(factor)
+        names.append(worker.make(CompileJob(pack(_call(lm)), code_of(lm.model), 1)).name)
+    assert names[0] == names[1] != names[2]
 
 
 def test_no_weights_are_packed(call: Call) -> None:

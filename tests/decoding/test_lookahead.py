@@ -56,6 +56,7 @@ def _comparable(row: RowRound) -> RowRound:
     return dataclasses.replace(row, rejected_ratio=ratio, logprobs=logprobs)
 
 
+@pytest.mark.pairwise
 @LOOKAHEADS
 @ALL_RULES
 @pytest.mark.parametrize("drafter_name", ["model", "cut", "ngram", "none"])
