@@ -85,7 +85,7 @@ def _first(decoder: Decoder, arm: str) -> dict[str, float]:
 
 def _switch(decoder: Decoder) -> dict[str, float]:
     """Tokens per second: eager, while programs are compiled, and when they are there."""
-    service = CompileService(is_beside=True)
+    service = CompileService()
     mixed = decoder.compiled(waits=False, service=service)
     _rate(decoder)
     eager = [_rate(decoder) for _ in range(5)]

@@ -41,9 +41,10 @@ from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
-from outrider.text.example_prompts import PROMPTS, WARM_UP
+from outrider.text.example_prompts import PROMPTS
 
 _K = 4
+_WARM_UP = "The rain had stopped by the time they reached the mill."
 _SOURCE, _EMBEDDED_DRAFT = "fable", "fable-draft"
 _COPY_BYTES = 2**30
 _NUM_COPIES = 20
@@ -109,7 +110,7 @@ def generate_ms_per_token(decoder: Decoder, num_prompts: int, num_tokens: int) -
         out.tolist()  # waits for the device
         return time.perf_counter() - start
 
-    generate_s(WARM_UP, 8)
+    generate_s(_WARM_UP, 8)
     times = [generate_s(prompt, num_tokens) - generate_s(prompt, 1) for prompt in PROMPTS[:num_prompts]]
     return 1e3 * sum(times) / num_prompts / (num_tokens - 1)
 

@@ -1,12 +1,12 @@
-"""Tokens per round under the laws of acceptance of several engines: predicted by replay, and measured.
+"""Tokens per round under the acceptance rules of several engines: predicted by replay, and measured.
 
     pip install gguf 'mlx[cpu]' mlx-lm
     python benchmarks/laws.py --llama-server llama-build/bin/llama-server > laws_fable.txt
 
-The target writes texts at temperature 1, without a draft; tau is predicted from them for each law
-(outrider.export.laws) and each K. Then Outrider, Transformers, llama.cpp and mlx-lm generate with the draft, on the
-same prompts with other seeds, and the tokens per round are counted (how: peer_arms/; how to get the server is said in
-peers.py). Both count rounds that the end of a text cuts short. Weights are float32, llama.cpp's cache is float16;
+The target generates texts at temperature 1, without a draft; tau is predicted from them for each rule
+(outrider.export.engine_rules) and each K. Then Outrider, Transformers, llama.cpp and mlx-lm generate with the draft,
+on the same prompts with other seeds, and the tokens per round are counted (peer_arms/; peers.py says how to get the
+server). Both count rounds that the end of a text cuts short. Weights are float32, llama.cpp's cache is float16;
 intervals are over the prompts, 95%. The last line of standard output is the result in JSON.
 """
 
@@ -29,17 +29,17 @@ from peer_arms.llama_cpp import llama_cpp_arms
 from outrider.api import load, load_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
-from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Law
+from outrider.export.engine_rules import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, EngineRule
 from outrider.models.registry import resolve
+from outrider.records import Stats
 from outrider.replay.record import header_of, record_batch
-from outrider.stats.counts import RoundCounts
 from outrider.stats.intervals import Interval, ratio_of_sums
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 
 _KS = (1, 2, 4, 8)
-_BLOCK = Law("block", "Outrider's default rule", "block")
-_LAWS = {"ratio": RATIO, "block": _BLOCK, "ratio of ten": RATIO_OF_TEN, "greedy": GREEDY, "match": EQUALITY}
+_BLOCK = EngineRule("block", "Outrider's default rule", "block")
+_RULES = {"ratio": RATIO, "block": _BLOCK, "ratio of ten": RATIO_OF_TEN, "greedy": GREEDY, "match": EQUALITY}
 
 
 def _tau(num_tokens: Sequence[float], num_rounds: Sequence[float]) -> Interval:
@@ -58,11 +58,11 @@ def _predicted(
     labels = [(i, text, None, i) for i, text in enumerate(texts)]
     records, _ = record_batch(plain, texts, labels, options, num_probs=1)
     header = header_of(plain, options, 1)
-    for name, law in _LAWS.items():
-        for k, one in law.expected(records, header, drafter.lm, _KS).items():
-            counts: Sequence[RoundCounts] = one.prompts
+    for name, rule in _RULES.items():
+        for k, one in rule.expected(records, header, drafter.lm, _KS).items():
+            counts: Sequence[Stats] = one.prompts
             tokens = [each.num_generated_tokens for each in counts]
-            yield name, k, _tau(tokens, [each.num_rounds + each.num_truncated for each in counts])
+            yield name, k, _tau(tokens, [each.num_rounds + each.num_truncated_rounds for each in counts])
 
 
 def _by_outrider(plain: Any, drafter: Drafter, rule: str, num_texts: int, num_tokens: int, k: int) -> Interval:
@@ -128,19 +128,19 @@ def main() -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             server = arguments.llama_server.resolve()
             runs += stack.enter_context(llama_cpp_arms(*folders, _KS, server, 2, plain.context_len, folder))
-        laws = {
+        rules = {
             "HF, assistant": ("ratio", "Transformers"),
             "llama.cpp f16, argmax draft": ("greedy", "llama.cpp"),
             "llama.cpp f16, sampled draft": ("ratio of ten", "llama.cpp"),
         }
         for arm, run in runs:
-            if arm.family not in laws or arm.k is None:
+            if arm.family not in rules or arm.k is None:
                 continue
             # llama.cpp samples the first token when it reads the prompt, which is not a round.
             first = int(arm.package == "llama.cpp")
             outputs = [run(prompt, 1.0, 10**6 + i, num_tokens) for i, prompt in enumerate(prompts)]
             rounds = [output.num_forwards - first for output in outputs]
-            add(*laws[arm.family], arm.k, _tau([len(output.token_ids) - first for output in outputs], rounds))
+            add(*rules[arm.family], arm.k, _tau([len(output.token_ids) - first for output in outputs], rounds))
     body = [{"law": name, "program": program, "k": k, "tau": tau.to_json()} for name, program, k, tau in rows]
     settings = {"num_texts": num_texts, "num_tokens": num_tokens, "temperature": 1.0}
     print(json.dumps({"results": body, **settings, "provenance": provenance("cpu")}))

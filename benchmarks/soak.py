@@ -42,7 +42,7 @@ from hostile import ATTACKS, NUM_CLIENTS, hostile, print_hostile
 from outrider.system.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from pairs import broken_model, word_tokenizer  # noqa: E402
+from pairs import broken_model, word_tokenizer
 
 _CONTEXT = 64
 _LIMIT_S = 60.0

@@ -1,6 +1,7 @@
 """Makers of programs that compile nothing."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from outrider.compile.program_cache import CompiledProgram
 from outrider.compile.service import CompileService, ProgramOrder
 from outrider.compile.worker import CompileJob
 from outrider.errors import CompileError
-from outrider.runtime.execution import Call
+from outrider.runtime.execution import Call, Program
 
 
 class Recalled:
@@ -23,22 +24,40 @@ class Recalled:
         return self._call.on(tensors, stores)
 
 
+class _Awaited(Future[Program]):
+    """Is there as soon as somebody waits for it."""
+
+    def __init__(self, deliver: Callable[[], None]) -> None:
+        super().__init__()
+        self._deliver = deliver
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self._deliver()
+        return super().exception(0)
+
+
 class OnCall(CompileService):
-    """Delivers when it is told to, and at once what somebody waits for."""
+    """Delivers when it is told to, or when somebody waits.
+
+    Attributes:
+        num_awaited: how many times somebody waited.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.orders: list[ProgramOrder] = []
+        self.num_awaited = 0
 
-    def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
-        order = ProgramOrder.of(call, is_urgent)
+    def order(self, call: Call) -> ProgramOrder:
+        order = ProgramOrder.of(call)
+        order.program = _Awaited(self._be_awaited)
         self.orders.append(order)
         self._on_order(order)
-        if is_urgent:
-            self.deliver()
         return order
 
-    def hurry(self, program: Any) -> None:
+    def _be_awaited(self) -> None:
+        self.num_awaited += 1
         self.deliver()
 
     def deliver(self) -> None:
@@ -69,14 +88,8 @@ class Fails(OnCall):
 class Refuses:
     """In the place of a process: it compiles nothing."""
 
-    def __init__(self, is_beside: bool) -> None:
-        pass
-
     def make(self, job: CompileJob) -> CompiledProgram | str:
         return "RuntimeError: no compiler at all"
-
-    def hurry(self) -> None:
-        pass
 
     def close(self) -> None:
         pass

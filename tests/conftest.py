@@ -10,37 +10,39 @@ that it is not among them unless asked for:
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
-import toys
-from outrider.models import loading
-from outrider.models.probe import probe
-from outrider.runtime.lm import LM
-
-if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)
-settings.register_profile(
-    "fixed",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],  # which is of the load
-)
-settings.load_profile("fixed")
+if TYPE_CHECKING:
+    from outrider.runtime.lm import LM
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that "auto" is the CPU everywhere
+    if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
+        return  # it hands out tests; the workers start when it is ready, so that nothing is imported here
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    settings.register_profile(
+        "fixed",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],  # which is of the load
+    )
+    settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="FOLDER", help="write the pictures of the documentation there")
-    parser.addoption("--executions", default="eager,captured", help=f"of {','.join(toys.EXECUTIONS)}")
+    parser.addoption("--executions", default="eager,captured", help="of eager,captured,compiled")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,9 +52,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("_execution", names, indirect=True, scope="module")
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the combinations of several parameters, a test marked ``pairwise`` runs a third: those whose values have
+    numbers that add up to a multiple of three. With three values each, every pair of values is in one of them. So does
+    every test that has run with another execution before. The other combinations are slow."""
+    first, *_ = config.getoption("executions").split(",")
+    numbers: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # of the values of a parameter, as they come
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            total = 0
+            for name, value in item.callspec.params.items():
+                known = numbers[item.nodeid.partition("[")[0], name]
+                total += known.setdefault(id(value), len(known)) if name != "_execution" else 0
+            is_again = item.callspec.params.get("_execution", first) != first
+            if (is_again or item.get_closest_marker("pairwise")) and total % 3:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
     """How the steps of the toys are run."""
+    import toys
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toys, "execution", toys.EXECUTIONS[getattr(request, "param", "eager")])
         yield
@@ -62,9 +84,12 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
 def _probed_once() -> Iterator[None]:
     """The embedded models are probed when they are first loaded in each type, and not again: that takes most of the
     time of a command that generates a few tokens. (All other models are, each time.)"""
+    from outrider.models import loading
+    from outrider.models.probe import probe
+
     done: set[object] = set()
 
-    def once(lm: LM, kind: str) -> None:
+    def once(lm: "LM", kind: str) -> None:
         key = lm.name, lm.dtype, lm.vocab_size, lm.context_len, lm.model.config._attn_implementation
         if lm.name not in ("fable", "fable-draft") or key not in done:
             probe(lm, kind)
@@ -73,6 +98,28 @@ def _probed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "probe", once)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _costs_are_given() -> Iterator[None]:
+    """To measure the costs of rounds takes seconds, and K would depend on the machine."""
+    import toys
+    from outrider.decoding import cost_cache
+    from outrider.distill import watch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cost_cache, watch):
+            patch.setattr(module, "measure_round_costs", toys.given_costs)
+        yield
+
+
+@pytest.fixture
+def costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are for users."""
+    from outrider.decoding import cost_cache
+    from outrider.decoding.measured_costs import measure_round_costs
+
+    monkeypatch.setattr(cost_cache, "measure_round_costs", measure_round_costs)
 
 
 @pytest.fixture(autouse=True, scope="session")

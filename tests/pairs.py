@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.models.registry import resolve
 from outrider.options import DEFAULT_ACCEPTANCE
-from toys import random_model
+from toys import tiny_llama
 
 NUM_WORDS = 97
 
@@ -74,20 +74,9 @@ def byte_level_tokenizer(merged: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def random_llama(vocab_size: int = NUM_WORDS, seed: int = 0, *, context_len: int = 64, **more: Any) -> PreTrainedModel:
-    """A tiny Llama with random weights in float64."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context_len,
-        initializer_range=0.3,
-        bos_token_id=None,
-        **{"eos_token_id": NUM_WORDS - 1, "tie_word_embeddings": True} | more,
-    )
-    return random_model(LlamaForCausalLM, config, seed)
+    """A tiny Llama for the tokenizer of words: with an end token, and tied embeddings."""
+    own = {"eos_token_id": NUM_WORDS - 1, "tie_word_embeddings": True}
+    return tiny_llama(seed, vocab_size=vocab_size, context_len=context_len, **own | more)
 
 
 def broken_model(folder: Path) -> Path:

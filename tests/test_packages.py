@@ -17,7 +17,7 @@ LAYERS = """
     serve offline
     certify bench race distill export evals replay
     __init__ api decoder
-    decoding drafters scoring request_state
+    decoding drafters scoring requests
     models compile kernels runtime sampling
     stats text system
     records options errors

@@ -7,6 +7,7 @@ for chunk in decoder.stream("Once upon a time", seed=1):
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +22,16 @@ from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
-from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of
+from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 from outrider.system.ranks import join
-from outrider.text.tokenizer import check_same_tokens, tokenizer_of
+from outrider.text.tokenizer import check_same_tokens, differing_tokens, examples_of, tokenizer_of
 
+_LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
+_MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft need not know
 
 
 def load(
@@ -75,7 +78,7 @@ def load(
 
     Raises:
         ModelError: a model cannot be loaded, or its cache cannot be rolled back.
-        TokenizerMismatch: target and draft have different tokens.
+        TokenizerMismatch: 5% or more of the target's tokens are others in the draft. (Fewer are never drafted.)
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
     by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
@@ -123,9 +126,30 @@ def load_drafter(
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
     model, is_greedy = split_name(draft)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
-    if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
-        check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
-    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size), is_greedy)
+    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
+
+
+def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:
+    """Tokens of the target that are others in the draft, or missing there. A few are reported and never drafted.
+
+    Raises:
+        TokenizerMismatch: there are more.
+    """
+    target, num_tokens = decoder.target, decoder.target.vocab_size
+    differing: dict[int, tuple[str, str]] = {}
+    if decoder.tokenizer is not None and draft.tokenizer is not None:
+        differing = differing_tokens(decoder.tokenizer, draft.tokenizer)
+    differing = {i: tokens for i, tokens in differing.items() if i < num_tokens}
+    unknown = tuple(sorted(differing.keys() | range(width_of(draft), num_tokens)))
+    if len(unknown) >= _MOST_UNKNOWN * num_tokens:
+        if len(differing) >= _MOST_UNKNOWN * num_tokens:
+            check_same_tokens(decoder.tokenizer, draft.tokenizer, target.name, draft.name)
+        return ()  # too few logits, which is reported where the model is built
+    if unknown:
+        examples = examples_of(differing) or f"it has logits for {width_of(draft)}"
+        count = f"{len(unknown)} of the {num_tokens} tokens of {target.name}"
+        _LOG.warning("the draft %s does not know %s, and never drafts them (%s)", draft.name, count, examples)
+    return unknown
 
 
 def load_suffix(tokenizer: Any | None, vocab_size: int, corpus: Sequence[str | Path]) -> SuffixDrafter:

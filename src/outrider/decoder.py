@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import secrets
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,12 +9,10 @@ from typing import Any, Unpack
 
 from outrider.compile.compiled_lm import compiled_lm
 from outrider.compile.service import CompileService
-from outrider.decoding.batch import final_room
-from outrider.decoding.engine import Engine, decode
+from outrider.decoding.engine import Engine
 from outrider.decoding.pair_state import PairState
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
-from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
+from outrider.errors import OptionError, OutriderError
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -28,15 +23,14 @@ from outrider.options import (
     check_num_draft_tokens,
     check_num_slots,
 )
-from outrider.records import Chunk, Completion, Constraint, Request, Round, Timing
-from outrider.request_state import RequestState, check_names, chunk_of, chunks_of, completion_of, rows_of, seed_of
+from outrider.records import Chunk, Completion
+from outrider.requests.call import GenerateCall, checked_ids
+from outrider.requests.row_options import check_names, rows_of
+from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import RULES, Rule
-from outrider.system.ranks import current_ranks
-from outrider.text.prompts import check_ids, check_padding, is_chat, prompts_of
-from outrider.text.row_text import RowText
-from outrider.text.structure import Structure
-from outrider.text.tokenizer import Detokenizer, Prompt, encode
+from outrider.sampling.rules import RULES
+from outrider.text.prompts import prompts_of
+from outrider.text.tokenizer import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +112,8 @@ class Decoder:
         """
         # In a list, a single message would be taken for a chat.
         prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt
-        return self.stream_many(
-            [prompt],
-            sampling,
-            resume_ids=[resume_ids],
-            num_draft_tokens=num_draft_tokens,
-            acceptance=acceptance,
-            is_repeatable=is_repeatable,
-            reports_drafts=reports_drafts,
-            **changes,
-        )
+        call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
+        return call.chunks(call.states([prompt], sampling, changes, [resume_ids]), num_slots=1)
 
     def stream_many(
         self,
@@ -161,11 +147,8 @@ class Decoder:
             OptionError, PromptError: from the call, not from the first chunk.
             NumericsError: from the iterator.
         """
-        jobs = self._jobs(prompts, sampling, changes, resume_ids)
-        for job in jobs:
-            job.has_seed &= is_repeatable
-            job.request = replace(job.request, reports_drafts=reports_drafts)
-        return chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs)
+        call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
+        return call.chunks(call.states(prompts, sampling, changes, resume_ids), num_slots)
 
     def generate(
         self,
@@ -183,10 +166,11 @@ class Decoder:
         Returns:
             A completion for each prompt, in order.
         """
-        jobs = self._jobs(prompts, sampling, changes, resume_ids)
-        for chunk in chunks_of(self._rounds(jobs, num_slots, num_draft_tokens, acceptance), jobs):
-            jobs[chunk.row].chunks.append(chunk)
-        return [completion_of(job) for job in jobs]
+        call = self._call(num_draft_tokens, acceptance)
+        states = call.states(prompts, sampling, changes, resume_ids)
+        for chunk in call.chunks(states, num_slots):
+            states[chunk.row].chunks.append(chunk)
+        return [state.completion for state in states]
 
     def complete(
         self,
@@ -210,71 +194,21 @@ class Decoder:
             The index of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), while
             the other prompts continue.
         """
-        k, rule = self._k_and_rule(num_draft_tokens, acceptance)
+        call = self._call(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
         (options,) = rows_of(sampling, {}, 1)
         check_names(changes)
-        return self._complete(enumerate(prompts_of(prompts)), num_slots, k, rule, options | changes)
-
-    def _complete(
-        self,
-        prompts: Iterator[tuple[int, Any]],
-        num_slots: int,
-        k: NumDraftTokens,
-        rule: Rule,
-        options: dict[str, Any],
-    ) -> Iterator[tuple[int, Completion | OutriderError]]:
-        room_of = partial(final_room, self.target, max_k=_most_k(k))
-        waiting: deque[tuple[int, RequestState]] = deque()
-        engine: Engine | None = None
-        capacity = 0
-        open_jobs: dict[int, tuple[int, RequestState]] = {}
-        while True:
-            while len(waiting) < num_slots and (item := next(prompts, None)) is not None:
-                number, prompt = item
-                own: Mapping[str, Any] = {}
-                if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
-                    prompt, own = (prompt, own) if is_chat(prompt) else prompt
-                own = options | {"seed": seed_of(options.get("seed"), number)} | dict(own)
-                try:
-                    check_padding(self.tokenizer, [prompt])
-                    waiting.append((number, self._repeatable(self._job(prompt, own), k, rule)))
-                except (OptionError, PromptError) as error:
-                    yield number, error
-            if not open_jobs and waiting:
-                longest = max(room_of(job.request) for _, job in waiting)
-                if engine is None or longest > capacity:
-                    # A longer sequence than any before: all rows have ended, so a larger cache replaces the old one.
-                    engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
-                    engine = self._engine(k, rule, num_slots, capacity)
-            if engine is None:
-                return
-            while waiting and len(open_jobs) < 2 * num_slots and room_of(waiting[0][1].request) <= capacity:
-                number, job = waiting.popleft()
-                open_jobs[engine.submit(job.request)] = number, job
-            round_ = engine.step()
-            if round_ is None and not waiting:
-                return
-            for row in () if round_ is None else round_.rows:
-                number, job = open_jobs[row.row]
-                if row.error is not None:
-                    del open_jobs[row.row]
-                    yield number, NumericsError(row.error)
-                    continue
-                job.chunks.append(chunk_of(row, job, Timing()))
-                if row.finish_reason is not None:
-                    del open_jobs[row.row]
-                    yield number, completion_of(job)
+        return call.completions(prompts_of(prompts), num_slots, options | changes)
 
     def engine(self, num_slots: int, capacity: int) -> Engine:
-        """An engine for requests that arrive at any time (docs/engine.md), made by ``job``.
+        """An engine for requests that arrive at any time (docs/engine.md), made by ``request``.
 
         Args:
             capacity: most tokens in a row, prompt included.
         """
-        return self._engine(*self._k_and_rule(None, None), num_slots, capacity)
+        return self._call().engine(num_slots, capacity)
 
-    def job(self, prompt: Prompt, options: Mapping[str, Any]) -> RequestState:
+    def request(self, prompt: Prompt, options: Mapping[str, Any]) -> RequestState:
         """A checked request for ``engine``.
 
         Args:
@@ -283,57 +217,7 @@ class Decoder:
         Raises:
             OptionError, PromptError
         """
-        return self._repeatable(self._job(prompt, options), *self._k_and_rule(None, None))
-
-    def _engine(self, k: NumDraftTokens, rule: Rule, num_slots: int, capacity: int) -> Engine:
-        schedule = self._schedule(k, rule, num_slots, capacity)
-        return Engine(self.target, self.drafter, rule, num_slots=num_slots, capacity=capacity, schedule=schedule)
-
-    def _k_and_rule(
-        self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None
-    ) -> tuple[NumDraftTokens, Rule]:
-        k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        check_num_draft_tokens(k)
-        return k, RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
-
-    def _rounds(
-        self,
-        jobs: Sequence[RequestState],
-        num_slots: int,
-        num_draft_tokens: NumDraftTokens | None,
-        acceptance: str | None,
-    ) -> Iterator[Round]:
-        k, rule = self._k_and_rule(num_draft_tokens, acceptance)
-        check_num_slots(num_slots)
-        if not jobs:
-            return iter(())
-        requests = [self._repeatable(job, k, rule).request for job in jobs]
-        num_slots = min(num_slots, len(requests))
-        longest = max(final_room(self.target, request, _most_k(k)) for request in requests)
-        schedule = self._schedule(k, rule, num_slots, longest)
-        return decode(self.target, self.drafter, requests, rule, num_draft_tokens=schedule, num_slots=num_slots)
-
-    def _schedule(self, k: NumDraftTokens, rule: Rule, num_slots: int, num_tokens: int) -> Schedule:
-        most = self.drafter.most_drafted
-        if most == 0:
-            return ConstantSchedule(0)
-        if isinstance(k, int):
-            return ConstantSchedule(k if most is None else min(k, most))
-        assert self.pair_state is not None
-        return AdaptiveSchedule(self.pair_state.estimates(rule, num_slots, num_tokens))
-
-    def _repeatable(self, job: RequestState, k: NumDraftTokens, rule: Rule) -> RequestState:
-        """Make the request reproducible. The output for a given seed must not depend on what is compiled. If it depends
-        on K, it must not depend on the load either, so that under "auto" K is constant. With a constant K it must not
-        depend on its own end, since a drawn seed is reported and may be given."""
-        sampling, most = job.request.sampling, self.drafter.most_drafted
-        depends_on_k = most != 0 and rule.name != "gumbel" and sampling.temperature > 0
-        is_constant = k != "auto" or job.has_seed
-        job.request = replace(job.request, is_repeatable=job.has_seed, drafts_beyond_end=depends_on_k and is_constant)
-        if k == "auto" and depends_on_k and job.has_seed:
-            own = _most_k(k) if most is None else min(_most_k(k), most)
-            job.request = replace(job.request, num_draft_tokens=own)
-        return job
+        return self._call().state(prompt, options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -341,98 +225,24 @@ class Decoder:
         Raises:
             PromptError: it is empty, too long for the context, or has ids beyond the vocabulary or of an image.
         """
-        ids = encode(self.tokenizer, prompt)
-        if len(ids) >= self.target.context_len:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, but {self.target.name} can take {self.target.context_len} in all, "
-                "prompt and output together: shorten it"
-            )
-        check_ids(ids, self.target.vocab_size, self.target.model.config, self.tokenizer)
-        return ids
+        return checked_ids(self.target, self.tokenizer, prompt)
 
-    def _jobs(
+    def _call(
         self,
-        given: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None,
-        changes: Mapping[str, Any],
-        resume_ids: Sequence[Sequence[int]] | None,
-    ) -> list[RequestState]:
-        prompts = list(prompts_of(given))
-        check_padding(self.tokenizer, prompts)
-        if resume_ids is not None and len(resume_ids) != len(prompts):
-            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
-        jobs = []
-        for index, (prompt, own) in enumerate(zip(prompts, rows_of(sampling, changes, len(prompts)), strict=True)):
-            try:
-                jobs.append(self._job(prompt, own, () if resume_ids is None else resume_ids[index]))
-            except PromptError as error:
-                raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        return jobs
-
-    def _job(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> RequestState:
-        """A checked request.
-
-        Args:
-            options: the fields of ``Sampling``, one value each.
-        """
-        check_names(options)
-        ids = self.encode(prompt)
-        has_seed = options.get("seed") is not None
-        # 53 bits: JSON numbers are float64 in other languages.
-        seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
-        stop = options.get("stop")
-        stop_ids = options.get("stop_token_ids")
-        lists = {"stop": () if stop is None else stop, "stop_token_ids": () if stop_ids is None else stop_ids}
-        sampling = Sampling(**{**options, "seed": seed, **lists})
-        self.check_tokens(sampling)
-        if sampling.stop and self.tokenizer is None:
-            raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        constraint = self.constraint_of(sampling)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
-        eos_ids = () if sampling.ignore_eos else self.eos_ids
-        text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
-        if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
-            raise OptionError(
-                "resume_ids", f"{len(resume_ids)} tokens", "the output is complete: nothing is left to generate"
-            )
-        if resume_ids and not 0 <= min(resume_ids) <= max(resume_ids) < self.target.vocab_size:
-            raise OptionError("resume_ids", list(resume_ids)[:8], f"token ids from 0 to {self.target.vocab_size - 1}")
-        for token_id in resume_ids:
-            if text.push(token_id) is not None:
-                raise OptionError("resume_ids", token_id, "the output ended with this token")
-            if constraint is not None and not constraint.push(token_id):
-                raise OptionError("resume_ids", token_id, "the constraint forbids this token")
-        text.take()  # emitted before the cut
-        full = sampling.with_ends(self.eos_ids)
-        request = Request([*ids, *resume_ids], full, text, num_resumed=len(resume_ids), constraint=constraint)
-        return RequestState(request, text, len(ids), len(resume_ids), has_seed)
-
-    def constraint_of(self, sampling: Sampling) -> Constraint | None:
-        """The constraint of a request with these options, if any. Raises OptionError, MissingExtra."""
-        if not sampling.is_constrained:
-            return None
-        return Structure(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids)
-
-    def check_tokens(self, sampling: Sampling) -> None:
-        """Check that the vocabulary has the tokens that the options name, and that one may be generated. Raises
-        OptionError."""
-        vocab_size, bias = self.target.vocab_size, sampling.logit_bias or {}
-        for name, ids in (("logit_bias", bias), ("stop_token_ids", sampling.stop_token_ids)):
-            if max(ids, default=0) >= vocab_size:
-                raise OptionError(name, max(ids), f"token ids are below {vocab_size}")
-        forbidden = {token_id for token_id, value in bias.items() if value == -math.inf}
-        if len(forbidden) == vocab_size:
-            raise OptionError("logit_bias", -math.inf, "it forbids every token")
-        if sampling.min_tokens and len(forbidden.union(sampling.stop_token_ids, self.eos_ids)) == vocab_size:
-            raise OptionError("min_tokens", sampling.min_tokens, "no token is left that does not end the output")
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+        is_repeatable: bool = True,
+        reports_drafts: bool = False,
+    ) -> GenerateCall:
+        k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        check_num_draft_tokens(k)
+        rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
+        assert self.pair_state is not None
+        models = self.target, self.tokenizer, self.eos_ids, self.drafter, self.pair_state
+        return GenerateCall(*models, k, rule, is_repeatable, reports_drafts)
 
 
 def _check_acceptance(name: str) -> str:
     if name not in RULES:
         raise OptionError("acceptance", name, f"choose one of {', '.join(RULES)}")
     return name
-
-
-def _most_k(k: NumDraftTokens) -> int:
-    """K, or the default of rows with a constant K under "auto"."""
-    return DEFAULT_NUM_DRAFT_TOKENS if k == "auto" else k

@@ -75,6 +75,11 @@ class OptionError(UsageError):
 class PromptError(UsageError):
     """A prompt is empty, or longer than the context."""
 
+    @classmethod
+    def empty(cls) -> PromptError:
+        """The error for a prompt without a token."""
+        return cls("the prompt is empty: give at least one token of text to start from")
+
 
 class ModelError(UsageError):
     """A model cannot be loaded."""

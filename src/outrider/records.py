@@ -14,9 +14,9 @@ This module knows no model and no file. It does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from outrider.options import Sampling
 
@@ -29,9 +29,6 @@ Origin = Literal["accepted", "correction", "bonus"]
 FinishReason = Literal["eos", "stop", "length", "error"]
 """``eos``: an end token of the model; ``stop``: a stop string or token; ``length``: max_new_tokens, or the context is
 full; ``error``: a model gave NaN or infinite logits."""
-
-
-_Count = TypeVar("_Count", int, float)  # float for expected counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +160,20 @@ class RowRound:
     slot: int = field(default=0, compare=False)
     has_broken_draft: bool = False
 
+    @property
+    def stats(self) -> Stats:
+        """The counts of this round."""
+        if self.error is not None:
+            return Stats()
+        if self.is_truncated:
+            return Stats(num_generated_tokens=len(self.token_ids), num_truncated_rounds=1)
+        return Stats(
+            num_generated_tokens=len(self.token_ids),
+            acceptance_histogram=(0,) * self.num_accepted + (1,),
+            drafted_histogram=(0,) * self.num_drafted + (1,),
+            full_histogram=(0,) * self.num_drafted + (1,) if self.num_accepted == self.num_drafted else (),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -174,48 +185,42 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts of one row or several; they add. A round truncated by the end of its row counts only in
-    ``num_generated_tokens`` and ``num_truncated_rounds``, since its acceptance beyond the end is unknown.
+    """Counts of rounds by outcome, of one sequence or several. They add. Counts of real rounds are integers, expected
+    ones are not. A round truncated by the end of its sequence counts only in ``num_generated_tokens`` and
+    ``num_truncated_rounds``, since its acceptance beyond the end is unknown.
 
     Attributes:
-        acceptance_histogram: at index i the number of rounds in which exactly i drafted tokens were accepted.
-        drafted_histogram: at index i the number of rounds in which exactly i tokens were drafted.
+        acceptance_histogram: at index i the rounds in which exactly i drafted tokens were accepted.
+        drafted_histogram: at index i the rounds in which exactly i tokens were drafted.
+        full_histogram: at index i the rounds in which i tokens were drafted and all accepted.
     """
 
     num_generated_tokens: int = 0
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_truncated_rounds: int = 0
-    acceptance_histogram: tuple[int, ...] = ()
-    drafted_histogram: tuple[int, ...] = ()
+    acceptance_histogram: tuple[float, ...] = ()
+    drafted_histogram: tuple[float, ...] = ()
+    full_histogram: tuple[float, ...] = ()
+    num_truncated_rounds: float = 0
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
             self.num_generated_tokens + other.num_generated_tokens,
-            self.num_rounds + other.num_rounds,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
-            self.num_truncated_rounds + other.num_truncated_rounds,
             add_counts(self.acceptance_histogram, other.acceptance_histogram),
             add_counts(self.drafted_histogram, other.drafted_histogram),
+            add_counts(self.full_histogram, other.full_histogram),
+            self.num_truncated_rounds + other.num_truncated_rounds,
         )
 
-    @classmethod
-    def of(cls, row: RowRound) -> Stats:
-        """The counts of one round of one row."""
-        if row.error is not None:
-            return cls()
-        if row.is_truncated:
-            return cls(num_generated_tokens=len(row.token_ids), num_truncated_rounds=1)
-        return cls(
-            num_generated_tokens=len(row.token_ids),
-            num_rounds=1,
-            num_draft_tokens=row.num_drafted,
-            num_accepted_draft_tokens=row.num_accepted,
-            acceptance_histogram=(0,) * row.num_accepted + (1,),
-            drafted_histogram=(0,) * row.num_drafted + (1,),
-        )
+    @property
+    def num_rounds(self) -> float:
+        return sum(self.acceptance_histogram)
+
+    @property
+    def num_draft_tokens(self) -> float:
+        return _weighted(self.drafted_histogram)
+
+    @property
+    def num_accepted_draft_tokens(self) -> float:
+        return _weighted(self.acceptance_histogram)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -241,44 +246,37 @@ class Stats:
         }
 
 
-def add_counts(a: Sequence[_Count], b: Sequence[_Count]) -> tuple[_Count, ...]:
+def _weighted(histogram: Sequence[float]) -> float:
+    return sum(i * count for i, count in enumerate(histogram))
+
+
+def add_counts(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
     """Add histograms element by element; the shorter one is padded with zeros."""
     return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk(RowRound):
     """The tokens that one round added to one row, and their text as far as it is final.
 
     ``text`` may lag behind ``token_ids``: an incomplete character, or a possible prefix of a stop string, is held back
     until it is decided. The joined texts of a row's chunks are the text of the completion.
 
     Attributes:
-        row: index of the prompt.
         pieces: the text, split where the origin of its tokens changes.
-        stats: counts of this row in this round.
         timing: the round's, in the first of its chunks; zero in the others, so that the timings of all chunks add up.
-        rejected_ratio: p/q at the first rejected token, None if none was rejected.
         seed: the seed in use, also where none was given. Under "auto" it need not reproduce the text unless it was
             given, since K adapts to the load.
-        num_cached_tokens: in a row's first chunk, the prompt tokens found in the cache.
-        drafted: all drafted tokens of the round, rejected or not, if asked for.
-        slot: the row's slot of the cache.
     """
 
-    row: int
     pieces: tuple[tuple[str, Origin], ...]
-    token_ids: tuple[int, ...]
-    origins: tuple[Origin, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    finish_reason: FinishReason | None
-    stats: Stats
     timing: Timing
-    rejected_ratio: float | None = None
-    seed: int | None = None
-    num_cached_tokens: int = 0
-    drafted: tuple[DraftedToken, ...] | None = None
-    slot: int = field(default=0, compare=False)
+    seed: int
+
+    @classmethod
+    def of(cls, row: RowRound, pieces: tuple[tuple[str, Origin], ...], timing: Timing, seed: int) -> Chunk:
+        own = {one.name: getattr(row, one.name) for one in fields(RowRound)}
+        return cls(**own, pieces=pieces, timing=timing, seed=seed)
 
     @property
     def text(self) -> str:
@@ -293,6 +291,7 @@ class Completion:
         text: without the stop string and without special tokens.
         token_ids: the generated tokens, an end token included.
         origins: for each token, whether it was accepted, a correction or a bonus.
+        finish_reason: None if it was interrupted.
         seed: the seed in use, also where none was given. Under "auto" it need not reproduce the text unless it was
             given, since K adapts to the load.
         num_cached_tokens: prompt tokens found in the cache, and not fed again.
@@ -302,11 +301,27 @@ class Completion:
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     logprobs: tuple[TokenLogprob, ...] | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stats: Stats
     num_prompt_tokens: int
     seed: int
     num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], num_prompt_tokens: int) -> Completion:
+        """The sum of all chunks of a row, at least one."""
+        has_logprobs = chunks[0].logprobs is not None
+        return cls(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
+            origins=tuple(origin for chunk in chunks for origin in chunk.origins),
+            logprobs=tuple(item for chunk in chunks for item in chunk.logprobs or ()) if has_logprobs else None,
+            finish_reason=chunks[-1].finish_reason,
+            stats=sum((chunk.stats for chunk in chunks), Stats()),
+            num_prompt_tokens=num_prompt_tokens,
+            seed=chunks[0].seed,
+            num_cached_tokens=chunks[0].num_cached_tokens,
+        )
 
 
 class Constraint(Protocol):

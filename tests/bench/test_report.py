@@ -31,9 +31,6 @@ def measurement(arm: Arm, index: int, prefill_s: float, decode_s: float, num_tok
     drafted = (0, 0, 0, 5) if arm.draft else (10,)
     counts = Stats(
         num_generated_tokens=num_tokens,
-        num_rounds=sum(accepted),
-        num_draft_tokens=15 if arm.draft else 0,
-        num_accepted_draft_tokens=10 if arm.draft else 0,
         acceptance_histogram=accepted,
         drafted_histogram=drafted,
     )

@@ -23,8 +23,8 @@ from outrider.bench.run import (
 )
 from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.drafters.model import ModelDrafter
-from outrider.records import Chunk, Stats, Timing
-from outrider.text.example_prompts import PROMPTS, WARM_UP
+from outrider.records import Chunk, RowRound, Stats, Timing
+from outrider.text.example_prompts import PROMPTS
 from pairs import embedded
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
@@ -103,10 +103,11 @@ class Steady:
 
     def stream(self, *_: Any, **__: Any) -> Iterator[Chunk]:
         self.is_open = True
+        row = RowRound(0, (5,), ("bonus",), 0, 0, False, None, None, None)
         try:
             for _round in range(self.num_rounds):
                 self.turns.append(self.name)
-                yield Chunk(0, (), (5,), ("bonus",), None, None, Stats(), Timing(total_s=self.round_s))
+                yield Chunk.of(row, (), Timing(total_s=self.round_s), seed=0)
         finally:
             self.is_open = False
 
@@ -238,8 +239,7 @@ def test_peak_memory_is_that_of_the_process() -> None:
 
 
 def test_the_built_in_prompts() -> None:
-    """One to warm up and fifteen to measure: one sentence each, all different."""
-    prompts = [WARM_UP, *PROMPTS]
-    assert len(prompts) == len(set(prompts)) == 16
-    for prompt in prompts:
+    """One sentence each, all different."""
+    assert len(PROMPTS) == len(set(PROMPTS)) == 15
+    for prompt in PROMPTS:
         assert prompt.endswith(".") and "." not in prompt[:-1] and "\n" not in prompt

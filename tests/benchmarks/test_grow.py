@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.models.registry import resolve
-from toys import random_model
+from toys import tiny_llama
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "grow.py"
 _SPEC = importlib.util.spec_from_file_location("grow", _FILE)
@@ -17,18 +17,9 @@ grow_script = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(grow_script)
 
 
-def small_llama(*, is_tied: bool, num_kv_heads: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=64,
-        tie_word_embeddings=is_tied,
-    )
-    return random_model(LlamaForCausalLM, config, 0)
+def small_llama(*, is_tied: bool, num_kv_heads: int) -> PreTrainedModel:
+    options = {"num_key_value_heads": num_kv_heads, "tie_word_embeddings": is_tied, "initializer_range": 0.02}
+    return tiny_llama(vocab_size=61, context_len=64, **options)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -157,7 +157,9 @@ def test_a_page_is_whole_and_fetches_nothing(
 ) -> None:
     page = _page(render, document_of, kind)
     html = page.html
-    assert html == render(document_of(kind)) and html.startswith("<!DOCTYPE html>")
+    assert html.startswith("<!DOCTYPE html>")
+    if kind in (KINDS[0], SAMPLED_KINDS[0]):  # to draw one takes a second
+        assert html == render(document_of(kind))
     assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in page.tags}
     for tag, attrs in page.tags:
         links = {name: value for name, value in attrs.items() if name in ("src", "href", "xlink:href", "srcset")}

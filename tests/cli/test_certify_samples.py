@@ -131,7 +131,7 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "give 'prompt_ids'" in error({"prompt": "a", "token_ids": [3], "settings": {"chat": True}})
     assert "the options [] are not" in error(good | {"options": []})
     half = {"prompt": "The", "text": "\ud800"}
-    assert "line 1: the prompt has half a character" in error(half)
+    assert "line 1: the prompt has a lone surrogate" in error(half)
     assert "--significance" in outrider("certify-samples", "fable", path, "--significance", 2).error
     assert "--seed" in outrider("certify-samples", "fable", path, "--seed", -1).error
     assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error

@@ -81,7 +81,7 @@ def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypa
 
     def record(arm: Arm, case: Case, options: dict[str, Any], on_chunk: Any = None) -> Measurement:
         cases.append((arm.name, case.seed))
-        stats = Stats(num_generated_tokens=4, num_rounds=2)
+        stats = Stats(num_generated_tokens=4, acceptance_histogram=(2,))
         return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "")
 
     monkeypatch.setattr("outrider.bench.run.measure", record)
@@ -135,7 +135,7 @@ def test_rejections_of_a_model_by_itself(
     monkeypatch.setattr(command, "_show_race", lambda *_: [])
 
     def made_up(arm: Arm, case: Case, options: dict[str, Any], on_chunk: Any = None) -> Measurement:
-        stats = Stats(num_generated_tokens=8, num_rounds=2)
+        stats = Stats(num_generated_tokens=8, acceptance_histogram=(2,))
         return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "", ratios if arm.draft else ())
 
     monkeypatch.setattr("outrider.bench.run.measure", made_up)

@@ -80,6 +80,7 @@ def test_names_are_shown_as_they_are(outrider: Outrider, folder: Path) -> None:
     assert outrider("costs").out.count("[b]a[/c]") == 2
 
 
+@pytest.mark.usefixtures("costs_are_measured")
 def test_measuring_is_told(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On standard error, once: a later run has the costs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

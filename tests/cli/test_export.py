@@ -44,7 +44,7 @@ def test_a_recorded_pair(outrider: Outrider, log: Path, tmp_path: Path, to: str)
     document = only_document((tmp_path / "json").read_text(), "export")
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(document["files"])
     outlooks = {one["setting"]: one for one in document["outlooks"]}
-    assert {one or "" for one in outlooks} == set(ENGINES[to].laws)
+    assert {one or "" for one in outlooks} == set(ENGINES[to].rules)
     chosen = outlooks[document["setting"]]
     best = max(chosen["speed_up"], key=lambda one: one["speed_up"])
     assert document["k"] == chosen["best_k"] == best["k"] and document["law"] == chosen["law"]
@@ -52,7 +52,7 @@ def test_a_recorded_pair(outrider: Outrider, log: Path, tmp_path: Path, to: str)
     assert best["speed_up"] == pytest.approx(tau[best["k"]] / (1 + best["k"] * _draft_cost()), rel=1e-3)
     readme = (tmp_path / "out" / "README.md").read_text()
     assert f"Written: K = {document['k']}." in readme and f"{tau[best['k']]:.2f} [" in readme
-    assert ENGINES[to].laws[document["setting"] or ""].about in readme and "0.8" in _all_text(tmp_path / "out")
+    assert ENGINES[to].rules[document["setting"] or ""].about in readme and "0.8" in _all_text(tmp_path / "out")
 
 
 def _all_text(folder: Path) -> str:
@@ -100,7 +100,7 @@ def test_measured_here(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.cli.commands.export._NUM_PASSES", 1)
     monkeypatch.setattr("outrider.cli.commands.export._ROWS", (1, 3))
     monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", ("Once upon a time", "The king"))
-    monkeypatch.setattr("outrider.export.laws.KS", (1, 2))
+    monkeypatch.setattr("outrider.export.engine_rules.KS", (1, 2))
     ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--measure", "--json", "-")
     document = only_document(ended.out, "export")
     assert [rows for rows, _ in document["k_by_rows"]] == [1, 3]

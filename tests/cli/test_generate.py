@@ -253,15 +253,15 @@ def test_a_limit_beyond_the_context_is_told(outrider: Outrider, tmp_path: Path) 
 
 def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The text so far, the summary of it, the document, and exit code 130."""
-    stream_many = type(embedded()).stream_many
+    whole = type(embedded()).stream
 
-    def interrupted(self: Any, *prompts: Any, **options: Any) -> Any:
-        stream = stream_many(self, *prompts, **options)
+    def interrupted(self: Any, prompt: Any, **options: Any) -> Any:
+        stream = whole(self, prompt, **options)
         yield next(stream)
         yield next(stream)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(embedded()), "stream_many", interrupted)
+    monkeypatch.setattr(type(embedded()), "stream", interrupted)
     ended = outrider("generate", PROMPT, "-n", 100, "--seed", 1, "--json", tmp_path / "a.json")
     (row,) = only_document((tmp_path / "a.json").read_text(), "generate")["completions"]
     assert ended.code == 130

@@ -19,7 +19,7 @@ from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.offline.prompt_order import Shard, by_length
 
-NUM_PROMPTS = 40
+NUM_PROMPTS = 24
 OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)
 
 
@@ -80,7 +80,7 @@ def test_the_longest_prompts_go_first(outrider: Outrider, prompts: Path, monkeyp
     assert len(room) == NUM_PROMPTS and room == sorted(room, reverse=True) and room[0] > room[-1]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_shards_are_the_whole(outrider: Outrider, prompts: Path, tmp_path: Path, count: int) -> None:
     """Each line as it is without shards, whatever their number. Their files, put together, are the file of the whole,
     and the whole run finds nothing left to do."""
@@ -135,20 +135,21 @@ def test_shards_that_there_are_not(text: str) -> None:
 
 def test_a_run_that_is_killed_again_and_again(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Whenever it is killed, what was written is kept, and in the end each line is there once, as it would have been.
+    (The first time is made up: what it left ends in half a line.)
 
     benchmarks/long_job.py does the same with 20,000 prompts."""
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     arguments = ("generate", "--prompts", prompts, *OPTIONS, "--output")
-    command = [sys.executable, "-m", "outrider", *map(str, arguments), str(output)]
-    num_before = 0
-    for _ in range(2):
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and len(_lines(output)) < num_before + 3:
-                time.sleep(0.001)
-            os.kill(process.pid, signal.SIGKILL)
-        num_before = len(_lines(output))
-    assert outrider(*arguments, output).code == 0
     assert outrider(*arguments, whole).code == 0
+    first, second, third, fourth = _lines(whole)[:4]
+    output.write_bytes(b"\n".join([first, second, third, fourth[: len(fourth) // 2]]))
+    command = [sys.executable, "-m", "outrider", *map(str, arguments), str(output)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(_lines(output)) < 6:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+    assert [first, second, third] == _lines(output)[:3]
+    assert outrider(*arguments, output).code == 0
     assert lines_of(output) == lines_of(whole)
 
 

@@ -13,7 +13,6 @@ WORDS: list[tuple[str, str]] = [
     ("generate Once --max-length=5", "--max-length = '5' is invalid: did you mean --max-new-tokens?"),
     ("generate Once --stop-strings .", "did you mean --stop?"),
     ("generate Once --suppress-tokens 5", "there is no such option: logit_bias forbids a token"),
-    ("generate --prompt Once", "there is no such option: the prompt is an argument without a name"),
     ("generate Once --trust-remote-code", "load the model and its tokenizer yourself"),
     ("serve --parallel 9", "did you mean --slots?"),
     ("eval multiplication --model-name fable", "did you mean --target?"),
@@ -42,6 +41,19 @@ def test_aliases_are_the_option(outrider: Outrider, tmp_path: Path, own: str, ot
         document = json.loads((tmp_path / "json").read_text())
         found.append((document["options"], document["completions"][0]["token_ids"]))
     assert found[0] == found[1]
+
+
+def test_the_prompt_may_be_an_option(outrider: Outrider) -> None:
+    few = ("-n", 3, "--seed", 1)
+    outputs = {
+        outrider("generate", *words).out
+        for words in (("Once", *few), ("-p", "Once", *few), (*few, "--prompt=Once"), ("--prompt", "Once", *few))
+    }
+    assert len(outputs) == 1 and outputs != {""}
+    assert "No such option: --colour" in outrider("generate", "--prompt", "Once", "--model", "x", "--colour", 5).err
+    assert "there is a prompt already: 'Once'" in outrider("generate", "Once", "-p", "Twice").error
+    ended = outrider("generate", "Once", "-n", 1, "--seed", 1, "--stop", "-p")  # a value, not an option
+    assert ended.code == 0, ended.err
 
 
 def test_aliases_are_not_in_the_help(outrider: Outrider) -> None:

@@ -2,14 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
-from outrider.decoding.measured_costs import CostArm
+from outrider.decoding.measured_costs import CostArm, time_rounds
 from outrider.records import Timing
 
 QUICK = "-n", 12, "--context", 8
+
+
+@pytest.fixture(autouse=True)
+def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict here depends on how well rounds are measured."""
+
+    def quickly(*arguments: Any, num_passes: int, **options: Any) -> Any:
+        return time_rounds(*arguments, num_passes=2, **options)
+
+    monkeypatch.setattr("outrider.replay.plan.time_rounds", quickly)
 
 
 @pytest.fixture
@@ -115,3 +126,5 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     assert tau[0] == tau[1] > 1
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
     assert "it was recorded from fable, not from this fable-draft" in other.error
+    (log / "index.jsonl").write_text("")
+    assert "it has no records yet: resume outrider record" in outrider("plan", "--log", log).error

@@ -72,7 +72,7 @@ def test_a_text_begins_eagerly_and_goes_on_with_programs() -> None:
             service.deliver()
         token_ids += chunk.token_ids
     assert tuple(token_ids) == want.token_ids
-    assert service.num_runs > 2 and not any(order.is_urgent for order in service.orders)
+    assert service.num_runs > 2 and service.num_awaited == 0
 
 
 @pytest.mark.parametrize("is_cold", [True, False])
@@ -96,9 +96,9 @@ def test_one_row_with_a_seed_makes_a_round_wait() -> None:
     _, mixed = pair(service)
     engine = mixed.engine(num_slots=2, capacity=64)
     for seed in (None, 3):
-        engine.submit(mixed.job(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
+        engine.submit(mixed.request(PROMPT, {"max_new_tokens": 8, "seed": seed}).request)
     engine.step()
-    assert service.orders and all(order.is_urgent for order in service.orders)
+    assert service.num_awaited == len(service.orders) > 0
 
 
 def test_a_program_that_cannot_be_made() -> None:
@@ -127,7 +127,7 @@ def test_a_failure_is_remembered() -> None:
         with pytest.raises(CompileError, match="^no compiler$"):
             mixed.generate([prompt], **options)
     verifies = [order for order in service.orders if order.what == "verify_step of target"]
-    assert [order.is_urgent for order in verifies] == [True, False]
+    assert [order.program.done() for order in verifies] == [True, False]  # nobody waited for the second
     service.deliver()
     assert mixed.generate([longer], **options)[0].token_ids == eager.generate([longer], **options)[0].token_ids
     assert mixed.generate([PROMPT], max_new_tokens=4)[0].token_ids  # eagerly
@@ -146,13 +146,13 @@ def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> N
         service = Fails(fails)
         _, mixed = pair(service)
         engine = mixed.engine(num_slots=2, capacity=64)
-        plain = mixed.job(PROMPT, {"max_new_tokens": 40, "temperature": 0}).request
+        plain = mixed.request(PROMPT, {"max_new_tokens": 40, "temperature": 0}).request
         engine.submit(replace(plain, constraint=Remainders(mixed.target.vocab_size)))
         found = []
         while (round_ := engine.step()) is not None:
             found += round_.rows
             if len(found) in (3, 7) and not is_alone:
-                index = engine.submit(mixed.job(PROMPT[:2], {"max_new_tokens": 8, "seed": 3}).request)
+                index = engine.submit(mixed.request(PROMPT[:2], {"max_new_tokens": 8, "seed": 3}).request)
                 with pytest.raises(CompileError, match="no compiler"):
                     engine.step()
                 engine.cancel(index)
@@ -162,6 +162,7 @@ def test_a_round_that_failed_leaves_no_trace(fails: Callable[[Call], bool]) -> N
     assert rounds(is_alone=False) == alone and {one.num_accepted for one in alone} > {0, 2}
 
 
+@pytest.mark.usefixtures("costs_are_measured")
 def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is kept as a cost of compiled rounds, and nothing waits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -171,7 +172,7 @@ def test_costs_of_eager_rounds_do_until_there_are_others(tmp_path: Any, monkeypa
     assert list(costs) == [0, 2, 4] and not service.orders
     waiting = mixed.compiled(service=service)
     assert round_costs(waiting.target, waiting.drafter, RULES["block"], 1, 64).keys() == costs.keys()
-    assert service.orders and all(order.is_urgent for order in service.orders)
+    assert service.num_awaited == len(service.orders) > 0
 
 
 @pytest.fixture
@@ -191,6 +192,7 @@ def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(CompileError):
             order.program.result(LIMIT_S)
     assert len(orders) == service.num_orders > 3 and service.num_open == 0
+    mixed.generate([PROMPT, PROMPT], max_new_tokens=[4, 24])
     told = sorted(record.message for record in caplog.records if record.levelname == "WARNING")
     assert told == [
         f"{name} cannot be compiled here: RuntimeError: no compiler at all; it runs eagerly"
@@ -228,7 +230,7 @@ def test_a_step_beside_the_compiler_leaves_one_thread_to_it() -> None:
         torch.set_num_threads(3)
         with service.room():
             assert torch.get_num_threads() == 3
-        service._num_compiling = 1
+        service.num_open = 1
         with service.room():
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 3
@@ -250,7 +252,7 @@ def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
 
     try:
         torch.set_num_threads(3)
-        service._num_compiling = 1
+        service.num_open = 1
         other = threading.Thread(target=begin)
         with service.room():
             other.start()
@@ -265,8 +267,7 @@ def test_a_thread_that_begins_beside_the_compiler_has_all_threads() -> None:
 def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.chdir(tmp_path)
-    process = Process(is_beside=True)
-    process.hurry()
+    process = Process()
     answer = process.make(CompileJob(b"", "", 1))
     assert isinstance(answer, str) and answer.startswith("EOFError")
     process.close()
@@ -274,7 +275,7 @@ def test_a_process_imports_nothing_from_the_current_folder(tmp_path: Any, monkey
 
 def test_a_process_that_was_killed() -> None:
     """Who waits for it hears of it, and the next program is made by another one."""
-    process = Process(is_beside=False)
+    process = Process()
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
         process.make(CompileJob(b"", "", 1))
@@ -284,9 +285,7 @@ def test_a_process_that_was_killed() -> None:
 @pytest.mark.slow  # two processes load torch
 def test_no_process_is_left_behind() -> None:
     """However the one that started it ends."""
-    code = (
-        "from outrider.compile.service import Process; p = Process(False); print(p._process.pid, flush=True); input()"
-    )
+    code = "from outrider.compile.service import Process; p = Process(); print(p._process.pid, flush=True); input()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with parent:
         assert parent.stdout is not None
@@ -314,9 +313,9 @@ def _call(lm: Any, length: int = 8) -> Call:
     found: list[Call] = []
 
     class Looks(OnCall):
-        def order(self, call: Call, *, is_urgent: bool) -> ProgramOrder:
+        def order(self, call: Call) -> ProgramOrder:
             found.append(call)
-            return super().order(call, is_urgent=is_urgent)
+            return super().order(call)
 
     decoder = Decoder(lm, None, frozenset(), ModelDrafter(lm), num_draft_tokens=2)
     decoder.compiled(service=Looks()).generate([list(range(1, length))], max_new_tokens=2)
@@ -344,9 +343,10 @@ def test_progress_is_told_to_its_end(
     monkeypatch.setattr(service_module.program_cache, "find", lambda key: None)
     monkeypatch.setattr(service_module.program_cache, "keep", lambda key, made: None)
     caplog.set_level("INFO", "outrider.compile.service")
-    service = CompileService(is_beside=True)
-    orders = [service.order(call, is_urgent=True) for _ in range(2)]
-    are_ordered.set()
+    service = CompileService()
+    orders = [service.order(call) for _ in range(2)]
+    with service.room():  # for an eager step meanwhile
+        are_ordered.set()
     for order in orders:
         assert order.program.result(LIMIT_S) == "a program"
     end_s = time.monotonic() + LIMIT_S
@@ -364,6 +364,20 @@ def test_the_same_call_is_the_same_bytes(call: Call) -> None:
     other = as_lm(tiny_llama())
     other.model.model.rotary_emb.inv_freq.mul_(0.5)  # small tensors are part of the code
     assert pack(_call(other)) != pack(call)
+
+
+def test_small_tensors_are_part_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor writes their values into the code: a model with another rope_theta, whose few frequencies are such, must
+    not be given the program of this one."""
+    monkeypatch.setattr(worker, "_compile", lambda exported, options, path: path.write_bytes(b""))
+    monkeypatch.setattr(worker, "package_of", lambda name: None)
+    monkeypatch.setattr(worker, "keep_package", lambda name, package: None)
+    names = []
+    for factor in (1.0, 1.0, 0.5):
+        lm = as_lm(tiny_llama(num_layers=1))
+        lm.model.model.rotary_emb.inv_freq.mul_(factor)
+        names.append(worker.make(CompileJob(pack(_call(lm)), code_of(lm.model), 1)).name)
+    assert names[0] == names[1] != names[2]
 
 
 def test_no_weights_are_packed(call: Call) -> None:

@@ -283,21 +283,20 @@ def _row(num_tokens: int, num_drafted: int, num_accepted: int, is_truncated: boo
 def test_stats_add() -> None:
     """Whole numbers in any order; ratios are made of the sums; a truncated round counts its tokens only."""
     rows = [_row(3, 4, 2), _row(1, 4, 0), _row(5, 4, 4), _row(1, 0, 0), _row(2, 4, 4, is_truncated=True)]
-    total = sum((Stats.of(row) for row in rows), Stats())
+    total = sum((row.stats for row in rows), Stats())
     assert total == Stats(
         num_generated_tokens=12,
-        num_rounds=4,
-        num_draft_tokens=12,
-        num_accepted_draft_tokens=6,
         num_truncated_rounds=1,
         acceptance_histogram=(2, 0, 1, 0, 1),
         drafted_histogram=(1, 0, 0, 0, 3),
+        full_histogram=(1, 0, 0, 0, 1),
     )
-    assert sum((Stats.of(row) for row in reversed(rows)), Stats()) == total
+    assert (total.num_rounds, total.num_draft_tokens, total.num_accepted_draft_tokens) == (4, 12, 6)
+    assert sum((row.stats for row in reversed(rows)), Stats()) == total
     assert total.mean_acceptance_length == 2.5
     assert total.draft_acceptance_rate == 0.5
     assert Stats().mean_acceptance_length is None
-    assert Stats.of(rows[3]).draft_acceptance_rate is None
+    assert rows[3].stats.draft_acceptance_rate is None
 
 
 # Bad numbers.

@@ -74,6 +74,7 @@ def _requests(prompts: list[tuple[int, ...]], num_tokens: int = 16, **options: o
     return [request(ids, seed=10 + i, max_new_tokens=num_tokens, **options) for i, ids in enumerate(prompts)]
 
 
+@pytest.mark.pairwise
 @ALL_K
 @ALL_RULES
 def test_greedy_output_is_plain_output(
@@ -129,6 +130,7 @@ def test_seeds_matter_and_repeat(pair: tuple[LM, ModelDrafter], rule: Rule) -> N
     assert again[0].token_ids != again[2].token_ids
 
 
+@pytest.mark.pairwise
 @ALL_RULES
 @pytest.mark.parametrize("drafter_name", DRAFTER_NAMES)
 def test_a_row_does_not_depend_on_its_neighbours(pair: tuple[LM, ModelDrafter], rule: Rule, drafter_name: str) -> None:

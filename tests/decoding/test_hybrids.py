@@ -30,7 +30,7 @@ from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text, force
 from toys import InTurn, as_lm, perturbed, request, run, table_lm, tiny_llama, tokens
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 12, tuple(range(20, 41))]
 QUICK = ["qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"]
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK]

@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
 from outrider.compile.cuda_graphs import CapturedExecution
+from outrider.decoding.batch import Batch
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
-from outrider.drafters.base import AlteredDrafter, Drafter, NoDrafter, Rows
+from outrider.drafters.base import Drafter, NoDrafter, Rows
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
-from outrider.records import Draft, Request, Round, RowRound, TokenLogprob
+from outrider.records import Request, Round, RowRound, TokenLogprob
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES, Rule
@@ -55,6 +56,7 @@ def _comparable(row: RowRound) -> RowRound:
     return dataclasses.replace(row, rejected_ratio=ratio, logprobs=logprobs)
 
 
+@pytest.mark.pairwise
 @LOOKAHEADS
 @ALL_RULES
 @pytest.mark.parametrize("drafter_name", ["model", "cut", "ngram", "none"])
@@ -88,31 +90,40 @@ def _pausing() -> InTurn:
     return InTurn(4, 1, 0, 2, 0, 0, 3)
 
 
-class _Watched:
-    """Looks on the device at the numbers that the host has bounds for."""
+@pytest.fixture
+def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Differences between the host's bounds of lengths, for each active row in each round. Looks on the device at the
+    numbers that they are bounds of."""
+    found: list[int] = []
 
-    def __init__(self, inner: Drafter) -> None:
-        self.drafter = AlteredDrafter(inner, "watched", self._look)
-        self.spreads: list[int] = []
+    class Watched(Batch):
+        def view(self, num_rows: int, chosen_k: int, most_unread: int) -> Rows:
+            rows = super().view(num_rows, chosen_k, most_unread)
+            wanted = zip(rows.num_wanted.tolist(), rows.most_wanted, strict=True)
+            assert all(0 <= num <= most for num, most in wanted)
+            for row, length in zip(self.rows, rows.lengths.tolist(), strict=False):
+                if row is not None:
+                    assert row.length <= length <= row.longest(most_unread) <= rows.longest
+                    found.append(row.longest(most_unread) - row.length)
+            return rows
 
-    def _look(self, rows: Rows, k: int, draft: Draft) -> Draft:
-        for row, length in zip(rows.bounds, rows.lengths.tolist(), strict=True):
-            if row is not None:
-                assert row.shortest <= length <= row.longest
-                self.spreads.append(row.longest - row.shortest)
-        return draft
+    monkeypatch.setattr(decode_module, "Batch", Watched)
+    return found
 
 
 @LOOKAHEADS
 @pytest.mark.parametrize("schedule", [lambda: 3, _pausing], ids=["constant", "pausing"])
-def test_lengths_are_within_their_bounds(schedule: Callable[[], int | Schedule], lookahead: int) -> None:
+def test_lengths_are_within_their_bounds(
+    schedule: Callable[[], int | Schedule], lookahead: int, spreads: list[int]
+) -> None:
     """And pauses do not lose what the draft's cache lacks: with the target as its own draft all tokens stand."""
     target = as_lm(tiny_llama())
     target.execution.lookahead = lookahead
     for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
-        watched = _Watched(ModelDrafter(as_lm(model, "draft")))
-        rounds = list(decode(target, watched.drafter, _requests(), REJECTION, num_draft_tokens=schedule()))
-        assert max(watched.spreads) > 0
+        spreads.clear()
+        drafter = ModelDrafter(as_lm(model, "draft"))
+        rounds = list(decode(target, drafter, _requests(), REJECTION, num_draft_tokens=schedule()))
+        assert max(spreads) > 0
     plain = [row for round_ in rounds for row in round_.rows if row.row == 0]
     assert all(row.num_accepted == row.num_drafted for row in plain)
     assert sum(len(row.token_ids) for row in plain) == 23
@@ -132,13 +143,13 @@ def test_k_chosen_late_gives_the_same_text() -> None:
     assert texts(2) == texts(0)
 
 
-def test_plain_decoding_starts_no_round_beyond_a_limit() -> None:
+def test_plain_decoding_starts_no_round_beyond_a_limit(spreads: list[int]) -> None:
     """Each of its rounds adds one token, so that the host knows when."""
     for lookahead in (0, 1, 3):
         target, drafter = _pair(lookahead)
-        watched = _Watched(drafter)
-        (output,) = run(target, watched.drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
-        assert len(watched.spreads) == len(output.rounds) == 12
+        spreads.clear()
+        (output,) = run(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
+        assert len(spreads) == len(output.rounds) == 12
 
 
 def test_loops_that_take_turns_on_the_same_programs() -> None:

@@ -67,7 +67,6 @@ SLIP_TOY = {
     "target": [[0.1, 0.8, 0.1], [0.1, 0.1, 0.8], [0.6, 0.1, 0.3]],
     "draft": [[0.2, 0.5, 0.3], [0.3, 0.2, 0.5], [0.3, 0.4, 0.3]],
 }
-TOYS = {"position toy": POSITION_TOY, "slip toy": SLIP_TOY}
 
 
 def _pvalue(
@@ -110,6 +109,7 @@ def test_the_output_follows_the_targets_law(rule: Rule, drafter: str, settings: 
     assert _pvalue(target, drafters[drafter], rule, _law(settings), **SETTINGS[settings]) > FALSE_ALARM
 
 
+@pytest.mark.pairwise
 @pytest.mark.eager_only
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name not in ("plain", "all")])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "suffix", "none"])
@@ -154,8 +154,11 @@ def _open_toy(toy: dict) -> tuple[LM, ModelDrafter, Law, int]:
 
 
 @pytest.mark.eager_only
-@pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("toy", "k"),
+    [(POSITION_TOY, 3), (SLIP_TOY, 1), (SLIP_TOY, 3), (SLIP_TOY, 5)],
+    ids=["position toy, K = 3", "slip toy, K = 1", "slip toy, K = 3", "slip toy, K = 5"],
+)
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_right_rules_pass_on_the_toys_of_the_wrong_ones(rule: Rule, k: int, toy: dict) -> None:
     """False alarm: 1e-6 each."""

@@ -16,7 +16,7 @@ from outrider.replay.record import header_of, record_batch
 from outrider.replay.replay import replay, summarise
 from outrider.sampling.rules import RULES
 from outrider.scoring.teacher_forcing import Text
-from outrider.stats.counts import RoundCounts, tau_interval
+from outrider.stats.counts import tau_interval
 from outrider.stats.intervals import Interval
 from pairs import embedded
 from toys import llama_pair, request, run, table_pair
@@ -90,9 +90,7 @@ def test_tau_is_the_predicted_one(greedy: Decoder, is_greedy: bool) -> None:
     predicted = summarise(replay(records, header, decoder.drafter, "rejection", [3]), [3]).expected[3].tau
     seeds = [1000 + index for index in range(len(PROMPTS))]
     done = decoder.generate(PROMPTS, num_draft_tokens=3, acceptance="rejection", seed=seeds, **OPTIONS)
-    measured = tau_interval(
-        [RoundCounts(accepted=one.stats.acceptance_histogram, drafted=one.stats.drafted_histogram) for one in done]
-    )
+    measured = tau_interval([one.stats for one in done])
     assert predicted is not None and measured is not None
     assert abs(predicted.value - measured.value) < 5.1 * sqrt(_error(predicted) ** 2 + _error(measured) ** 2)
 

@@ -392,7 +392,7 @@ def test_replay_predicts_the_rounds(k: int) -> None:
     done = with_draft.generate(prompts, **options)
     assert [one.token_ids for one in done] == [one.token_ids for one in records]
     for one, counts in zip(done, expected.prompts, strict=True):
-        assert one.stats.num_rounds == counts.num_rounds + counts.num_truncated < len(one.token_ids)
+        assert one.stats.num_rounds == counts.num_rounds + counts.num_truncated_rounds < len(one.token_ids)
 
 
 def test_q_of_certificates_is_one_hot_at_the_proposal() -> None:

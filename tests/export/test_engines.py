@@ -8,12 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.export.engine_rules import (
+    EQUALITY,
+    GREEDY,
+    RATIO,
+    RATIO_OF_TEN,
+    Outlook,
+    by_draft_cost,
+    by_measured_costs,
+)
 from outrider.export.engines import ENGINES, Handover, transformers_options, vllm_config
-from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, Outlook, by_draft_cost, by_measured_costs
 from outrider.options import Sampling
+from outrider.records import Stats
 from outrider.replay.plan import Costs, RoundCost, Setting
 from outrider.replay.replay import ExpectedRounds
-from outrider.stats.counts import RoundCounts, tau_interval
+from outrider.stats.counts import tau_interval
 from pairs import embedded, embedded_tokenizer, zoo
 
 PAIR = Handover("target", "draft", 3, Sampling(temperature=0.7, top_k=40, top_p=0.9), "", 512)
@@ -34,7 +43,7 @@ LOSSY = (
 
 def _written(name: str) -> list[tuple[str, Handover, dict[str, str]]]:
     engine = ENGINES[name]
-    handovers = [replace(PAIR, setting=setting) for setting in engine.laws]
+    handovers = [replace(PAIR, setting=setting) for setting in engine.rules]
     handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0), k_by_rows=((1, 5), (4, 2), (8, 0))))
     return [(name, handover, engine.files(handover)) for handover in handovers]
 
@@ -149,16 +158,16 @@ def test_transformers_generates_with_these_options() -> None:
 
 def test_how_engines_draft() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.8)
-    by_temperature = ENGINES["vllm"].laws["probabilistic"]
+    by_temperature = ENGINES["vllm"].rules["probabilistic"]
     assert by_temperature.draft_sampling(sampling) == Sampling(temperature=0.5)
     assert RATIO_OF_TEN.draft_sampling(sampling) == Sampling(temperature=0.5, top_k=10)
     assert RATIO.draft_sampling(sampling) == sampling
-    names = {name: [law.name for law in engine.laws.values()] for name, engine in ENGINES.items()}
+    names = {name: [rule.name for rule in engine.rules.values()] for name, engine in ENGINES.items()}
     assert names["sglang"] == names["tensorrt-llm"] == [GREEDY.name] and names["mlx"] == [EQUALITY.name]
 
 
 def _expected(*accepted: int) -> ExpectedRounds:
-    counts = RoundCounts(accepted=(0.0,) * accepted[0] + (10.0,), drafted=(0.0,) * 8 + (10.0,), num_generated_tokens=10)
+    counts = Stats(10, (0.0,) * accepted[0] + (10.0,), (0.0,) * 8 + (10.0,))
     return ExpectedRounds(8, (counts, counts), tau_interval([counts, counts]))
 
 
@@ -183,8 +192,8 @@ def test_the_best_k_by_measured_costs() -> None:
     counts = {
         k: ExpectedRounds(k, (one, one), tau_interval([one, one]))
         for k, one in {
-            1: RoundCounts(accepted=(0.0, 5.0), drafted=(0.0, 5.0), num_generated_tokens=10),
-            2: RoundCounts(accepted=(0.0, 5.0, 0.0), drafted=(0.0, 0.0, 5.0), num_generated_tokens=10),
+            1: Stats(10, (0.0, 5.0), (0.0, 5.0)),
+            2: Stats(10, (0.0, 5.0, 0.0), (0.0, 0.0, 5.0)),
         }.items()
     }
     outlook = by_measured_costs(counts, [costs(1, 0.006), costs(8, 0.012)])

@@ -47,7 +47,7 @@ def test_each_process_has_its_share(found: list[dict[str, Any]]) -> None:
 
 def test_the_texts_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert len(one["tokens"]) == 3 * 3 * 2
+        assert len(one["tokens"]) == 6
         assert [name for name, is_same in one["tokens"].items() if not is_same] == []
         assert one["captured"]
 

@@ -1,6 +1,7 @@
 """Quantized models: loaded in every way, exact with respect to themselves, and refused where they cannot be."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, PerTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import outrider
 from outrider.errors import CompileError, DeviceError, MissingExtra, OptionError, UnsupportedModel
@@ -22,6 +23,9 @@ from pairs import random_llama, save, word_tokenizer, zoo
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao and bitsandbytes warn of what they will change
 
 
+loaded = cache(outrider.load)  # the models that several tests look at
+
+
 def tokens(decoder: outrider.Decoder, **options: Any) -> list[tuple[int, ...]]:
     prompts = ["Once upon a time", "The king"]
     done = decoder.generate(prompts, max_new_tokens=12, seed=[1, 2], **options)
@@ -31,13 +35,13 @@ def tokens(decoder: outrider.Decoder, **options: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_target_speaks_for_itself(quantization: str) -> None:
     """It is another target than the one in float32; with a draft, its greedy text is its own plain text."""
-    plain = outrider.load(f"fable:{quantization}")
+    plain = loaded(f"fable:{quantization}")
     assert plain.target.name == f"fable:{quantization}" and plain.target.dtype == torch.float32
     assert quantized_share(plain.target.model) > 0.8
     pair = outrider.load("fable", "fable-draft", quantization=quantization)
     assert pair.target.name == plain.target.name
     assert weights_checksum(pair.target.model) == weights_checksum(plain.target.model)
-    assert weights_checksum(pair.target.model) != weights_checksum(outrider.load("fable").target.model)
+    assert weights_checksum(pair.target.model) != weights_checksum(loaded("fable").target.model)
     if quantization != "8bit":  # which rounds activations, so that one last bit may become a step of a scale
         assert tokens(pair, temperature=0) == tokens(plain, temperature=0)
 
@@ -48,7 +52,8 @@ def test_bytes_are_predicted_from_the_configuration(quantization: str, dtype: to
     config = transformers.AutoConfig.from_pretrained(zoo("fable"))
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = outrider.load(f"fable:{quantization}", dtype=str(dtype).removeprefix("torch.")).target.model
+    options = {} if dtype == torch.float32 else {"dtype": "bfloat16"}
+    model = loaded(f"fable:{quantization}", **options).target.model
     # bitsandbytes stores the scales of nf4 in 2 or 4 bytes, by the kernels that this processor has.
     tolerance = 0.04 if quantization == "nf4" else 1e-9
     assert weights_bytes(skeleton, dtype, quantization) == pytest.approx(num_bytes(model), rel=tolerance)
@@ -56,15 +61,7 @@ def test_bytes_are_predicted_from_the_configuration(quantization: str, dtype: to
 
 def test_widths_that_the_group_does_not_divide_are_passed_over(tmp_path: Path) -> None:
     """A scale is for 128 inputs or 32: of 96 and 48, the layers of 96 inputs are quantized. The prediction knows."""
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=96,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=96,
-    )
+    config = random_llama(hidden_size=96, tie_word_embeddings=False, initializer_range=0.02).config
     folder = save(tmp_path, LlamaForCausalLM(config))
     model = outrider.load(folder, quantization="int4").target.model
     down = [layer.mlp.down_proj.weight for layer in model.model.layers]
@@ -86,7 +83,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_quantized_draft_costs_acceptance_only() -> None:
-    plain = outrider.load("fable")
+    plain = loaded("fable")
     for placement in (outrider.Placement(quantization="int8"), outrider.Placement(quantization="nf4")):
         pair = outrider.load("fable", "fable-draft", draft_placement=placement)
         assert pair.drafter.name == f"fable-draft:{placement.quantization}"
@@ -104,13 +101,13 @@ def test_quantized_weights_are_compiled(quantization: str) -> None:
 @pytest.mark.parametrize("quantization", ["8bit", "nf4"])
 def test_kernels_that_cannot_be_traced_are_refused_by_name(quantization: str) -> None:
     with pytest.raises(CompileError, match=f"fable:{quantization} cannot be compiled here: .* cannot be traced"):
-        tokens(outrider.load(f"fable:{quantization}").compiled())
+        tokens(loaded(f"fable:{quantization}").compiled())
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_weights_are_widened_for_a_draft(quantization: str) -> None:
     """A model with plain weights in place of quantized ones gives the logits of the quantized one."""
-    lm = outrider.load(f"fable:{quantization}").target
+    lm = loaded(f"fable:{quantization}").target
     plain = transformers.AutoModelForCausalLM.from_pretrained(zoo("fable"), dtype=torch.float32)
     plain.load_state_dict(widened_weights(lm.model), strict=False)
     ids = torch.arange(12)[None]

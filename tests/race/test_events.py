@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from outrider.race.events import expected_tokens
+from outrider.race.events import expected_given_draft
 from outrider.race.page import HEADERS, recorded_page
 from outrider.records import DraftedToken
 from reference import THRESHOLDS
@@ -31,7 +31,7 @@ def test_predicted_tokens_are_those_expected(acceptance: str, seed: int) -> None
         weight = 1.0
         for _, _, q in drafted:
             weight *= q
-        predicted += weight * expected_tokens(drafted, acceptance)
+        predicted += weight * expected_given_draft(drafted, acceptance)
         chances = THRESHOLDS[acceptance](p_rows, q_rows, list(ids))
         expected += weight * sum((n + 1) * chance for n, chance in enumerate(lengths(acceptance, chances)))
     assert predicted == pytest.approx(expected, abs=1e-12)
@@ -56,15 +56,15 @@ def lengths(acceptance: str, chances: list[float]) -> list[float]:
 
 
 def test_plain_rounds_and_certain_drafts() -> None:
-    assert expected_tokens([], "block") == 1.0
-    assert expected_tokens([DraftedToken(1, 0.5, 1.0), DraftedToken(2, 1.0, 1.0)], "rejection") == 2.0
-    assert expected_tokens([DraftedToken(1, 0.0, 1.0), DraftedToken(2, 1.0, 0.5)], "block") == 1.0
+    assert expected_given_draft([], "block") == 1.0
+    assert expected_given_draft([DraftedToken(1, 0.5, 1.0), DraftedToken(2, 1.0, 1.0)], "rejection") == 2.0
+    assert expected_given_draft([DraftedToken(1, 0.0, 1.0), DraftedToken(2, 1.0, 0.5)], "block") == 1.0
 
 
 def test_block_is_expected_to_commit_at_least_as_many() -> None:
     drafted = [DraftedToken(0, 0.9, 0.3), DraftedToken(1, 0.2, 0.4), DraftedToken(2, 0.6, 0.3)]
-    assert expected_tokens(drafted, "rejection") == pytest.approx(1 + 1 + 0.5 + 0.5)
-    assert expected_tokens(drafted, "block") == pytest.approx(1 + 1 + 0.5 + 1)
+    assert expected_given_draft(drafted, "rejection") == pytest.approx(1 + 1 + 0.5 + 0.5)
+    assert expected_given_draft(drafted, "block") == pytest.approx(1 + 1 + 0.5 + 1)
 
 
 def test_a_recorded_page_allows_its_own_script_and_style_alone() -> None:

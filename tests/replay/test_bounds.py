@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from outrider.replay.bounds import Bounds, KnownProbs, _excess, bounds
+from outrider.replay.bounds import Bounds, _excess, bounds
+from outrider.replay.log_format import TopProbs
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import draw_gumbel
 
@@ -18,10 +19,10 @@ def rows(num_rows: int, vocab_size: int, seed: int, scale: float = 2.0) -> Tenso
     return (scale * torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64)).softmax(-1)
 
 
-def known_of(p: Tensor, ids: Tensor, n: int) -> KnownProbs:
+def known_of(p: Tensor, ids: Tensor, n: int) -> TopProbs:
     top = p.topk(n, dim=-1)
     tail = p.scatter(1, top.indices, 0.0).sum(-1)
-    return KnownProbs(ids, p.gather(1, ids[:, None])[:, 0], top.indices, top.values, tail)
+    return TopProbs(p.gather(1, ids[:, None])[:, 0], top.indices, top.values, tail)
 
 
 def exact(p: Tensor, q: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def test_they_hold_the_exact_value(n: int) -> None:
     """Whether or not the token of the text is among the N; and with all V known there is nothing between them."""
     p, q = rows(500, 12, 0), rows(500, 12, 1)
     ids = torch.arange(500) % 12
-    found = bounds(q, known_of(p, ids, n))
+    found = bounds(q, ids, known_of(p, ids, n))
     assert_holds(found, exact(p, q, ids))
     width = float((found.overlap[1] - found.overlap[0]).max())
     # Of eleven, the mass of the twelfth is known as well.
@@ -86,7 +87,7 @@ def test_agreement_is_that_of_two_races_with_the_same_noise() -> None:
         ids = torch.tensor([token])
         is_there = of_target == token
         share = float((of_draft[is_there] == token).double().mean())
-        low, high = bounds(q, known_of(p, ids, 6)).agreement
+        low, high = bounds(q, ids, known_of(p, ids, 6)).agreement
         spread = (float(low) * (1 - float(low)) / int(is_there.sum())) ** 0.5
         assert low == high and abs(share - float(low)) <= 5.1 * spread
     agree = float((of_target == of_draft).double().mean())
@@ -97,6 +98,7 @@ def test_greedy_and_impossible_rows() -> None:
     """One-hot rows: agreement is 1 or 0; and what the draft cannot draw does not agree."""
     p = torch.eye(3, dtype=torch.float64)
     q = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0.0, 0.5, 0.5]], dtype=torch.float64)
-    found = bounds(q, known_of(p, torch.tensor([0, 1, 2]), 1))
+    ids = torch.tensor([0, 1, 2])
+    found = bounds(q, ids, known_of(p, ids, 1))
     assert found.agreement[0].tolist() == found.agreement[1].tolist() == [1.0, 0.0, 0.5]
     assert found.overlap[0].tolist() == found.overlap[1].tolist() == [1.0, 0.0, 0.5]

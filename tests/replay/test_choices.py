@@ -7,10 +7,9 @@ import pytest
 
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
-from outrider.records import Timing
+from outrider.records import Stats, Timing
 from outrider.replay.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
 from outrider.sampling.rules import RULES
-from outrider.stats.counts import RoundCounts
 from toys import table_pair
 
 COSTS = Costs(
@@ -38,9 +37,9 @@ def test_steps() -> None:
 
 def test_choices() -> None:
     """Texts of nine tokens, by hand. A round of "cheap" with two drafted tokens was not timed: it lies between."""
-    cut = RoundCounts(accepted=(2.0, 3.0), drafted=(0.0, 5.0), num_generated_tokens=9, num_truncated=1.0)
-    short = RoundCounts(accepted=(1.0, 0.0, 1.0, 1.0), drafted=(1.0, 0.0, 1.0, 1.0), num_generated_tokens=9)
-    whole = RoundCounts(accepted=(0.0, 4.5), drafted=(0.0, 4.5), num_generated_tokens=9)
+    cut = Stats(9, (2.0, 3.0), (0.0, 5.0), num_truncated_rounds=1.0)
+    short = Stats(9, (1.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 1.0))
+    whole = Stats(9, (0.0, 4.5), (0.0, 4.5))
     first, second, third = choices(
         COSTS, {("cheap", 1): [cut] * 2, ("cheap", 3): [short] * 2, ("dear", 1): [whole] * 2}
     )
@@ -57,8 +56,8 @@ def test_choices() -> None:
 
 def test_the_interval_of_tau_stays_within_1_and_k_plus_1() -> None:
     """One text whose every draft is accepted, beside one whose drafts never are."""
-    full = RoundCounts(accepted=(0.0, 6.0), drafted=(0.0, 6.0), num_generated_tokens=12)
-    none = RoundCounts(accepted=(6.0,), drafted=(0.0, 6.0), num_generated_tokens=6)
+    full = Stats(12, (0.0, 6.0), (0.0, 6.0))
+    none = Stats(6, (6.0,), (0.0, 6.0))
     for texts in ([full, full], [none, none], [full, none]):
         (one,) = choices(COSTS, {("cheap", 1): texts})
         assert 1.0 <= one.tau.low <= one.tau.value <= one.tau.high <= 2.0
@@ -66,8 +65,8 @@ def test_the_interval_of_tau_stays_within_1_and_k_plus_1() -> None:
 
 def test_speed_up_is_compared_text_by_text() -> None:
     """As measured arms are: the geometric mean, in which twice as fast and half as fast are even."""
-    fast = RoundCounts(accepted=(0.0, 5.0), drafted=(0.0, 5.0), num_generated_tokens=12)
-    slow = RoundCounts(accepted=(10.0,), drafted=(0.0, 10.0), num_generated_tokens=6)
+    fast = Stats(12, (0.0, 5.0), (0.0, 5.0))
+    slow = Stats(6, (10.0,), (0.0, 10.0))
     (one,) = choices(COSTS, {("cheap", 1): [fast, slow]})
     assert one.speed_up.value == pytest.approx((0.12 / 0.06 * 0.06 / 0.12) ** 0.5)
     assert one.tokens_per_s == pytest.approx(2 * 18 / 0.18)
@@ -76,7 +75,7 @@ def test_speed_up_is_compared_text_by_text() -> None:
 def test_a_look_up_takes_its_time_when_it_finds_nothing() -> None:
     """Ten rounds without a draft: the plain round, and the looking."""
     costs = replace(COSTS, rounds={("ngram", 4): RoundCost(0.013, 0.002, 0.010)}, lookup_s={"ngram": 0.002})
-    idle = RoundCounts(accepted=(10.0,), drafted=(10.0,), num_generated_tokens=10)
+    idle = Stats(10, (10.0,), (10.0,))
     (one,) = choices(costs, {("ngram", 4): [idle]})
     assert one.speed_up.value == pytest.approx(0.010 / 0.012) and one.if_free == pytest.approx(1.0)
 

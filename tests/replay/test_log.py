@@ -1,7 +1,7 @@
 """Logs: what is written is read, damage of any file is named, and a log that was cut short is gone on with."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +167,15 @@ def test_other_records_are_read_beside_a_damaged_one(made: tuple[Header, list[Re
         log.read(32)
 
 
+def _resume(writer: LogWriter, path: Path, records: Sequence[Record], num_finished: int) -> None:
+    """Write what is missing; the log then has all records."""
+    assert writer.num_finished == num_finished
+    writer.append(records[num_finished:])
+    writer.flush()
+    for got, want in zip(Log.open(path), records, strict=True):
+        assert_same(got, want)
+
+
 @pytest.mark.parametrize("num_whole", [0, 1, 31, 32, 33, 40])
 @pytest.mark.parametrize("half", ["", '{"ind', '{"index": 99, "prompt": "ab'])
 def test_a_log_that_was_cut_short_is_gone_on_with(
@@ -178,12 +187,7 @@ def test_a_log_that_was_cut_short_is_gone_on_with(
     lines = (path / "index.jsonl").read_text().split("\n")[:-1]
     (path / "index.jsonl").write_text("".join(f"{line}\n" for line in lines[:num_whole]) + half)
     assert len(Log.open(path)) == num_whole
-    writer = LogWriter(path, header, expected(records))
-    assert writer.num_finished == num_whole
-    writer.append(records[num_whole:])
-    writer.flush()
-    for got, want in zip(Log.open(path), records, strict=True):
-        assert_same(got, want)
+    _resume(LogWriter(path, header, expected(records)), path, records, num_whole)
 
 
 def test_the_log_of_another_run_is_left_alone(made: tuple[Header, list[Record]], tmp_path: Path) -> None:
@@ -296,11 +300,8 @@ def test_records_at_the_end_that_cannot_be_read_are_recorded_again(
     damage(path)
     prompts = [(line.prompt, line.category, line.seed) for line in Log.open(path).lines]  # one may be edited
     writer = LogWriter(path, header, prompts)
-    assert writer.num_finished == num_good == len(Log.open(path))
-    writer.append(records[num_good:])
-    writer.flush()
-    for got, want in zip(Log.open(path), records, strict=True):
-        assert_same(got, want)
+    assert len(Log.open(path)) == num_good
+    _resume(writer, path, records, num_good)
 
 
 def test_a_missing_shard_before_the_last_is_told(made: tuple[Header, list[Record]], tmp_path: Path) -> None:

@@ -18,15 +18,16 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
 from outrider.options import Sampling
+from outrider.records import Stats
 from outrider.replay import renewal
 from outrider.replay import replay as module
 from outrider.replay.log_format import Record
 from outrider.replay.record import top_probs
-from outrider.replay.renewal import RoundLaw, log_ratios
+from outrider.replay.renewal import RoundDistribution, log_ratios
 from outrider.replay.replay import MATCH, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
-from outrider.stats.counts import RoundCounts
+from outrider.stats.counts import stats_of
 from reference import draft_paths
 from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair
 
@@ -41,6 +42,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, ModelDrafter]]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("has_model", [True, False], ids=["model", "ngram"])
@@ -55,7 +57,7 @@ def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, has_model: bo
     for k in KS:
         real = run(target, chosen, [request(ids, StopAt(EOS), **options) for ids in PROMPTS], RULES[rule], k)
         for one, output in zip(replayed, real, strict=True):
-            law, _ = one.laws(k)
+            law, _ = one.distributions(k)
             rounds = [(row.num_drafted, row.num_accepted) for row in output.rounds if not row.is_truncated]
             assert one.is_exact(k)
             assert law.draw(np.random.default_rng(0)) == (rounds, bool(output.stats.num_truncated_rounds))
@@ -100,7 +102,7 @@ def _merged(rounds: Rounds) -> Rounds:
 
 def _enumerated(
     by_start: dict[tuple[int, int], Rounds], num_tokens: int, k: int
-) -> dict[tuple[int, ...], tuple[float, RoundCounts]]:
+) -> dict[tuple[int, ...], tuple[float, Stats]]:
     """Every text that a three-token chain can write after token 1, where 2 ends a text: its probability, and the
     expected counts of the rounds that wrote it, by going through all rounds."""
     found: dict[tuple[int, ...], list[tuple[float, list[tuple[int, int]], int]]] = defaultdict(list)
@@ -121,13 +123,14 @@ def _enumerated(
     laws = {}
     for text, ways in found.items():
         mass = sum(weight for weight, *_ in ways)
-        counts = RoundCounts()
+        counts = Stats()
         for weight, rounds, num_truncated in ways:
-            one = RoundCounts.of(rounds, num_truncated, 0)
+            one = stats_of(rounds, num_truncated, 0)
             share = weight / mass
-            counts += RoundCounts(
-                *(tuple(share * x for x in values) for values in (one.accepted, one.drafted, one.full)),
-                num_truncated=share * num_truncated,
+            counts += Stats(
+                0,
+                *(tuple(share * x for x in getattr(one, name)) for name in _HISTOGRAMS),
+                num_truncated_rounds=share * num_truncated,
             )
         laws[text] = (mass, counts)
     return laws
@@ -135,15 +138,16 @@ def _enumerated(
 
 TARGET = random_table(3, 2, 1.3)
 DRAFT = 0.5 * TARGET + random_table(3, 3)
+_HISTOGRAMS = ("acceptance_histogram", "drafted_histogram", "full_histogram")
 
 
-def _assert_same(got: RoundCounts, want: RoundCounts) -> None:
-    for name in ("accepted", "drafted", "full"):
+def _assert_same(got: Stats, want: Stats) -> None:
+    for name in _HISTOGRAMS:
         pair = getattr(got, name), getattr(want, name)
         width = max(map(len, pair))
         a, b = ([*values, *[0.0] * (width - len(values))] for values in pair)
         assert a == pytest.approx(b, abs=1e-11), name
-    assert got.num_truncated == pytest.approx(want.num_truncated, abs=1e-11)
+    assert got.num_truncated_rounds == pytest.approx(want.num_truncated_rounds, abs=1e-11)
 
 
 def _replayed(
@@ -155,13 +159,17 @@ def _replayed(
     is_greedy: bool = False,
     has_probs: bool = True,
     **q: Any,
-) -> RoundCounts:
+) -> Stats:
     target, drafter = table_lm(TARGET), ModelDrafter(table_lm(DRAFT, name="draft"), is_greedy)
     header = header_of(target, 1 if has_probs else None, max_new_tokens=num_tokens)
     probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
     record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
     draft_sampling = Sampling(**q) if q else None
-    return next(iter(replay([record], header, drafter, law, [k], draft_sampling=draft_sampling))).laws(k)[0].expected()
+    return (
+        next(iter(replay([record], header, drafter, law, [k], draft_sampling=draft_sampling)))
+        .distributions(k)[0]
+        .expected()
+    )
 
 
 def _assert_exact(by_start: dict[tuple[int, int], Rounds], law: str, num_tokens: int, k: int, **how: Any) -> None:
@@ -260,7 +268,7 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     differences = defaultdict(list)
     for one, output in zip(replay(records, header, drafter, rule, [k], batch_size=500), outputs, strict=True):
         assert one.is_exact(k)
-        want, stats = one.laws(k)[0].expected().to_json(), output.stats.to_json()
+        want, stats = one.distributions(k)[0].expected().to_json(), output.stats.to_json()
         for name in ("num_rounds", "num_truncated_rounds", "num_accepted_draft_tokens", "num_draft_tokens"):
             differences[name].append(stats[name] - want[name])
     return {
@@ -270,11 +278,10 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("pair", ["table", "llama"])
-def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, k: int, pair: str) -> None:
-    """The real loop with real noise; texts end at an end token or the limit, and the draft's context at 11 tokens. Six
-    times two times four comparisons, each of which fails by chance with a probability below 4e-7."""
+@pytest.mark.parametrize(("pair", "k"), [("table", 1), ("table", 4), ("llama", 4)])
+def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, pair: str, k: int) -> None:
+    """The real loop with real noise; texts end at an end token or the limit, and the draft's context at 11 tokens. Nine
+    times four comparisons, each of which fails by chance with a probability below 4e-7."""
     target, drafter = table_pair(8, draft_context_len=11) if pair == "table" else llama_pair(draft_context_len=11)
     scores = _z_scores(rule, k, target, drafter, 1500 if pair == "table" else 400)
     assert all(abs(score) < Z for score in scores.values()), scores
@@ -320,7 +327,7 @@ def test_alpha_and_the_bounds_of_gumbel_hold_the_exact_value() -> None:
             low, high, want = some.expected[k], some.expected[k].upper, all_known.expected[k]
             assert high is not None and want.upper is None
             assert low.tau.value <= want.tau.value <= high.tau.value
-            assert high.counts.num_rounds <= want.counts.num_rounds <= low.counts.num_rounds
+            assert high.stats.num_rounds <= want.stats.num_rounds <= low.stats.num_rounds
         # The other rules need p of the tokens that stand there, and no more.
         for rule in ("rejection", "block"):
             few, full = (
@@ -370,8 +377,8 @@ def test_an_impossible_token_is_no_accident() -> None:
     """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
     not make up for a small q/p after it."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
-    law = RoundLaw.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
-    assert law.expected().accepted == pytest.approx((1.0, 1.0, 0.0))
+    law = RoundDistribution.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
+    assert law.expected().acceptance_histogram == pytest.approx((1.0, 1.0, 0.0))
     assert not torch.tensor(law.probs).isnan().any()
     logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
     for survival in (renewal.by_block, renewal.token_by_token):
@@ -394,10 +401,10 @@ def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = llama_pair()
     header, records = written(target, PROMPTS, temperature=0.0, max_new_tokens=10)
     made: list[object] = []
-    of = RoundLaw.of
-    monkeypatch.setattr(RoundLaw, "of", lambda *arguments: made.append(None) or of(*arguments))
+    of = RoundDistribution.of
+    monkeypatch.setattr(RoundDistribution, "of", lambda *arguments: made.append(None) or of(*arguments))
     for draft in (drafter, NgramDrafter()):
         first = next(iter(replay(records, header, draft, "block", [1, 2, 3])))
         assert not made
-        assert first.laws(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
+        assert first.distributions(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
         made.clear()

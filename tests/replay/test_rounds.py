@@ -11,7 +11,7 @@ from outrider.errors import FileError
 from outrider.records import Stats
 from outrider.replay.rounds import RecordedArm, analyse, read_file, round_row
 from outrider.sampling.rules import RULES
-from outrider.stats.counts import RoundCounts, tau_interval, total
+from outrider.stats.counts import positions_of, stats_of, tau_interval, total
 from outrider.stats.intervals import Interval
 from toys import StopAt, llama_pair, request, run
 
@@ -20,23 +20,27 @@ ROUNDS = [(2, 2), (2, 0), (2, 1), (1, 1), (2, 2), (0, 0)]
 
 def test_positions_by_hand() -> None:
     """Position 1 was drafted in five rounds and always judged; position 2 in four, of which one stopped before it."""
-    counts = RoundCounts.of(ROUNDS, 1, 13)
-    first, second = counts.positions
+    counts = stats_of(ROUNDS, 1, 13)
+    first, second = positions_of(counts)
     assert (first.num_drafted, first.num_judged, first.num_accepted) == (5, 5, 4)
     assert (second.num_drafted, second.num_judged, second.num_accepted) == (4, 3, 2)
     assert (second.conditional, second.unconditional) == (2 / 3, 1 / 2)
     assert counts.mean_acceptance_length == 2.0 and counts.draft_acceptance_rate == 6 / 9
-    assert (counts.accepted, counts.drafted, counts.full) == ((2, 2, 2), (1, 1, 4), (1, 1, 2))
-    assert total([RoundCounts.of(ROUNDS[:2], 0, 5), RoundCounts.of(ROUNDS[2:], 1, 8)]) == counts
-    assert RoundCounts().mean_acceptance_length is None and RoundCounts().positions == []
-    assert tau_interval([RoundCounts()]) is None
+    assert (counts.acceptance_histogram, counts.drafted_histogram, counts.full_histogram) == (
+        (2, 2, 2),
+        (1, 1, 4),
+        (1, 1, 2),
+    )
+    assert total([stats_of(ROUNDS[:2], 0, 5), stats_of(ROUNDS[2:], 1, 8)]) == counts
+    assert Stats().mean_acceptance_length is None and positions_of(Stats()) == []
+    assert tau_interval([Stats()]) is None
 
 
 @pytest.mark.parametrize("accepted", [(0, 0, 2), (0, 0, 0), (2, 2, 2), (2, 2, 0)], ids=str)
 def test_tau_stays_within_1_and_k_plus_1(accepted: tuple[int, ...]) -> None:
     """Three prompts of four rounds; also where no draft is accepted, or every one. The last drafts one token."""
-    prompts = [RoundCounts.of([(2, n)] * 4, 0, 0) for n in accepted]
-    for counts in (prompts, [*prompts, RoundCounts.of([(1, 0)], 0, 0)]):
+    prompts = [stats_of([(2, n)] * 4, 0, 0) for n in accepted]
+    for counts in (prompts, [*prompts, stats_of([(1, 0)], 0, 0)]):
         interval = tau_interval(counts)
         assert interval is not None and interval.low is not None and interval.high is not None
         assert 1.0 <= interval.low <= interval.value <= interval.high <= 3.0 and interval.low < interval.high
@@ -44,7 +48,7 @@ def test_tau_stays_within_1_and_k_plus_1(accepted: tuple[int, ...]) -> None:
 
 
 def test_tau_of_plain_decoding_is_1() -> None:
-    assert tau_interval([RoundCounts.of([(0, 0)] * 4, 0, 0)] * 2) == Interval(1.0, 1.0, 1.0)
+    assert tau_interval([stats_of([(0, 0)] * 4, 0, 0)] * 2) == Interval(1.0, 1.0, 1.0)
 
 
 def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -61,7 +65,7 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
         for i, output in enumerate(run(target, drafter, requests, RULES["block"], k)):
             whole = [row for row in output.rounds if not row.is_truncated]
             pairs = [(row.num_drafted, row.num_accepted) for row in whole]
-            wanted[k, i] = RoundCounts.of(pairs, len(output.rounds) - len(whole), len(output.token_ids))
+            wanted[k, i] = stats_of(pairs, len(output.rounds) - len(whole), len(output.token_ids))
             rows.append(
                 {
                     "index": i,
@@ -73,8 +77,8 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
             )
     found = read_file(_lines(tmp_path / "out.jsonl", rows))
     assert list(found.arms) == [RecordedArm("draft", k, "block") for k in (1, 3, 6)]
-    assert {(arm.k, one.index): one.counts for arm, prompts in found.arms.items() for one in prompts} == wanted
-    assert any(counts.num_truncated for counts in wanted.values())
+    assert {(arm.k, one.index): one.stats for arm, prompts in found.arms.items() for one in prompts} == wanted
+    assert any(counts.num_truncated_rounds for counts in wanted.values())
     # And the counts are those that the loop reports.
     for row in rows:
         got = wanted[row["settings"]["num_draft_tokens"], row["index"]].to_json()
@@ -89,12 +93,12 @@ def test_rounds_there_and_back(tmp_path: Path) -> None:
     found = read_file(_lines(tmp_path / "rounds.jsonl", rows))
     ((arm, prompts),) = found.arms.items()
     assert arm == RecordedArm("d", 2, "block") and found.notes == ()
-    assert [one.counts for one in prompts] == [RoundCounts.of(ROUNDS[: 3 + i], int(bool(i)), 9 + i) for i in range(3)]
+    assert [one.stats for one in prompts] == [stats_of(ROUNDS[: 3 + i], int(bool(i)), 9 + i) for i in range(3)]
     analysis = analyse(prompts)
     assert list(analysis.by_category) == ["sum", "tale"]
     assert len(analysis.by_category["tale"].prompts) == 2
-    assert analysis.tau is not None and analysis.tau.value == pytest.approx(analysis.counts.mean_acceptance_length)
-    taus = [one.counts.mean_acceptance_length for one in prompts]
+    assert analysis.tau is not None and analysis.tau.value == pytest.approx(analysis.stats.mean_acceptance_length)
+    taus = [one.stats.mean_acceptance_length for one in prompts]
     assert analysis.prompt_tau == pytest.approx(sum(taus) / 3)
     (first, _) = analysis.rates
     assert first.conditional is not None and first.conditional.low < first.conditional.value < first.conditional.high
@@ -106,8 +110,8 @@ def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
     found = read_file(path)
     assert len(found.notes) == 2 and "guessed from decreases" in found.notes[0]
     ((_, prompts),) = found.arms.items()
-    assert [one.counts.accepted for one in prompts] == [(1, 0, 1), (0, 2)]
-    assert prompts[0].counts.drafted == (0, 0, 2)
+    assert [one.stats.acceptance_histogram for one in prompts] == [(1, 0, 1), (0, 2)]
+    assert prompts[0].stats.drafted_histogram == (0, 0, 2)
     assert read_file(path, tokens_per_prompt=4, k=5).notes == ()
     with pytest.raises(FileError, match="a round accepted 2 drafted tokens, which is impossible with K = 1"):
         read_file(path, k=1)

@@ -63,6 +63,7 @@ def _requests() -> list[Request]:
     return [request(ids, seed=i, max_new_tokens=NUM_TOKENS[i]) for i, ids in enumerate(PROMPTS)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 @pytest.mark.parametrize("num_slots", [2, 4])

@@ -195,7 +195,7 @@ def test_a_prompt_that_cannot_have_room_is_not_tokenized(
 ) -> None:
     """64 tokens hold at most 4,096 bytes here."""
     with running(words()) as server, server.http() as http:
-        monkeypatch.setattr("outrider.decoder.encode", _encode_one_word)
+        monkeypatch.setattr("outrider.requests.call.encode", _encode_one_word)
         monkeypatch.setattr("outrider.serve.prepare.encode", _encode_one_word)
         response = http.post(path, json=body)
     assert response.status_code == 400 and response.json()["error"]["param"] == param

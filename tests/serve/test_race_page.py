@@ -271,7 +271,7 @@ def test_axe_finds_nothing(server: Running, is_dark: bool) -> None:
     with browser(is_dark=is_dark) as driver:
         driver.get(server.url)
         assert found_by_axe(driver, script) == []
-        raced(driver, server, seed=5, max_tokens=60)
+        raced(driver, server, seed=5, max_tokens=30)
         driver.find_element("id", "keep").click()
         driver.execute_script("document.querySelector('.lane:not(.plain) .ghost').focus()")
         assert driver.find_element("id", "tip").is_displayed()

@@ -21,8 +21,8 @@ from outrider.system.ranks import current_ranks
 if TYPE_CHECKING:
     from outrider.bench.report import ArmSummary
     from outrider.distill.shapes import ShapeCost
+    from outrider.records import Stats
     from outrider.scoring.alpha import Alpha
-    from outrider.stats.counts import RoundCounts
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -77,23 +77,25 @@ def plot_tau(lines: Mapping[str, Sequence[tuple[int, Interval | None]]], path: P
     _save(figure, axes, path)
 
 
-def plot_rounds(arms: Mapping[str, RoundCounts], path: Path, title: str) -> None:
+def plot_rounds(arms: Mapping[str, Stats], path: Path, title: str) -> None:
     """Plot side by side the number of accepted tokens in a round, and the acceptance of each position."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    from outrider.stats.counts import positions_of
+
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     histogram, positions = figure.subplots(1, 2)
-    for place, (label, counts) in enumerate(arms.items()):
+    for place, (label, stats) in enumerate(arms.items()):
         colour = f"C{place % 10}"
-        shares = [count / (counts.num_rounds or 1) for count in counts.accepted]
+        shares = [count / (stats.num_rounds or 1) for count in stats.acceptance_histogram]
         width = 0.8 / len(arms)
         lefts = [i - 0.4 + (place + 0.5) * width for i in range(len(shares))]
         histogram.bar(lefts, shares, width=width, color=colour, label=label)
-        places = [one.position for one in counts.positions]
-        rates = [(one.conditional, one.unconditional) for one in counts.positions]
-        conditional = [math.nan if a is None else a for a, _ in rates]
-        unconditional = [math.nan if b is None else b for _, b in rates]
+        found = positions_of(stats)
+        places = [one.position for one in found]
+        conditional = [math.nan if one.conditional is None else one.conditional for one in found]
+        unconditional = [math.nan if one.unconditional is None else one.unconditional for one in found]
         positions.plot(places, conditional, color=colour, marker="o")
         positions.plot(places, unconditional, color=colour, marker="s", ls="--")
     histogram.set(xlabel="accepted tokens in a round", ylabel="share of rounds", title=title)

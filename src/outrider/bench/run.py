@@ -73,6 +73,17 @@ class Measurement:
     text: str
     rejected_ratios: tuple[float, ...] = field(repr=False, default=())
 
+    @classmethod
+    def of(cls, arm: Arm, case: Case, chunks: Sequence[Chunk]) -> Measurement:
+        return cls(
+            arm,
+            case,
+            stats=sum((chunk.stats for chunk in chunks), Stats()),
+            timing=sum((chunk.timing for chunk in chunks), Timing()),
+            text="".join(chunk.text for chunk in chunks),
+            rejected_ratios=tuple(chunk.rejected_ratio for chunk in chunks if chunk.rejected_ratio is not None),
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.stats.num_generated_tokens
@@ -99,16 +110,13 @@ def race(
     arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None
 ) -> list[Measurement]:
     """Generate with all arms side by side, to the end (see ``racing``)."""
-    tallies = [_Tally() for _ in arms]
+    found: list[list[Chunk]] = [[] for _ in arms]
     with closing(racing(arms, case, options)) as chunks:
         for which, chunk in chunks:
-            tallies[which].add(chunk)
+            found[which].append(chunk)
             if on_chunk is not None:
                 on_chunk(arms[which], case, chunk)
-    return [
-        Measurement(arm, case, one.stats, one.timing, one.text, tuple(one.ratios))
-        for arm, one in zip(arms, tallies, strict=True)
-    ]
+    return [Measurement.of(arm, case, own) for arm, own in zip(arms, found, strict=True)]
 
 
 def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
@@ -144,23 +152,6 @@ def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generato
 def _furthest_behind(seconds: Mapping[int, float]) -> int:
     """Arm with the least time used."""
     return next(iter(seconds)) if len(seconds) == 1 else current_ranks().shared(min(seconds, key=seconds.__getitem__))
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Running totals of an arm."""
-
-    stats: Stats = Stats()
-    timing: Timing = Timing()
-    text: str = ""
-    ratios: list[float] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        self.stats += chunk.stats
-        self.timing += chunk.timing
-        self.text += chunk.text
-        if chunk.rejected_ratio is not None:
-            self.ratios.append(chunk.rejected_ratio)
 
 
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from outrider.stats.evidence import Finding
 
 NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detectable
 
-Verdict = Literal["passed", "failed", "inconclusive"]
+Conclusion = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Certificate:
     greedy: Sequence[GreedyReport]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Conclusion:
         """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
         is_alarm = self.statistical is not None and self.statistical.is_alarm
         if is_alarm or not self.exact.is_ok or not all(one.is_ok for one in self.greedy):

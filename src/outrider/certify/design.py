@@ -71,6 +71,9 @@ _NUM_OF_PAIRS = 2  # tests of pairs of tokens; one more if rounds are known
 _PAIRS_PER_TOKEN = 0.5  # approximate, of the rarer kinds
 _MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # between two tokens of a sequence, if K is unknown
 
+_Dependent = dict[str, dict[str, tuple[partners.Pairs, Increments]]]
+"""By test of dependence and kind: the pairs of tokens, and the products of their ranks."""
+
 
 def num_tests(*, has_rounds: bool) -> int:
     return _NUM_WHOLE + _NUM_OF_PAIRS + (1 + len(_ALL_SPLITS) if has_rounds else len(_SPLITS))
@@ -140,15 +143,21 @@ class Design:
             has_rounds=has_rounds,
         )
 
-    def _pairs(self, observed: ObservedTokens) -> dict[str, dict[str, partners.Pairs]]:
-        """Pairs of tokens by test of dependence and kind."""
-        found = {"rank-by-distance": dict(partners.by_distance(observed, self.num_distances))}
+    def _dependent(self, observed: ObservedTokens) -> _Dependent:
+        pairs = {"rank-by-distance": dict(partners.by_distance(observed, self.num_distances))}
         if self.has_rounds:
-            found["rank-by-round-before"] = {"round before": partners.in_round_before(observed)}
-        return found | {"rank-by-sequence": dict(partners.between(observed, has_rounds=self.has_rounds))}
+            pairs["rank-by-round-before"] = {"round before": partners.in_round_before(observed)}
+        pairs["rank-by-sequence"] = dict(partners.between(observed, has_rounds=self.has_rounds))
+        return {
+            test: {name: (each, partners.products(observed, each)) for name, each in kinds.items()}
+            for test, kinds in pairs.items()
+        }
 
     def tests(self, observed: ObservedTokens, level: float) -> list[Finding]:
         """Run all tests, with thresholds for a joint false-alarm probability of ``level``."""
+        return self._tests(observed, self._dependent(observed), level)
+
+    def _tests(self, observed: ObservedTokens, dependent: _Dependent, level: float) -> list[Finding]:
         wholes = {
             "score": (self.score, observed.score),
             "likelihood": (self.surprise, observed.surprise),
@@ -160,18 +169,16 @@ class Design:
             split = _ALL_SPLITS[name]
             wealth = accounts.log_wealth(split.increments(observed), split.kinds(observed))
             found.append(Finding(name, wealth, p_value(wealth)))
-        for name, kinds in self._pairs(observed).items():
-            each = [self.product.log_wealth(partners.products(observed, pairs)) for pairs in kinds.values()]
-            wealth = mean_wealth(each, len(kinds))
+        for name, kinds in dependent.items():
+            wealth = mean_wealth([self.product.log_wealth(products) for _, products in kinds.values()], len(kinds))
             found.append(Finding(name, wealth, p_value(wealth)))
         return holm(found, level)
 
-    def _dependence(self, observed: ObservedTokens) -> Iterator[Dependence]:
-        for test, kinds in self._pairs(observed).items():
-            for name, pairs in kinds.items():
-                z = partners.products(observed, pairs).z
-                least = partners.detectable_share(observed, pairs, self.product, self.level / len(kinds))
-                yield Dependence(test, name, pairs.shape[1], z, least)
+    def _dependence(self, observed: ObservedTokens, dependent: _Dependent) -> Iterator[Dependence]:
+        for test, kinds in dependent.items():
+            for name, (pairs, products) in kinds.items():
+                least = partners.detectable_share(observed, pairs, products, self.product, self.level / len(kinds))
+                yield Dependence(test, name, pairs.shape[1], products.z, least)
 
     def report(self, observed: ObservedTokens, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
         """Results of the statistical layer.
@@ -188,6 +195,7 @@ class Design:
         least = detectable(observed.score, drift, self.score, self.level)
         is_enough = least is not None and (wanted is None or least <= wanted)
         distance = float(drift.distances.mean())
+        dependent = self._dependent(observed)
         needed = None
         if not is_enough and distance > 0:
             needed = tokens_needed(observed.score, drift, wanted or distance, self.level)
@@ -203,8 +211,8 @@ class Design:
             estimate=None if estimate is None else estimate[0],
             estimate_std=None if estimate is None else estimate[1],
             surprise_excess=float(observed.surprise.values.mean()),
-            tests=self.tests(observed, level),
-            dependence=list(self._dependence(observed)),
+            tests=self._tests(observed, dependent, level),
+            dependence=list(self._dependence(observed, dependent)),
             places=[(len(part.values), part.z) for part in places] if "score-by-place" in self.splits else [],
             pit_histogram=np.histogram(observed.pits, bins=_NUM_BINS, range=(0.0, 1.0))[0].tolist(),
             pit_excess=(below - steps).tolist(),

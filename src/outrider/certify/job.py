@@ -15,6 +15,7 @@ from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
 from outrider.text.row_text import RowText
+from outrider.text.structure import structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class CertifyTask:
 
     def new_constraint(self) -> Constraint | None:
         """Constraint of a new sequence."""
-        return self.decoder.constraint_of(self.sampling)
+        decoder = self.decoder
+        return structure_of(self.sampling, decoder.tokenizer, decoder.target.vocab_size, decoder.eos_ids)
 
     def prompt_of(self, text: int) -> int:
         return text % len(self.prompts)

@@ -58,7 +58,9 @@ def products(observed: ObservedTokens, pairs: Pairs) -> Increments:
     return observed.rank.scaled(stakes)
 
 
-def detectable_share(observed: ObservedTokens, pairs: Pairs, bet: Bet, level: float) -> float | None:
+def detectable_share(
+    observed: ObservedTokens, pairs: Pairs, products: Increments, bet: Bet, level: float
+) -> float | None:
     """Smallest share of tokens drawn with their partner's number that would have been detected (``detectable_reuse``).
 
     A rank is the mean of its uniform number, given the token. If two tokens share a number, the mean product of their
@@ -66,7 +68,7 @@ def detectable_share(observed: ObservedTokens, pairs: Pairs, bet: Bet, level: fl
     """
     variances = observed.rank.moments[0]
     reused = 12 * float((variances[pairs[0]] * variances[pairs[1]]).sum())
-    return detectable_reuse(products(observed, pairs), bet, level, reused)
+    return detectable_reuse(products, bet, level, reused)
 
 
 _Keys = list[tuple[int, ...]]  # for each token

@@ -52,7 +52,7 @@ class Tree:
     p: tuple[Tensor, Tensor, Tensor]
     q: tuple[Tensor, Tensor]
 
-    def target_law(self) -> Tensor:
+    def target_distribution(self) -> Tensor:
         """Target's distribution of three tokens. [M, M, M]"""
         p0, p1, p2 = self.p
         return p0[:, None, None] * p1[:, :, None] * p2
@@ -60,10 +60,10 @@ class Tree:
 
 def round_gap(rule: Rule, tree: Tree) -> float:
     """Largest difference of a probability of three tokens between the rule and the target alone."""
-    return float((round_law(rule, tree) - tree.target_law()).abs().max())
+    return float((round_distribution(rule, tree) - tree.target_distribution()).abs().max())
 
 
-def round_law(rule: Rule, tree: Tree) -> Tensor:
+def round_distribution(rule: Rule, tree: Tree) -> Tensor:
     """Distribution of three tokens: a round with two drafted ones under a rule, then the target. [M, M, M]"""
     _, p1, p2 = tree.p
     pieces = _pieces(rule, tree)
@@ -240,8 +240,7 @@ def _uses(rule: Rule, length: int, vocab_size: int) -> Tensor:
     ahead = NoiseAhead(rule.make_noise, _K, vocab_size)
     both = []
     for start in (_START, _START + length):
-        starts = [start] * _NUM_SEEDS
-        both.append(ahead.at(seeds, torch.tensor(starts), starts, starts, _K).values)
+        both.append(ahead.at(seeds, torch.full_like(seeds, start), _K).values)
     values = torch.cat(both, dim=1)
     return (values[:, :, None] == values[:, None, :]).all(dim=0).long().argmax(dim=1)
 
@@ -261,11 +260,10 @@ def noise_gap(make_noise: Callable[[Tensor, Tensor, int, int], GumbelNoise]) -> 
     """Share of the noise in two successive rounds that is not a function of its position: different between rounds, or
     equal in two positions."""
     seeds = torch.arange(_NUM_SEEDS)
-    ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
     is_wrong = []
     for length in range(1, _K + 2):
-        starts = [[start] * _NUM_SEEDS for start in (_START, _START + length)]
-        rounds = [ahead.at(seeds, torch.tensor(own), own, own, _K) for own in starts]
+        ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
+        rounds = [ahead.at(seeds, torch.full_like(seeds, start), _K) for start in (_START, _START + length)]
         for i, j in product(range(_K + 1), repeat=2):
             one, other = rounds[0].at(i).values(), rounds[1].at(j).values()  # [S, V]
             is_wrong.append((one == other) != (i == length + j))

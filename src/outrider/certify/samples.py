@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.certify.certificate import GreedyReport, StatisticalReport, Verdict
+from outrider.certify.certificate import Conclusion, GreedyReport, StatisticalReport
 from outrider.certify.design import Design
 from outrider.certify.divergence import against_plain, plain_batches
 from outrider.certify.observed import GeneratedText, ObservedTokens, joined, observe
@@ -63,7 +63,7 @@ class SamplesReport:
     num_repeats: int
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Conclusion:
         """``failed`` on any deviation, ``inconclusive`` if there are too few samples."""
         is_alarm = self.statistical is not None and self.statistical.is_alarm
         if is_alarm or not all(one.is_ok for one in self.greedy):

@@ -29,7 +29,7 @@ class CompiledExecution(PreparedExecution):
 
     def __init__(self, *, waits: bool = True, service: CompileService | None = None) -> None:
         super().__init__(waits=waits)
-        self._service = service or shared_service(waits)
+        self._service = service or shared_service()
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         return SlotCache.allocate(shapes, num_rows, capacity)
@@ -40,11 +40,10 @@ class CompiledExecution(PreparedExecution):
     def _key_of(self, stores: Sequence[Tensor]) -> None:
         return None  # caches are inputs of the program
 
-    def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
-        return self._service.order(call, is_urgent=is_urgent).program
+    def _prepare(self, call: Call) -> Future[Program]:
+        return self._service.order(call).program
 
-    def _beside(self) -> AbstractContextManager[Any]:
+    def _beside(self, error: BaseException | None) -> AbstractContextManager[Any]:
+        if error is not None:
+            self._service.report(error)
         return self._service.room()
-
-    def _hurry(self, program: Future[Program]) -> None:
-        self._service.hurry(program)

@@ -67,7 +67,7 @@ class CapturedExecution(PreparedExecution):
     def _key_of(self, stores: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(store.data_ptr() for store in stores[:1])  # the first identifies them all
 
-    def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
+    def _prepare(self, call: Call) -> Future[Program]:
         program: Future[Program] = Future()
         try:
             program.set_result(self._record(call))

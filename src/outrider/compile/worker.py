@@ -36,6 +36,7 @@ from outrider.runtime.execution import Call
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 
+_NICENESS = 10  # generation comes first; on a single core compiling still gets a tenth
 _FEW_NUMBERS = 2**15  # numbers; a shorter loop is faster on one thread
 _BYTES_PER_THREAD = 2 * 2**20  # of weights; for fewer, waking another thread costs more than it saves
 
@@ -61,6 +62,7 @@ def serve(number: int) -> None:
     Args:
         number: file descriptor of a connection.
     """
+    os.nice(_NICENESS)
     connection = Connection(number)
     jobs: SimpleQueue[CompileJob] = SimpleQueue()
 

@@ -188,5 +188,5 @@ class PairEstimates:
             self.costs.learn(*time)
 
     def k_history(self, num_rows: int) -> KHistory:
-        """History of K at this load: at the largest measured number of rows not above it."""
-        return self._k_histories.setdefault(self.costs.size_below(num_rows), KHistory())
+        """History of K at this load: at the nearest measured number of rows."""
+        return self._k_histories.setdefault(self.costs.nearest_size(num_rows), KHistory())

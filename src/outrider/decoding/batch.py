@@ -3,13 +3,12 @@
 Token buffer, lengths and sampling options live on the device, one entry for each slot. A round runs on the first b
 slots, a view of the same memory. Inactive slots have limit 0: nothing is fed for them, and their results are discarded.
 
-The host reads the result of a round late: it may have started the next ones by then. It knows bounds of a row's length
-on the device, and no shape depends on more.
+The host may read the result of a round late, when it has started the next ones. A row's length as read is then a lower
+bound of its length on the device, an upper one is ``Row.longest``, and no shape depends on more.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.verify import VerifyResult
-from outrider.drafters.base import RowBounds, Rows
+from outrider.drafters.base import Rows
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
@@ -46,31 +45,28 @@ class Row:
         token_ids: prompt and output, as far as it was read.
         limit: the length at which the row ends.
         room: the length that its rounds may reach; more than the limit where drafts are not shortened for it.
+        draft_context: the longest sequence that the drafter can draft for; None for no limit.
         slot: its slot; -1 while it waits.
         num_cached: prompt tokens found in the slot's cache.
         num_filled: prompt tokens in the target's cache.
         is_done: it has ended, or was cancelled.
         is_spoilt: its slot holds NaN or infinite values.
-        may_lack_one: see ``RowBounds``.
     """
 
     index: int
     request: Request
     limit: int
     room: int
+    draft_context: int | None = None
     slot: int = -1
     num_cached: int = 0
     num_filled: int = 0
     is_done: bool = False
     is_spoilt: bool = False
-    may_lack_one: bool = False
     token_ids: list[int] = field(init=False)
-    _unread: deque[int] = field(default_factory=deque, init=False)  # most drafted in each unread round
-    _reach: int = field(init=False)  # upper bound of the length on the device, ignoring the room
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
-        self._reach = len(self.token_ids)
 
     @property
     def length(self) -> int:
@@ -78,59 +74,35 @@ class Row:
         return len(self.token_ids)
 
     @property
-    def has_unread(self) -> bool:
-        """Whether it is in rounds that were started and not read."""
-        return bool(self._unread)
-
-    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def draft_end(self) -> int:
+        """The most tokens, drafted ones included. A round commits one more than it drafts, and the last drafted token
+        is never fed to the draft."""
+        most = self.room - 1
+        return most if self.draft_context is None else min(most, self.draft_context + 1)
 
     @property
     def num_missing(self) -> int:
         """Prompt tokens left to prefill. (The first round feeds the last one.)"""
         return self.prompt_length - 1 - self.num_filled
 
-    @property
-    def shortest(self) -> int:
-        """Lower bound of the length on the device: every round commits a token, up to the limit."""
-        return min(self.length + len(self._unread), self.limit)
-
-    @property
-    def longest(self) -> int:
-        """Upper bound of the length on the device."""
-        return min(self._reach, self.room)
-
-    @property
-    def needs_round(self) -> bool:
-        """Whether it may need another round."""
-        return not self.is_done and self.shortest < self.limit
+    def longest(self, most_unread: int) -> int:
+        """Upper bound of the length on the device, where unread rounds commit at most ``most_unread`` tokens."""
+        return min(self.length + most_unread, self.room)
 
     def most_drafted(self, k: int) -> int:
         """The most tokens that it drafts in a round, if the schedule chose k."""
         constant_k = self.request.num_draft_tokens
-        # A round commits at most one token more than it drafts.
-        return max(0, min(k if constant_k is None else constant_k, self.room - self.shortest - 1))
-
-    def start_round(self, most_drafted: int) -> None:
-        """Update the bounds for a started round that drafts at most ``most_drafted`` tokens."""
-        self._unread.append(most_drafted)
-        self._reach += most_drafted + 1
-        self.may_lack_one = most_drafted > 0 or self.may_lack_one
-
-    def read_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Update the bounds with the result of the oldest unread round."""
-        most_drafted = self._unread.popleft()
-        self._reach -= most_drafted - num_accepted
-        if most_drafted > 0 and not self._unread:
-            self.may_lack_one = num_accepted == num_drafted > 0
+        return max(0, min(k if constant_k is None else constant_k, self.draft_end - self.length))
 
 
 class _Head(NamedTuple):
     """The first slots, shared by all rounds while the rows do not change. Tensors that the batch has as well are views.
 
     Attributes:
-        last_places: the last position of each row that may get a token, beyond its limit too. [B]
         nothing: zeros. [B]
         constant_k: None where the schedule chooses for all rows.
         constraints: None where no row has any.
@@ -138,7 +110,7 @@ class _Head(NamedTuple):
 
     ids: Tensor
     lengths: Tensor
-    last_places: Tensor
+    draft_ends: Tensor
     last_ids: Tensor
     nothing: Tensor
     constant_k: Tensor | None
@@ -156,7 +128,7 @@ class Batch:
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
         limits: the length at which each row ends; 0 in inactive slots. [S]
-        rooms: the length that its rounds may reach; 0 likewise. [S]
+        draft_ends: the most tokens of each row, drafted ones included; 0 likewise. [S]
         last_ids: the last two tokens of each row; the last one was not fed to any model yet. (The one before it is 0
             in sequences of one token.) [S, 2]
         seeds: [S]
@@ -174,7 +146,7 @@ class Batch:
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
-        self.limits, self.rooms, self.seeds, self._nothing = (torch.zeros_like(self.lengths) for _ in range(4))
+        self.limits, self.draft_ends, self.seeds, self._nothing = (torch.zeros_like(self.lengths) for _ in range(4))
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
@@ -199,7 +171,7 @@ class Batch:
         """Activate a row whose prefill is complete."""
         slot, sampling = row.slot, row.request.sampling
         self.rows[slot] = row
-        self.limits[slot], self.rooms[slot] = row.limit, row.room
+        self.limits[slot], self.draft_ends[slot] = row.limit, row.draft_end
         self.last_ids[slot, 0] = row.token_ids[-2] if row.length > 1 else 0
         self.last_ids[slot, 1] = row.token_ids[-1]
         constant_k = row.request.num_draft_tokens
@@ -212,7 +184,7 @@ class Batch:
     def release(self, slot: int) -> None:
         """Deactivate the slot of a row that has ended."""
         self.rows[slot] = None
-        self.limits[slot] = self.rooms[slot] = 0
+        self.limits[slot] = self.draft_ends[slot] = 0
         self._heads.clear()
 
     def move(self, source: int, slot: int) -> None:
@@ -220,7 +192,7 @@ class Batch:
         row = self.rows[source]
         assert row is not None and self.rows[slot] is None
         self.rows[slot], row.slot = row, slot
-        own = self.ids, self.lengths, self.limits, self.rooms, self.last_ids, self.seeds, self._constant_k
+        own = self.ids, self.lengths, self.limits, self.draft_ends, self.last_ids, self.seeds, self._constant_k
         for values in (*own, *self.history.tensors):
             values[slot] = values[source]
         self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
@@ -236,21 +208,19 @@ class Batch:
         """Whether the host must read all tokens before it can mask the next ones."""
         return any(row is not None and row.request.constraint is not None for row in self.rows)
 
-    def view(self, num_rows: int, chosen_k: int) -> Rows:
+    def view(self, num_rows: int, chosen_k: int, most_unread: int) -> Rows:
         """The first slots, as a drafter sees them.
 
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
+            most_unread: the most tokens that unread rounds commit in a row.
         """
-        bounds = [
-            None if row is None else RowBounds(row.shortest, row.longest, row.most_drafted(chosen_k), row.may_lack_one)
-            for row in self.rows[:num_rows]
-        ]
+        most_wanted = [0 if row is None else row.most_drafted(chosen_k) for row in self.rows[:num_rows]]
         head = self._head(num_rows)
         num_wanted = head.nothing
-        if any(row is not None and row.most_drafted > 0 for row in bounds):
+        if any(most_wanted):
             k = chosen_k if head.constant_k is None else torch.where(head.constant_k < 0, chosen_k, head.constant_k)
-            num_wanted = (head.last_places - head.lengths).clamp_min_(0).clamp_max_(k)
+            num_wanted = (head.draft_ends - head.lengths).clamp_min_(0).clamp_max_(k)
         masks = None
         if head.constraints is not None:
             masks = Masks(head.constraints, self._vocab_size, head.lengths.device)
@@ -261,7 +231,8 @@ class Batch:
             num_wanted=num_wanted,
             settings=head.settings,
             history=head.history,
-            bounds=bounds,
+            most_wanted=most_wanted,
+            longest=max(row.longest(most_unread) for row in self.running),
             masks=masks,
             is_repeatable=head.is_repeatable,
         )
@@ -273,7 +244,7 @@ class Batch:
         head = self._heads[num_rows] = _Head(
             ids=self.ids[:num_rows],
             lengths=self.lengths[:num_rows],
-            last_places=self.rooms[:num_rows] - 1,
+            draft_ends=self.draft_ends[:num_rows],
             last_ids=self.last_ids[:num_rows],
             nothing=self._nothing[:num_rows],
             constant_k=self._constant_k[:num_rows] if any(one.num_draft_tokens is not None for one in own) else None,
@@ -293,6 +264,3 @@ class Batch:
         # Copied, since a prepared step overwrites its results.
         rows.last_ids.copy_(result.last_ids)
         rows.lengths.copy_(result.lengths)
-        for row, bounds in zip(self.rows, rows.bounds, strict=False):
-            if row is not None and bounds is not None:
-                row.start_round(bounds.most_drafted)

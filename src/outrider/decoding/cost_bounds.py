@@ -6,7 +6,7 @@ A round of k drafted tokens is a draft of k tokens and a forward of the target o
     cost(k) <= ceil(k / j) cost(j)   that many rounds of j draft as many tokens, and verify more
     verify(k) <= (k + 1) verify(0)   the tokens could be fed one by one
 
-So wrong measurements can be detected, and costs of some K bound those of others.
+So wrong measurements can be detected.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from collections.abc import Mapping
 _TOLERANCE = 1.25  # measured costs scatter, and a kernel may be a little better at more rows
 
 
-def least_cost(k: int, others: Mapping[int, float]) -> float:
-    """Lower bound of the cost of a round of k drafted tokens.
+def most_cost(k: int, others: Mapping[int, float]) -> float:
+    """Upper bound of the cost of a round of k drafted tokens.
 
     Args:
         others: costs of other K.
     """
-    below = (cost for j, cost in others.items() if j < k)
-    above = (cost / math.ceil(j / k) for j, cost in others.items() if j > k > 0)
-    return max([*below, *above], default=0.0)
-
-
-def most_cost(k: int, others: Mapping[int, float]) -> float:
-    """Upper bound, likewise."""
     below = (cost * math.ceil(k / j) for j, cost in others.items() if 0 < j < k)
     above = (cost for j, cost in others.items() if j > k)
     return min([*below, *above], default=math.inf)

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from outrider.decoding.cost_bounds import least_cost
 
 # The time of a round over the expected one is clipped to this factor and its inverse: other work may have delayed it.
 _MOST = 1.5
 _PACE_ROUNDS = 16  # over which the pace of the machine is averaged
 _MOST_WEIGHT = 64.0  # in rounds of its K, over which a factor is averaged
 _OWN = 0.7  # a round with this share of its own factor may change it at once
-_NEXT_TO_NOTHING = 0.01  # times what is expected, where there is no better bound
+_NEXT_TO_NOTHING = 0.01  # times the expected time: the clock may be coarse
 _KEPT = 0.9995  # weight of a round after the next one of any kind
 _DOUBT = 0.5  # share by which a cost may be too high before any round of its K
 # It falls with this power of the weight: faster than noise does (1/2), since each try of a K costs something.
@@ -48,7 +46,7 @@ class _Size:
 
     measured: Mapping[int, float]
     pace: float = 1.0
-    num_rounds: float = 0.0
+    num_rounds: int = 0
     factors: dict[int, float] = field(init=False)
     weights: dict[int, float] = field(init=False)
     recent: dict[int, float] = field(init=False)
@@ -62,30 +60,30 @@ class _Size:
     def seconds(self, k: int) -> float:
         return self.measured[k] * self.factors[k] * self.pace
 
-    def least_possible(self, k: int) -> float:
-        others = {other: self.seconds(other) for other in self.measured if self.num_seen(other) > self.num_seen(k)}
-        return max(least_cost(k, others), _NEXT_TO_NOTHING * self.seconds(k))
+    def least_seconds(self, k: int) -> float:
+        """Optimistic cost: lower when fewer rounds of this K were seen."""
+        return self.seconds(k) * (1 - _DOUBT * math.pow(1 + self.weights[k], -_DOUBT_FALLS))
 
     def num_seen(self, k: int) -> float:
         return self.weights[k] + self.recent[k]
 
-    def learn(self, k: int, error: float, share: float) -> None:
-        """Learn from a round that took ``error`` times the expected time, with weight ``share``."""
-        self.num_rounds += share
-        for other in self.weights:
-            self.weights[other] *= 1 - share * (1 - _KEPT)
-        for other in self.recent:
-            self.recent[other] *= 1 - share / _PACE_ROUNDS
-        self.recent[k] += share
+    def learn(self, k: int, seconds: float) -> None:
+        """Learn from the time of a round."""
+        error = max(seconds / self.seconds(k), _NEXT_TO_NOTHING)
+        self.num_rounds += 1
+        for other in self.measured:
+            self.weights[other] *= _KEPT
+            self.recent[other] *= 1 - 1 / _PACE_ROUNDS
+        self.recent[k] += 1
         own = 1 - self.recent[k] / sum(self.recent.values())
-        believed = self._believed(k, error) ** share if own > _OWN else 1.0
+        believed = self._believed(k, error) if own > _OWN else 1.0
         for other in self.measured:  # costs measured together are wrong together
             if other == k or (min(k, other) > 0 and self.num_seen(other) == 0):
                 self.factors[other] *= believed
         error = min(max(error / believed, 1 / _MOST), _MOST)
-        self.pace *= 1 + (error - 1) * share / min(self.num_rounds, _PACE_ROUNDS)
-        self.weights[k] = min(self.weights[k] + share * own, _MOST_WEIGHT)
-        self.factors[k] *= 1 + (error - 1) * share * own / (1 + self.weights[k])
+        self.pace *= 1 + (error - 1) / min(self.num_rounds, _PACE_ROUNDS)
+        self.weights[k] = min(self.weights[k] + own, _MOST_WEIGHT)
+        self.factors[k] *= 1 + (error - 1) * own / (1 + self.weights[k])
 
     def _believed(self, k: int, error: float) -> float:
         """Factor by which the cost of a K changes at once: if two consecutive rounds of it were far from the expected
@@ -104,16 +102,17 @@ class _Size:
 
 
 class LiveCosts:
-    """Seconds of a round, by its number of rows and of drafted tokens.
+    """Seconds of a round, by its number of rows and of drafted tokens. At a number of rows that was not measured, the
+    nearest one counts.
 
     Args:
         measured: number of rows -> K -> seconds; the K are the same for all numbers of rows.
     """
 
     def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
-        self._sizes = {num_rows: _Size(costs) for num_rows, costs in sorted(measured.items())}
+        self._sizes = {num_rows: _Size(costs) for num_rows, costs in measured.items()}
         self.ks = tuple(sorted(next(iter(measured.values()))))
-        self._near: dict[int, Sequence[tuple[_Size, float]]] = {}  # by number of rows: kept results of _around
+        self._nearest: dict[int, int] = {}  # kept results of nearest_size
 
     @property
     def measured(self) -> dict[int, Mapping[int, float]]:
@@ -123,57 +122,38 @@ class LiveCosts:
     def add(self, measured: Mapping[int, Mapping[int, float]]) -> None:
         """Add costs at other numbers of rows."""
         self._sizes |= {num_rows: _Size(costs) for num_rows, costs in measured.items()}
-        self._near.clear()
+        self._nearest.clear()
 
-    def size_below(self, num_rows: int) -> int:
-        """The largest measured number of rows not above this one; the smallest if there is none."""
-        return max((size for size in self._sizes if size <= num_rows), default=min(self._sizes))
+    def nearest_size(self, num_rows: int) -> int:
+        """The measured number of rows nearest to this one, by their ratio."""
+        if num_rows not in self._nearest:
+            ratio = {size: max(size, num_rows) / min(size, num_rows) for size in self._sizes}
+            self._nearest[num_rows] = min(ratio, key=ratio.__getitem__)
+        return self._nearest[num_rows]
 
     def seconds(self, num_rows: int, k: int) -> float:
-        """Expected cost of a round, interpolated between the measured numbers of rows; for a K that was not measured,
-        that of the next larger one."""
-        measured_k = self._measured_k(k)
-        return sum(share * size.seconds(measured_k) for size, share in self._around(num_rows))
+        """Expected cost of a round; for a K that was not measured, that of the next larger one."""
+        return self._at(num_rows).seconds(self._measured_k(k))
 
     def least_seconds(self, num_rows: int, k: int) -> float:
         """Optimistic cost: lower when fewer rounds of this K were seen."""
-        measured_k = self._measured_k(k)
-        return sum(
-            share * size.seconds(measured_k) * (1 - _DOUBT * math.pow(1 + size.weights[measured_k], -_DOUBT_FALLS))
-            for size, share in self._around(num_rows)
-        )
-
-    def least_possible(self, num_rows: int, k: int) -> float:
-        """Lower bound of the cost, from the times of other K that were seen more often."""
-        measured_k = self._measured_k(k)
-        return sum(share * size.least_possible(measured_k) for size, share in self._around(num_rows))
+        return self._at(num_rows).least_seconds(self._measured_k(k))
 
     def num_seen(self, num_rows: int, k: int) -> float:
         """Rounds of this K behind its cost; old ones count less."""
-        return sum(share * size.num_seen(k) for size, share in self._around(num_rows))
+        return self._at(num_rows).num_seen(k)
 
     def surprises(self, num_rows: int) -> set[int]:
         """The K whose last round was far from the expected time, so that another round must confirm its cost."""
-        return {k for size, _ in self._around(num_rows) for k in size.surprises}
-
-    def _measured_k(self, k: int) -> int:
-        return self.ks[min(bisect_left(self.ks, k), len(self.ks) - 1)]
+        return set(self._at(num_rows).surprises)
 
     def learn(self, num_rows: int, k: int, seconds: float) -> None:
         """Learn from the time of a round without a prefill; rounds of a K that was not measured are ignored."""
-        if k not in self.ks:
-            return
-        error = max(seconds / self.seconds(num_rows, k), _NEXT_TO_NOTHING)  # the clock may be coarse
-        for size, share in self._around(num_rows):
-            size.learn(k, error, share)
+        if k in self.ks:
+            self._at(num_rows).learn(k, seconds)
 
-    def _around(self, num_rows: int) -> Sequence[tuple[_Size, float]]:
-        """The measured numbers of rows next to this one, with their interpolation weights."""
-        found = self._near.get(num_rows)
-        if found is None:
-            below = self.size_below(num_rows)
-            above = min((size for size in self._sizes if size >= num_rows), default=max(self._sizes))
-            at = (num_rows - below) / (above - below) if above > below else 0.0
-            shares = (self._sizes[below], 1 - at), (self._sizes[above], at)
-            found = self._near[num_rows] = shares[: 1 + (at > 0)]
-        return found
+    def _at(self, num_rows: int) -> _Size:
+        return self._sizes[self.nearest_size(num_rows)]
+
+    def _measured_k(self, k: int) -> int:
+        return self.ks[min(bisect_left(self.ks, k), len(self.ks) - 1)]

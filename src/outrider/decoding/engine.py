@@ -162,7 +162,7 @@ class Engine:
         room = min(final_room(self._target, request, self._schedule.max_k), self._capacity)
         with self._lock:
             index = next(self._indices)
-            self._waiting.append(Row(index, request, limit, room))
+            self._waiting.append(Row(index, request, limit, room, self._drafter.context_len))
         return index
 
     def cancel(self, index: int) -> None:
@@ -232,8 +232,14 @@ class Engine:
 
     @property
     def _needs_round(self) -> bool:
-        """Whether an active row may need another round."""
-        return any(row.needs_round for row in self._batch.running)
+        """Whether an active row may need another round. (Each unread one commits a token or more.)"""
+        num_unread = len(self._in_flight)
+        return any(not row.is_done and row.length + num_unread < row.limit for row in self._batch.running)
+
+    @property
+    def _most_unread(self) -> int:
+        """The most tokens that unread rounds commit in a row."""
+        return len(self._in_flight) * (self._schedule.max_k + 1)
 
     # Joining and leaving
 
@@ -256,7 +262,7 @@ class Engine:
         slot, row.slot, row.is_done = row.slot, -1, True
         # NaN would reach the next sequence in the slot. A cancelled prefill or unread rounds may have left some.
         row.is_spoilt |= row in self._filling
-        if row.is_spoilt or row.has_unread:
+        if row.is_spoilt or self._in_flight:
             num_kept = 0 if row.is_spoilt else row.length - 1
             self._cache.erase(slot, num_kept)
             self._session.assign(slot, None, num_kept)
@@ -306,8 +312,9 @@ class Engine:
         if self._num_high <= _PATIENCE or row is None:
             return
         slot = self._slots.lowest_free()
-        self._cache.copy(row.slot, slot, row.longest)
-        self._session.assign(slot, row.slot, row.longest)
+        most_tokens = row.longest(self._most_unread)
+        self._cache.copy(row.slot, slot, most_tokens)
+        self._session.assign(slot, row.slot, most_tokens)
         self._slots.move(row.slot, slot)
         self._batch.move(row.slot, slot)
         self._noise.invalidate()
@@ -361,14 +368,11 @@ class Engine:
         num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
         running = batch.running
         chosen_k = self._schedule.next_k(running, num_rows)
-        rows = batch.view(num_rows, chosen_k)
-        most_drafted = max(row.most_drafted for row in rows.bounds if row is not None)
+        rows = batch.view(num_rows, chosen_k, self._most_unread)
         constant = [row.request.num_draft_tokens for row in running]
         full_k = max(chosen_k if own is None else own for own in constant)
-        k = execution.round_drafts(most_drafted, full_k)
-        shortest = [0 if row is None else row.shortest for row in rows.bounds]
-        longest = [0 if row is None else row.longest for row in rows.bounds]
-        noise = self._noise.at(batch.seeds[:num_rows], rows.lengths, shortest, longest, k)
+        k = execution.round_drafts(max(rows.most_wanted), full_k)
+        noise = self._noise.at(batch.seeds[:num_rows], rows.lengths, k)
         mark = drafting = self._clock.mark()
         if self._session.catch_up(rows):
             drafting = self._clock.mark()

@@ -117,7 +117,6 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         *tokens, n, num_drafted, is_bad, is_bad_draft = numbers
         is_first = row.length == row.prompt_length
         num_cached = row.num_cached if is_first else 0
-        row.read_round(num_drafted, n)
         is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[:n] if is_bad else tokens[: n + 1])
         error = _advance_constraint(row, token_ids)

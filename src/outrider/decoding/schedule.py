@@ -189,37 +189,36 @@ class AdaptiveSchedule:
     def _tried_k(
         self, history: KHistory, num_rows: int, least: int, expected: Mapping[int, float], rates: _Rates
     ) -> int | None:
-        """A K to try in place of the best one, if any: it would be the best at the highest plausible acceptance, and
+        """A K to try in place of the best one, if any:
 
         - its last round took an unexpected time, so that another one must confirm its cost;
         - or neither it nor any other on its side (drafting or not) has run for long, and trying it is expected to lose
           little of the time since the last such try;
-        - or its cost is at its optimistic estimate, given how few of its rounds were seen.
+        - or it would be the best at the highest plausible acceptance and its optimistic cost, given how few of its
+          rounds were seen.
         """
         costs, best = self.learned.costs, history.usual_k
         surprises, may_try = costs.surprises(num_rows), history.may_try(expected)
         assert best is not None
         if not (surprises or may_try):
             return None
-        acceptance, worth = self.learned.acceptance.acceptance(doubt=1.0), _WORTH_A_CHANGE * expected[best]
-        possible, hoped = rates(acceptance, costs.least_possible), rates(acceptance, costs.least_seconds)
         others = [k for k in costs.ks if k != best and k >= least]
-        promising = [k for k in others if possible[k] > worth]
         if history.may_try_again:
-            for k in promising:
+            for k in others:
                 if k in surprises:
                     return k
         if not may_try:
             return None
         other_side = [k for k in costs.ks if (k > 0) != (best > 0)]
         if sum(costs.num_seen(num_rows, k) for k in other_side) < _SEEN:
-            for k in promising:
+            for k in others:
                 lost_s = _rounds_of_try(k) * costs.seconds(num_rows, k) * (1 - expected[k] / expected[best])
                 if k in other_side and lost_s < _LOST * history.time_s:
                     history.time_s = 0.0
                     return k
+        hoped = rates(self.learned.acceptance.acceptance(doubt=1.0), costs.least_seconds)
         tried = max([best, *others], key=hoped.__getitem__)
-        return tried if tried != best and hoped[tried] > worth else None
+        return tried if tried != best and hoped[tried] > _WORTH_A_CHANGE * expected[best] else None
 
     def choices(self) -> list[KChoice]:
         """The best K at the prior acceptance, for each measured load."""

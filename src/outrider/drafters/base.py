@@ -27,23 +27,6 @@ from outrider.sampling.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
-class RowBounds:
-    """The host's bounds for an active row in a round.
-
-    Attributes:
-        shortest, longest: bounds of its length on the device, which the host may not have read yet.
-        most_drafted: the most tokens drafted for it.
-        may_lack_one: its last draft may have been fully accepted. (The last drafted token was never fed to a draft
-            model, so that its cache then lacks one more token.)
-    """
-
-    shortest: int
-    longest: int
-    most_drafted: int
-    may_lack_one: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of a round, as a drafter sees them: the slots 0 to B-1 of its session.
 
@@ -54,7 +37,8 @@ class Rows:
         num_wanted: most tokens to draft for each row; 0 in inactive slots. [B]
         settings: sampling options.
         history: of the sequences, as far as the settings need it.
-        bounds: of each row; None for inactive slots.
+        most_wanted: the host's upper bounds of ``num_wanted``, which it may not have read. B numbers
+        longest: its upper bound of the lengths of active rows.
         masks: the tokens that constraints allow; None if no row has a constraint.
         is_repeatable: one of the rows has to be (see ``Request``).
     """
@@ -65,17 +49,13 @@ class Rows:
     num_wanted: Tensor
     settings: Settings
     history: History
-    bounds: Sequence[RowBounds | None]
+    most_wanted: Sequence[int]
+    longest: int
     masks: Masks | None = None
     is_repeatable: bool = False
 
     def __len__(self) -> int:
-        return len(self.bounds)
-
-    @property
-    def longest(self) -> int:
-        """Upper bound of the length of any row."""
-        return max((row.longest for row in self.bounds if row is not None), default=0)
+        return len(self.most_wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,14 +20,14 @@ from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
-GREEDY = ":greedy"
+GREEDY_SUFFIX = ":greedy"
 """Suffix of the name of a draft model that drafts its most probable tokens."""
 
 
 def split_name(name: Any) -> tuple[Any, bool]:
     """Split a draft's name into the model, and whether it drafts greedily."""
-    is_greedy = isinstance(name, str) and name.endswith(GREEDY)
-    return (name.removesuffix(GREEDY), True) if is_greedy else (name, False)
+    is_greedy = isinstance(name, str) and name.endswith(GREEDY_SUFFIX)
+    return (name.removesuffix(GREEDY_SUFFIX), True) if is_greedy else (name, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ModelDrafter:
 
     @property
     def name(self) -> str:
-        return self.lm.name + GREEDY * self.is_greedy
+        return self.lm.name + GREEDY_SUFFIX * self.is_greedy
 
     @property
     def is_one_hot(self) -> bool:
@@ -93,16 +93,13 @@ def _draft_steps(
             not fed again, and rows without drafts are not fed. [B, T]
         cached: tokens in the cache. [B]
         lengths: [B]
-        num_drafted: the most tokens to draft; none are drafted if the context is full. [B]
+        num_drafted: the tokens to draft. [B]
 
     Returns:
-        ids [B, K], whether q is finite [B, K], the numbers of drafted tokens [B] and of cached ones [B], and q
-        [B, K, V] unless it is one-hot
+        ids [B, K], whether q is finite [B, K], the number of cached tokens [B], and q [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
-    # The last drafted token is never fed, so the draft may exceed its own context by one.
-    num_drafted = torch.minimum(num_drafted, (lm.context_len + 1 - lengths).clamp_min(0))
     if is_greedy:
         settings = settings.greedy()
     ids: list[Tensor] = []
@@ -132,7 +129,7 @@ def _draft_steps(
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
     cached = torch.where(num_drafted > 0, lengths + num_drafted - 1, cached)
-    results = torch.stack(ids, dim=1), torch.stack(finite, dim=1), num_drafted, cached
+    results = torch.stack(ids, dim=1), torch.stack(finite, dim=1), cached
     return results if is_greedy else (*results, torch.stack(probs, dim=1))
 
 
@@ -155,12 +152,12 @@ class ModelSession(Session):
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
         self._num_left = [0] * num_slots  # deferred prompt tokens, at most
-        self._num_idle = [0] * num_slots  # rounds since the row was last drafted for
+        self._num_late = [0] * num_slots  # tokens committed since, besides the last, that the cache lacks at most
         self._is_idle = True  # nothing was drafted in the last round, or there was none
         self._most_left = PREFILL_TOKENS // num_slots  # deferred tokens per prompt: one forward reads all of them
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        num_left = num_idle = 0
+        num_left = num_late = 0
         if source is None:
             self._cache.erase(slot, num_tokens)
             self._cached[slot].clamp_(max=num_tokens)
@@ -168,10 +165,10 @@ class ModelSession(Session):
         if num_tokens > 0:
             # Here alone the host waits for the device: a prompt joins, or a row moves.
             num_tokens = self._cache.take_over(source, min(num_tokens, int(self._cached[source])))
-            num_left, num_idle = self._num_left[source], self._num_idle[source]
+            num_left, num_late = self._num_left[source], self._num_late[source]
         self._cache.copy(source, slot, num_tokens)
         self._cached[slot] = self._filled[slot] = num_tokens
-        self._num_left[slot], self._num_idle[slot] = num_left, num_idle
+        self._num_left[slot], self._num_late[slot] = num_left, num_late
 
     def prefill(self, chunk: Prefill) -> None:
         """Feed a chunk of prompts, except those longer than the draft's context: nothing is drafted for them. While no
@@ -181,7 +178,7 @@ class ModelSession(Session):
         starts = self._filled[begin:end]
         ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
         num_new = [to - start for start, to in zip(starts, ends, strict=True)]
-        self._num_idle[begin:end] = [0] * len(ends)
+        self._num_late[begin:end] = [0] * len(ends)
         if self._is_idle and max(num_new) <= self._most_left and not self._lm.has_states:
             self._num_left[begin:end] = num_new
             return
@@ -200,12 +197,15 @@ class ModelSession(Session):
 
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that a row lacks beyond the one that is fed with its drafts."""
-        lacking = self._lacking(rows)
+        lacking = [
+            left + late if num else 0
+            for num, left, late in zip(rows.most_wanted, self._num_left, self._num_late, strict=False)
+        ]
         if max(lacking) <= 1:
             return False
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
-        ends = torch.where(self._is_drafting(rows), rows.lengths - 1, starts)
+        ends = torch.where(rows.num_wanted > 0, rows.lengths - 1, starts)
         latest = min(rows.longest, self._lm.context_len)
         begin = 0
         while begin < len(lacking):
@@ -220,19 +220,18 @@ class ModelSession(Session):
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         lm, num_rows = self._lm, len(rows)
-        wanted = self._wanted(rows)
         cached = self._cached[:num_rows]
-        was_idle, self._is_idle = self._is_idle, not any(wanted)
+        was_idle, self._is_idle = self._is_idle, not any(rows.most_wanted)
         if self._is_idle:
             if not was_idle:  # later rounds only lengthen rows, and ``assign`` handles those that join or move
                 cached.copy_(torch.minimum(cached, rows.lengths - 1))
-            self._count_idle(wanted)
+            self._count_late(rows)
             return empty_draft(rows)
         cache = self._cache.head(num_rows)
-        fed = self._fed(rows)
+        fed = self._fed(rows, cached)
         if lm.has_states:
             known = torch.minimum(cached, rows.lengths - 1)
-            lm.advance(cache, torch.where(self._is_drafting(rows), known, 0))
+            lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
         view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
         shape = rule, self._is_greedy, view_len
         if rows.masks is None:
@@ -241,10 +240,10 @@ class ModelSession(Session):
             results = lm.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
         else:
             results = self._one_by_one(rows, rows.masks, shape, k, cache, fed, cached, noise)
-        ids, is_good, num_drafted, now_cached, *probs = results
+        ids, is_good, now_cached, *probs = results
         cached.copy_(now_cached)
-        self._count_idle(wanted)
-        return Draft(ids=ids, probs=probs[0] if probs else None, num_drafted=num_drafted, is_finite=is_good)
+        self._count_late(rows)
+        return Draft(ids=ids, probs=probs[0] if probs else None, num_drafted=rows.num_wanted, is_finite=is_good)
 
     def _one_by_one(
         self,
@@ -260,7 +259,6 @@ class ModelSession(Session):
         """Draft each token in a step of its own: the host must read a token to mask the next one."""
         lengths, history = rows.lengths, rows.history
         columns: list[tuple[Tensor, ...]] = []
-        num_drafted = torch.zeros_like(lengths)
         states, num_known = cache, cache.bound + fed.shape[1]
         for i in range(k):
             is_wanted = (rows.num_wanted - i).clamp(0, 1)
@@ -271,46 +269,29 @@ class ModelSession(Session):
                 masks.roll_back()  # other rows may continue
                 raise
             # Copied, since a prepared step overwrites its results.
-            fed, is_good, is_drafted, cached, *probs = (part.clone() for part in results)
+            fed, is_good, cached, *probs = (part.clone() for part in results)
             columns.append((fed, is_good, *probs))
-            num_drafted += is_drafted
             lengths, history = lengths + 1, history.then(fed[:, 0])
-            masks.push(fed[:, 0], is_drafted)
+            masks.push(fed[:, 0], is_wanted)
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
                 states.bound = num_known + i
         ids, is_good, *probs = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
-        return ids, is_good, num_drafted, cached, *probs
+        return ids, is_good, cached, *probs
 
-    def _count_idle(self, wanted: Sequence[bool]) -> None:
-        for slot, is_wanted in enumerate(wanted):
-            self._num_idle[slot] = 0 if is_wanted else self._num_idle[slot] + 1
-            if is_wanted:
+    def _count_late(self, rows: Rows) -> None:
+        """Update the bounds for a round. The last drafted token is never fed."""
+        for slot, num in enumerate(rows.most_wanted):
+            self._num_late[slot] = 1 if num else self._num_late[slot] + 1
+            if num:
                 self._num_left[slot] = 0
 
-    def _is_drafting(self, rows: Rows) -> Tensor:
-        """[B]"""
-        return (rows.num_wanted > 0) & (rows.lengths <= self._lm.context_len)
-
-    def _wanted(self, rows: Rows) -> list[bool]:
-        """Whether a slot's row is drafted for."""
-        most = self._lm.context_len
-        return [row is not None and row.most_drafted > 0 and row.shortest <= most for row in rows.bounds]
-
-    def _lacking(self, rows: Rows) -> list[int]:
-        """The most tokens that the cache of each drafted row may lack besides its last token; 0 for other rows."""
-        return [
-            self._num_left[slot] + self._num_idle[slot] + row.may_lack_one if row is not None and is_wanted else 0
-            for slot, (row, is_wanted) in enumerate(zip(rows.bounds, self._wanted(rows), strict=True))
-        ]
-
-    def _fed(self, rows: Rows) -> Tensor:
-        """The first tokens to feed: the last committed one, and the one before it if a row's cache may lack it (always,
-        if shapes must be prepared).
+    def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
+        """The first tokens to feed: the last committed one, and the one before it if a row's cache lacks it (always, if
+        shapes must be prepared).
 
         Returns:
             [B, 1 or 2]
         """
-        if max(self._lacking(rows)) != 1 and not self._lm.execution.is_prepared:
-            return rows.last_ids[:, 1:]
-        return rows.last_ids
+        is_owed = (cached < rows.lengths - 1) & (rows.num_wanted > 0)
+        return rows.last_ids if self._lm.execution.is_prepared or bool(is_owed.any()) else rows.last_ids[:, 1:]

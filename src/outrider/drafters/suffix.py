@@ -80,17 +80,17 @@ class SuffixSession(Session):
 
     def catch_up(self, rows: Rows) -> bool:
         has_prompts = False
-        for slot, row in enumerate(rows.bounds):
-            if row is not None and row.most_drafted > 0:
+        for slot, (num_wanted, length) in enumerate(zip(rows.most_wanted, rows.lengths.tolist(), strict=True)):
+            if num_wanted > 0:
                 index = self._indices[slot]
                 has_prompts |= index.num_tokens == 0
-                index.extend(rows.ids[slot, index.num_tokens : row.longest].tolist())
+                index.extend(rows.ids[slot, index.num_tokens : length].tolist())
         return has_prompts
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         drafts = [
-            [] if row is None or row.most_drafted == 0 else self._draft(self._indices[slot], min(k, row.most_drafted))
-            for slot, row in enumerate(rows.bounds)
+            self._draft(self._indices[slot], min(k, num_wanted)) if num_wanted > 0 else []
+            for slot, num_wanted in enumerate(rows.most_wanted)
         ]
         width = max(map(len, drafts))
         if width == 0:

@@ -1,1 +1,1 @@
-"""Export of a pair to other inference engines: checks, acceptance criteria, configurations, GGUF files."""
+"""Export of a pair to other inference engines: checks, acceptance rules, configurations, GGUF files."""

@@ -1,4 +1,4 @@
-"""Engines that a pair can be exported to: acceptance criteria, supported sampling options, and configuration files.
+"""Engines that a pair can be exported to: acceptance rules, supported sampling options, and configuration files.
 
 Facts were read in the sources of the versions named in ``ENGINES`` (docs/export.md cites the places). Settings that are
 not lossless are never written: SGLang's thresholds below 1, vLLM's ``fly`` and ``synthetic``, an
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.export.laws import EQUALITY, GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, Law
+from outrider.export.engine_rules import EQUALITY, GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, EngineRule
 from outrider.options import Sampling
 
 # The most used text models that Outrider can load, in the registries of the versions below.
@@ -32,7 +32,7 @@ class Handover:
     Attributes:
         target, draft: folders beside the files, or hub ids.
         k: drafted tokens per round.
-        setting: the engine's, a key of ``ServingEngine.laws``.
+        setting: the engine's, a key of ``ServingEngine.rules``.
         context: maximum length of a sequence.
         k_by_rows: (rows, K), ascending: the best K from this number of running requests on; empty if not measured.
     """
@@ -53,7 +53,7 @@ class ServingEngine:
     Attributes:
         name: display name.
         version: whose sources were read.
-        laws: acceptance criteria, by the engine's own setting; the key is "" if there is no choice.
+        rules: acceptance rules, by the engine's own setting; the key is "" if there is no choice.
         options: fields of ``Sampling`` that it supports exactly with a draft.
         families: architectures that it is known to serve; None if not looked up.
         vocab_gap: largest difference of the vocabulary sizes of a pair; None if not checked by the engine.
@@ -67,7 +67,7 @@ class ServingEngine:
 
     name: str
     version: str
-    laws: Mapping[str, Law]
+    rules: Mapping[str, EngineRule]
     options: frozenset[str]
     families: frozenset[str] | None
     vocab_gap: int | None
@@ -262,7 +262,7 @@ ENGINES = {
     "vllm": ServingEngine(
         name="vLLM",
         version="0.33.0",
-        laws={"probabilistic": RATIO_BY_TEMPERATURE, "greedy": GREEDY},
+        rules={"probabilistic": RATIO_BY_TEMPERATURE, "greedy": GREEDY},
         options=_FILTERS | {"repetition_penalty", "presence_penalty", "frequency_penalty"},
         families=_FAMILIES,
         vocab_gap=0,
@@ -270,14 +270,14 @@ ENGINES = {
         start="sh serve.sh",
         port=8000,
         notes=(
-            "`draft_sample_method` is set, since its default is `greedy`, another acceptance criterion.",
+            "`draft_sample_method` is set, since its default is `greedy`, another acceptance rule.",
             "Requests with `min_p` or `logit_bias` are refused by vLLM while a draft is in use.",
         ),
     ),
     "sglang": ServingEngine(
         name="SGLang",
         version="0.5.23",
-        laws={"": GREEDY},
+        rules={"": GREEDY},
         options=_FILTERS,
         families=_FAMILIES,
         vocab_gap=0,
@@ -293,7 +293,7 @@ ENGINES = {
     "llama.cpp": ServingEngine(
         name="llama.cpp",
         version="build 11549",
-        laws={"probabilistic": RATIO_OF_TEN, "greedy": GREEDY},
+        rules={"probabilistic": RATIO_OF_TEN, "greedy": GREEDY},
         options=_FILTERS | {"min_p", "repetition_penalty"},
         families=_FAMILIES,
         vocab_gap=128,
@@ -301,7 +301,7 @@ ENGINES = {
         start="sh serve.sh",
         port=_LLAMA_CPP_PORT,
         notes=(
-            "`--spec-draft-sampling` is set, since its default is `greedy`, another acceptance criterion. Builds "
+            "`--spec-draft-sampling` is set, since its default is `greedy`, another acceptance rule. Builds "
             "without the option (such as that of llama-cpp-python 0.3.36) are greedy.",
             "Samplers are explicit: llama.cpp's own defaults are top-k 40, top-p 0.95, min-p 0.05.",
             "A request may override the server's sampling options.",
@@ -311,7 +311,7 @@ ENGINES = {
     "tensorrt-llm": ServingEngine(
         name="TensorRT-LLM",
         version="1.2.1",
-        laws={"": GREEDY},
+        rules={"": GREEDY},
         options=_FILTERS,
         families=None,
         vocab_gap=None,
@@ -328,7 +328,7 @@ ENGINES = {
     "openvino": ServingEngine(
         name="OpenVINO GenAI",
         version="2026.4.1",
-        laws={"": GREEDY},
+        rules={"": GREEDY},
         options=frozenset({"temperature"}),
         families=None,
         vocab_gap=None,
@@ -340,7 +340,7 @@ ENGINES = {
     "transformers": ServingEngine(
         name="Transformers",
         version="5.23.0",
-        laws={"": RATIO},
+        rules={"": RATIO},
         options=_FILTERS | {"min_p", "repetition_penalty", "logit_bias"},
         families=_FAMILIES,
         vocab_gap=0,
@@ -355,7 +355,7 @@ ENGINES = {
     "mlx": ServingEngine(
         name="mlx-lm",
         version="0.32.2",
-        laws={"": EQUALITY},
+        rules={"": EQUALITY},
         options=_FILTERS | {"min_p"},
         families=_FAMILIES,
         vocab_gap=None,

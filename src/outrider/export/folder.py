@@ -11,9 +11,9 @@ import torch
 
 from outrider.errors import FileError
 from outrider.export.checks import DescribedModel
+from outrider.export.engine_rules import Outlook
 from outrider.export.engines import Handover, ServingEngine
 from outrider.export.gguf import obstacle, write_gguf
-from outrider.export.laws import Outlook
 from outrider.models.registry import ModelSpec
 from outrider.system.files import write_text
 
@@ -102,7 +102,7 @@ def _conversion(name: str, spec: ModelSpec) -> str:
 
 def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Sequence[str], names: Sequence[str]) -> str:
     """README: files, acceptance, predictions and checks."""
-    law = engine.laws[handover.setting]
+    rule = engine.rules[handover.setting]
     lines = [
         f"# {facts.target.spec.name} with the draft {facts.draft.spec.name}, for {engine.name}",
         "",
@@ -116,11 +116,11 @@ def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Seque
     lines += ["", f"Files: {', '.join(names)}."]
     if "target" in names or "draft" in names:
         lines.append("`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them.")
-    lines += ["", "## Acceptance", "", f"{engine.name} accepts a drafted token with probability {law.about}."]
+    lines += ["", "## Acceptance", "", f"{engine.name} accepts a drafted token with probability {rule.about}."]
     if handover.sampling.temperature == 0:
-        lines.append("At temperature 0 all lossless acceptance criteria are equal.")
+        lines.append("At temperature 0 all lossless acceptance rules are equal.")
     else:
-        lines.append("This is lossless, but tau (tokens per round) depends on the criterion; other engines differ.")
+        lines.append("This is lossless, but tau (tokens per round) depends on the rule; other engines differ.")
     lines += ["", *_table(engine, handover, facts), ""]
     lines += ["## Checked", "", *(f"- {line}" for line in _checks(engine, facts)), "", "## Notes", ""]
     lines += [f"- {note}" for note in notes]
@@ -133,7 +133,7 @@ def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]
             f"**tau is not known**, so K = {handover.k} was not tuned. Use `--log LOG` with recorded output of the "
             "target (`outrider record --probs 1`), or `--measure` to generate some."
         ]
-    settings = [key for key in engine.laws if key in facts.outlooks]
+    settings = [key for key in engine.rules if key in facts.outlooks]
     outlook = facts.outlooks[handover.setting]
     heads = [f"tau, {key}" if key else "tau" for key in settings]
     lines = [

@@ -263,8 +263,11 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
+def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ...] = ()) -> LM:
     """Build an LM of ``num_tokens`` tokens, and probe it.
+
+    Args:
+        unknown_ids: tokens that it does not know, those that it has no logits for among them.
 
     Raises:
         UnsupportedModel: its cache cannot be rolled back.
@@ -279,8 +282,8 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
             f"{checkpoint.name} was loaded with attn_implementation={config._attn_implementation!r}: "
             f"load it with one of {', '.join(_ATTENTION)}"
         )
-    width = config.get_text_config(decoder=True).vocab_size
-    if width < num_tokens:
+    width = width_of(checkpoint)
+    if width < num_tokens and not unknown_ids:
         raise TokenizerMismatch(f"{checkpoint.name} has logits for {width} tokens, but {num_tokens} are needed")
     if picks_outliers(model):
         raise UnsupportedModel(
@@ -288,9 +291,9 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int) -> LM:
             "rows depend on each other: load it with llm_int8_threshold=0"
         )
     model.eval()
-    lm = LM(model, name=checkpoint.name, vocab_size=num_tokens, context_len=context_len(config))
+    lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
     probe(lm, kind)
-    return lm
+    return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm
 
 
 def weights_checksum(model: nn.Module) -> str:
@@ -332,5 +335,11 @@ def context_len(config: Any) -> int:
 
 def num_tokens_of(checkpoint: Checkpoint) -> int:
     """V: tokens that the tokenizer has and the model has logits for. Ids beyond are padding."""
-    width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
+    width = width_of(checkpoint)
     return width if checkpoint.tokenizer is None else min(width, vocab_size(checkpoint.tokenizer))
+
+
+def width_of(checkpoint: Checkpoint) -> int:
+    """Tokens that the model has logits for, padding included."""
+    width: int = checkpoint.model.config.get_text_config(decoder=True).vocab_size
+    return width

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from outrider.errors import OutriderError
 from outrider.offline.prompt_row import PromptLine
-from outrider.records import Origin, Stats, TokenLogprob
-
-_NOTHING = Stats()
-
-
-def generated_fields(
-    text: str = "",
-    token_ids: Sequence[int] = (),
-    origins: Sequence[Origin] = (),
-    finish_reason: str | None = None,
-    stats: Stats = _NOTHING,
-    logprobs: Sequence[TokenLogprob] | None = None,
-) -> dict[str, Any]:
-    """Fields of a row that generation fills."""
-    fields: dict[str, Any] = {
-        "text": text,
-        "token_ids": list(token_ids),
-        "origins": list(origins),
-        "finish_reason": finish_reason,
-        "stats": stats.to_json(),
-    }
-    if logprobs is not None:
-        fields["logprobs"] = [asdict(item) for item in logprobs]
-    return fields
+from outrider.records import Completion, Stats
 
 
 def row_of(
-    index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, fields: dict[str, Any]
+    index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, done: Completion | OutriderError | None
 ) -> dict[str, Any]:
-    """Output row. The index comes first: it identifies a half-written line."""
+    """Output row. The index comes first: it identifies a half-written line.
+
+    Args:
+        seed: where there is no completion.
+        done: None if it was interrupted before the first token.
+    """
+    fields: dict[str, Any] = {"text": "", "token_ids": [], "origins": [], "finish_reason": None}
+    if isinstance(done, Completion):
+        fields["text"], fields["finish_reason"] = done.text, done.finish_reason
+        fields["token_ids"], fields["origins"] = list(done.token_ids), list(done.origins)
+        seed = done.seed
+    elif done is not None:
+        fields["finish_reason"] = "error"
+    fields["stats"] = stats_of(done).to_json()
+    if isinstance(done, Completion) and done.logprobs is not None:
+        fields["logprobs"] = [asdict(item) for item in done.logprobs]
+    if isinstance(done, OutriderError):
+        fields["error"] = str(done)
     return {"index": index, **line.source, "prompt_ids": prompt_ids, **fields, "seed": seed, **line.labels}
+
+
+def stats_of(done: Completion | OutriderError | None) -> Stats:
+    return done.stats if isinstance(done, Completion) else Stats()
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Totals:
     """
 
     rows: list[dict[str, Any]] | None
-    stats: Stats = _NOTHING
+    stats: Stats = field(default_factory=Stats)
     time_s: dict[str, float | None] = field(default_factory=dict)
     num_failed: int = 0
     is_interrupted: bool = False

@@ -174,7 +174,7 @@ def _check_characters(where: str, values: Mapping[str, Any]) -> None:
         try:
             (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
         except UnicodeEncodeError as error:
-            raise FileError(f"{where}: the {name} has a lone surrogate (half a character) at {error.start}") from None
+            raise FileError(f"{where}: the {name} has a lone surrogate at {error.start}") from None
 
 
 def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:

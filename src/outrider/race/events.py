@@ -52,7 +52,7 @@ class RaceEvents:
     def round(self, which: int, chunk: Chunk) -> dict[str, Any]:
         """Event for the next chunk of an arm."""
         arm, drafted = self._progress[which], chunk.drafted or ()
-        expected = expected_tokens(drafted, self._arms[which].decoder.acceptance)
+        expected = expected_given_draft(drafted, self._arms[which].decoder.acceptance)
         guesses = Detokenizer(self._tokenizer, arm.token_ids)
         drafted_json = [{"id": i, "text": guesses.push(i), "p": p, "q": q} for i, p, q in drafted]
         texts = [arm.detokenizer.push(token_id) for token_id in chunk.token_ids]
@@ -108,7 +108,7 @@ class _ArmProgress:
     expected: float = 0.0
 
 
-def expected_tokens(drafted: Sequence[DraftedToken], acceptance: str) -> float:
+def expected_given_draft(drafted: Sequence[DraftedToken], acceptance: str) -> float:
     """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens are accepted, given these. Its
     mean over rounds is the expected number of tokens per round (under ``gumbel``: an upper bound).
 

@@ -28,30 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.replay.log_format import TopProbs
 from outrider.sampling.probs import wide
 
 _TINY = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class KnownProbs:
-    """Known part of p at M places.
-
-    Attributes:
-        ids, probs: the sequence's token and its p. [M], [M]
-        top_ids, top_probs: the N most probable tokens, largest first. [M, N], [M, N]
-        tail: mass of all others. [M]
-    """
-
-    ids: Tensor
-    probs: Tensor
-    top_ids: Tensor
-    top_probs: Tensor
-    tail: Tensor
-
-    def __post_init__(self) -> None:
-        assert self.ids.shape == self.probs.shape == self.tail.shape == self.top_ids.shape[:1]
-        assert self.top_ids.shape == self.top_probs.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +42,17 @@ class Bounds:
     agreement: tuple[Tensor, Tensor]  # [M], [M]
 
 
-def bounds(draft_probs: Tensor, known: KnownProbs) -> Bounds:
+def bounds(draft_probs: Tensor, token_ids: Tensor, known: TopProbs) -> Bounds:
     """Bound the overlap and g.
 
     Args:
         draft_probs: q, rows that sum to 1. [M, V]
+        token_ids: the sequence's tokens. [M]
+        known: the known part of p at these places.
     """
     q = wide(draft_probs)
-    ids = known.ids[:, None]
-    p_x = wide(known.probs)[:, None].clamp_min(_TINY)  # [M, 1]; a sampled token has p > 0, up to rounding
+    ids = token_ids[:, None]
+    p_x = wide(known.token_probs)[:, None].clamp_min(_TINY)  # [M, 1]; a sampled token has p > 0, up to rounding
     top_probs = wide(known.top_probs)
     q_x = q.gather(1, ids)
     is_listed = torch.zeros_like(q, dtype=torch.bool).scatter_(1, known.top_ids, True)

@@ -60,6 +60,11 @@ class TopProbs:
         assert self.token_probs.shape == self.tail.shape == self.top_ids.shape[:1]
         assert self.top_ids.shape == self.top_probs.shape
 
+    def at(self, part: slice, device: torch.device) -> TopProbs:
+        """Part of the tokens, on a device."""
+        tensors = (self.token_probs, self.top_ids, self.top_probs, self.tail)
+        return TopProbs(*(tensor[part].to(device) for tensor in tensors))
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

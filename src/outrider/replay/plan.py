@@ -17,10 +17,9 @@ import numpy as np
 from outrider.decoding.measured_costs import CostArm, average_of, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.options import Sampling
-from outrider.records import Timing
+from outrider.records import Stats, Timing, add_counts
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.stats.counts import RoundCounts
 from outrider.stats.intervals import Interval, bounded_mean, paired_ratio
 
 _NUM_PASSES = 8  # over all drafts and K
@@ -152,7 +151,7 @@ class PairChoice:
     cost: RoundCost
 
 
-def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]]) -> list[PairChoice]:
+def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[Stats]]) -> list[PairChoice]:
     """Predictions for all drafts and K, fastest first.
 
     Args:
@@ -170,7 +169,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
             PairChoice(
                 draft=draft,
                 k=k,
-                tau=bounded_mean(tokens, [one.num_rounds + one.num_truncated for one in texts], (1.0, k + 1.0)),
+                tau=bounded_mean(tokens, [one.num_rounds + one.num_truncated_rounds for one in texts], (1.0, k + 1.0)),
                 speed_up=paired_ratio(plain_s, seconds),
                 tokens_per_s=costs.setting.num_rows * sum(tokens) / sum(seconds),
                 if_free=paired_ratio(plain_s, free_s).value,
@@ -181,7 +180,7 @@ def choices(costs: Costs, counts: Mapping[tuple[str, int], Sequence[RoundCounts]
     return sorted(found, key=lambda one: (-one.speed_up.value, one.k))
 
 
-def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callable[[RoundCost], float]) -> float:
+def _seconds(costs: Costs, draft: str, k: int, stats: Stats, part: Callable[[RoundCost], float]) -> float:
     """Total time of rounds. Those near the end of a sequence draft fewer tokens; the times of other K are interpolated.
     Truncated rounds had drafted in full."""
     lookup_s, plain = costs.lookup_s.get(draft, 0.0), costs.plain
@@ -189,5 +188,5 @@ def _seconds(costs: Costs, draft: str, k: int, counts: RoundCounts, part: Callab
     timed = {0: nothing} | {other: cost for (name, other), cost in costs.rounds.items() if name == draft}
     ks = sorted(timed)
     by_drafted = np.interp(range(k + 1), ks, [part(timed[other]) for other in ks])
-    drafted = [*counts.drafted, *[0.0] * (k + 1 - len(counts.drafted))]
-    return float(np.dot(by_drafted, drafted) + by_drafted[k] * counts.num_truncated)
+    drafted = add_counts(stats.drafted_histogram, [0.0] * (k + 1))
+    return float(np.dot(by_drafted, drafted) + by_drafted[k] * stats.num_truncated_rounds)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from outrider.stats.counts import RoundCounts
+from outrider.records import Stats
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def _with_none(survival: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundLaw:
+class RoundDistribution:
     """Distribution of the rounds over one sequence.
 
     Attributes:
@@ -93,7 +93,7 @@ class RoundLaw:
         assert self.num_drafted.max(initial=0) < self.probs.shape[1]
 
     @classmethod
-    def of(cls, survival: Floats, num_drafted: Integers) -> RoundLaw:
+    def of(cls, survival: Floats, num_drafted: Integers) -> RoundDistribution:
         """Derive the distribution from survival probabilities.
 
         Args:
@@ -105,7 +105,7 @@ class RoundLaw:
         exactly = np.where(counts < drafted, survival - following, survival)
         return cls(np.where(counts <= drafted, exactly, 0.0), num_drafted)
 
-    def expected(self) -> RoundCounts:
+    def expected(self) -> Stats:
         """Expected counts of rounds."""
         n, width = self.probs.shape
         begins = np.zeros(n + width)  # u; beyond n: truncated rounds
@@ -116,11 +116,11 @@ class RoundLaw:
         is_whole = np.arange(width) < (n - np.arange(n))[:, None]
         whole = begins[:n, None] * self.probs * is_whole
         fully_accepted = whole[np.arange(n), self.num_drafted]
-        return RoundCounts(
-            accepted=tuple(whole.sum(axis=0).tolist()),
-            drafted=tuple(np.bincount(self.num_drafted, whole.sum(axis=1), width).tolist()),
-            full=tuple(np.bincount(self.num_drafted, fully_accepted, width).tolist()),
-            num_truncated=float(begins[n + 1 :].sum()),
+        return Stats(
+            acceptance_histogram=tuple(whole.sum(axis=0).tolist()),
+            drafted_histogram=tuple(np.bincount(self.num_drafted, whole.sum(axis=1), width).tolist()),
+            full_histogram=tuple(np.bincount(self.num_drafted, fully_accepted, width).tolist()),
+            num_truncated_rounds=float(begins[n + 1 :].sum()),
             num_generated_tokens=n,
         )
 

@@ -26,23 +26,25 @@ from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
 from outrider.options import Sampling
-from outrider.replay.bounds import Bounds, KnownProbs, bounds
-from outrider.replay.log_format import Header, Record
-from outrider.replay.renewal import Floats, Integers, RoundLaw, by_matches, log_ratios, survival
+from outrider.records import Stats
+from outrider.replay.bounds import Bounds, bounds
+from outrider.replay.log_format import Header, Record, TopProbs
+from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, log_ratios, survival
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import Text, force
-from outrider.stats.counts import RoundCounts, tau_interval, total
+from outrider.stats.counts import tau_interval, total
 from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
 
 MATCH = "match"
 """A drafted token is accepted if the target, sampling independently, draws the same: with probability sum p q. Lossless
 for any draft, and no better than ``rejection``; some other engines accept like this."""
-LAWS = (*RULES, MATCH)
-"""Acceptance criteria that can be predicted: those of the rules, and of other engines."""
+PREDICTED_RULES = (*RULES, MATCH)
+"""Acceptance rules that can be predicted: our own, and those of other engines."""
+_NO_DRAFT = "a log is plain decoding already: name a draft to replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,20 @@ class ReplayedRecord:
     """A draft's rounds over one record.
 
     Attributes:
-        laws: K -> the distribution of rounds with the least and with the most possible acceptance; the same object if
-            p is known well enough. Computed on demand: all K up to 1024 would take gigabytes for a long sequence.
+        distributions: K -> the distribution of rounds with the least and with the most possible acceptance; the same
+            object if p is known well enough. Computed on demand: all K up to 1024 would take gigabytes for a long
+            sequence.
         overlap: for each scored token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
             itself, which has the same mean over the tokens drawn there; None without a q or a p.
     """
 
     index: int
     category: str | None
-    laws: Callable[[int], tuple[RoundLaw, RoundLaw]]
+    distributions: Callable[[int], tuple[RoundDistribution, RoundDistribution]]
     overlap: tuple[Floats, Floats, Floats] | None
 
     def is_exact(self, k: int) -> bool:
-        least, most = self.laws(k)
+        least, most = self.distributions(k)
         return least is most
 
 
@@ -77,12 +80,12 @@ class ExpectedRounds:
     """
 
     k: int
-    prompts: tuple[RoundCounts, ...]
+    prompts: tuple[Stats, ...]
     tau: Interval | None
     upper: ExpectedRounds | None = None
 
     @property
-    def counts(self) -> RoundCounts:
+    def stats(self) -> Stats:
         return total(self.prompts)
 
 
@@ -135,7 +138,7 @@ def load_draft(
         FileError: its corpus cannot be read.
     """
     if name == "none":
-        raise OptionError("--draft", name, "plain decoding is what the log holds; name a draft to replay")
+        raise OptionError("--draft", name, _NO_DRAFT)
     if name == "ngram":
         return NgramDrafter()
     if name == "suffix":
@@ -151,7 +154,7 @@ def load_draft(
     if lm.vocab_size < header.vocab_size:
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
-        lm = LM(lm.model, name=lm.name, vocab_size=header.vocab_size, context_len=lm.context_len)
+        lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
     return ModelDrafter(lm, is_greedy)
 
 
@@ -174,7 +177,7 @@ def replay(
     records: Iterable[Record],
     header: Header,
     drafter: Drafter,
-    law: str,
+    acceptance: str,
     ks: Sequence[int],
     *,
     draft_sampling: Sampling | None = None,
@@ -183,19 +186,19 @@ def replay(
     """Replay a draft on records, in batches.
 
     Args:
-        law: acceptance criterion, one of LAWS.
+        acceptance: one of PREDICTED_RULES.
         draft_sampling: options of a draft model, if they differ from the target's.
 
     Raises:
-        OptionError: the criterion is unknown, there is no draft, or the log lacks the probabilities needed.
+        OptionError: the rule is unknown, there is no draft, or the log lacks the probabilities needed.
     """
-    if law not in LAWS:
-        raise OptionError("acceptance", law, f"choose one of {', '.join(LAWS)}")
+    if acceptance not in PREDICTED_RULES:
+        raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
-        raise OptionError("draft", drafter.name, "plain decoding is what the log holds; name a draft to replay")
+        raise OptionError("draft", drafter.name, _NO_DRAFT)
     if drafter.models and drafter.lm is None:
         raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
-    needs_probs = not drafter.is_one_hot and law != MATCH and header.sampling.temperature > 0
+    needs_probs = not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
     if needs_probs and header.num_probs is None:
         raise OptionError(
             "draft",
@@ -208,21 +211,21 @@ def replay(
     while group := list(islice(remaining, batch_size)):
         if drafter.lm is not None:
             sampling = q_sampling(drafter, draft_sampling or header.sampling)
-            yield from _replay_model(group, header, drafter.lm, law, sampling, drafter.is_one_hot)
+            yield from _replay_model(group, header, drafter.lm, acceptance, sampling, drafter.is_one_hot)
         else:
             yield from _replay_look_up(group, header, drafter, ks)
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
     """Aggregate all records; each is released after counting."""
-    low: dict[int, list[RoundCounts]] = {k: [] for k in ks}
-    high: dict[int, list[RoundCounts]] = {k: [] for k in ks}
+    low: dict[int, list[Stats]] = {k: [] for k in ks}
+    high: dict[int, list[Stats]] = {k: [] for k in ks}
     is_exact = dict.fromkeys(ks, True)
     sums: list[list[float]] = []
     counts: list[int] = []
     for one in replayed:
         for k in ks:
-            least, most = one.laws(k)
+            least, most = one.distributions(k)
             low[k].append(least.expected())
             high[k].append(low[k][-1] if most is least else most.expected())
             is_exact[k] &= most is least
@@ -240,22 +243,26 @@ def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
 
 
 def _replay_model(
-    records: Sequence[Record], header: Header, lm: LM, law: str, sampling: Sampling, is_one_hot: bool
+    records: Sequence[Record], header: Header, lm: LM, acceptance: str, sampling: Sampling, is_one_hot: bool
 ) -> Iterator[ReplayedRecord]:
     scored = _score(records, header, lm, sampling)
     for record, places in zip(records, scored, strict=True):
         low, high = places.log_ratios, places.log_ratios
-        if is_one_hot or law == MATCH:  # a one-hot q is accepted where it equals the recorded token
+        if is_one_hot or acceptance == MATCH:  # a one-hot q is accepted where it equals the recorded token
             low, high = places.log_probs, places.log_probs
-        elif law == GUMBEL.name:
+        elif acceptance == GUMBEL.name:
             low, high = places.agreement
         # A row drafts fewer tokens near its end, and where the draft's context ends; see engine.py and model.py.
         lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
         room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
-        yield ReplayedRecord(record.index, record.category, partial(_laws, law, low, high, room), places.overlap)
+        yield ReplayedRecord(
+            record.index, record.category, partial(_distributions, acceptance, low, high, room), places.overlap
+        )
 
 
-def _laws(law: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[RoundLaw, RoundLaw]:
+def _distributions(
+    acceptance: str, low: Floats, high: Floats, room: Integers, k: int
+) -> tuple[RoundDistribution, RoundDistribution]:
     """See ``ReplayedRecord``.
 
     Args:
@@ -263,8 +270,8 @@ def _laws(law: str, low: Floats, high: Floats, room: Integers, k: int) -> tuple[
         room: draft limit of a round. [n]
     """
     num_drafted = np.minimum(k, room)
-    least = RoundLaw.of(survival(law, low, k), num_drafted)
-    most = least if np.array_equal(low, high) else RoundLaw.of(survival(law, high, k), num_drafted)
+    least = RoundDistribution.of(survival(acceptance, low, k), num_drafted)
+    most = least if np.array_equal(low, high) else RoundDistribution.of(survival(acceptance, high, k), num_drafted)
     return least, most
 
 
@@ -310,8 +317,8 @@ def _score(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling
                 own_logs[row][part] = np.log(q_x)
             known = _known(records[row], header, part, ids)
             if known is not None:
-                logs[row][part] = log_ratios(q_x, _numpy(known.probs))
-                _keep(bounds(q, known), agreements[row], overlaps[row], part)
+                logs[row][part] = log_ratios(q_x, _numpy(known.token_probs))
+                _keep(bounds(q, ids, known), agreements[row], overlaps[row], part)
     places_of = zip(own_logs, logs, agreements, overlaps, num_done, strict=True)
     has_p = header.sampling.temperature == 0 or header.num_probs is not None
     return [
@@ -338,21 +345,12 @@ def _joined(parts: Sequence[Floats]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _known(record: Record, header: Header, part: slice, ids: Tensor) -> KnownProbs | None:
+def _known(record: Record, header: Header, part: slice, ids: Tensor) -> TopProbs | None:
     """Recorded part of p, if any. At temperature 0 it is one-hot at the recorded token."""
     if header.sampling.temperature == 0:
         ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
-        return KnownProbs(ids, ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
-    probs = record.probs
-    if probs is None:
-        return None
-    return KnownProbs(
-        ids=ids,
-        probs=probs.token_probs[part].to(ids.device),
-        top_ids=probs.top_ids[part].to(ids.device),
-        top_probs=probs.top_probs[part].to(ids.device),
-        tail=probs.tail[part].to(ids.device),
-    )
+        return TopProbs(ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
+    return None if record.probs is None else record.probs.at(part, ids.device)
 
 
 def _numpy(values: Tensor) -> Floats:
@@ -363,7 +361,7 @@ def _numpy(values: Tensor) -> Floats:
 def _replay_look_up(
     records: Sequence[Record], header: Header, drafter: Drafter, ks: Sequence[int]
 ) -> Iterator[ReplayedRecord]:
-    """Replay a drafter with a one-hot q: under every criterion a drafted token is accepted if and only if it equals the
+    """Replay a drafter with a one-hot q: under every rule a drafted token is accepted if and only if it equals the
     recorded token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
     texts = [Text((*record.prompt_ids, *record.token_ids), len(record.prompt_ids)) for record in records]
     found: list[dict[int, tuple[Integers, Integers]]] = [{} for _ in records]
@@ -375,13 +373,15 @@ def _replay_look_up(
             num_drafted = [len(ids) for ids in drafts]
             by_k[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
     for record, by_k in zip(records, found, strict=True):
-        yield ReplayedRecord(record.index, record.category, partial(_look_up_laws, by_k), None)
+        yield ReplayedRecord(record.index, record.category, partial(_look_up_distributions, by_k), None)
 
 
-def _look_up_laws(found: Mapping[int, tuple[Integers, Integers]], k: int) -> tuple[RoundLaw, RoundLaw]:
+def _look_up_distributions(
+    found: Mapping[int, tuple[Integers, Integers]], k: int
+) -> tuple[RoundDistribution, RoundDistribution]:
     num_matching, num_drafted = found[k]
-    law = RoundLaw.of(by_matches(num_matching, k), num_drafted)
-    return law, law
+    rounds = RoundDistribution.of(by_matches(num_matching, k), num_drafted)
+    return rounds, rounds
 
 
 def _num_matching(proposed: Sequence[int], following: Sequence[int]) -> int:

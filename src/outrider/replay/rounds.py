@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
+from outrider.records import Stats
 from outrider.replay.other_formats import read_rounds
-from outrider.stats.counts import Position, RoundCounts, tau_interval, total
+from outrider.stats.counts import Position, positions_of, stats_of, tau_interval, total
 from outrider.stats.intervals import Interval, wilson
 from outrider.system.files import read_text
 
@@ -41,7 +42,7 @@ class PromptRounds:
 
     index: int
     category: str | None
-    counts: RoundCounts
+    stats: Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +96,36 @@ class Analysis:
     by_category: Mapping[str, Analysis]
 
     @property
-    def counts(self) -> RoundCounts:
-        return total(one.counts for one in self.prompts)
+    def stats(self) -> Stats:
+        return total(one.stats for one in self.prompts)
 
     @property
     def rates(self) -> list[Rate]:
-        return [Rate.of(position) for position in self.counts.positions]
+        return [Rate.of(position) for position in positions_of(self.stats)]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "num_prompts": len(self.prompts),
             "tau": self.tau and self.tau.to_json(),
             "prompt_tau": self.prompt_tau,
-            "stats": self.counts.to_json(),
+            "stats": self.stats.to_json(),
             "positions": [rate.to_json() for rate in self.rates],
         }
 
 
 def analyse(prompts: Sequence[PromptRounds]) -> Analysis:
     categories = sorted({one.category for one in prompts if one.category is not None})
-    taus = [tau for one in prompts if (tau := one.counts.mean_acceptance_length) is not None]
+    taus = [tau for one in prompts if (tau := one.stats.mean_acceptance_length) is not None]
     return Analysis(
         prompts=tuple(prompts),
-        tau=tau_interval([one.counts for one in prompts]),
+        tau=tau_interval([one.stats for one in prompts]),
         prompt_tau=sum(taus) / len(taus) if taus else None,
         by_category={name: analyse(_without_category(prompts, name)) for name in categories},
     )
 
 
 def _without_category(prompts: Sequence[PromptRounds], name: str) -> list[PromptRounds]:
-    return [PromptRounds(one.index, None, one.counts) for one in prompts if one.category == name]
+    return [PromptRounds(one.index, None, one.stats) for one in prompts if one.category == name]
 
 
 def round_row(
@@ -203,17 +204,18 @@ def _check(arm: RecordedArm, prompt: PromptRounds) -> None:
     for text in (arm.draft, arm.acceptance, prompt.category):
         if text is not None:
             str.encode(text)  # a lone surrogate could not be printed
-    counts = prompt.counts
-    numbers = [*counts.accepted, *counts.drafted, prompt.index, counts.num_truncated, counts.num_generated_tokens]
+    stats = prompt.stats
+    accepted, drafted = stats.acceptance_histogram, stats.drafted_histogram
+    numbers = [*accepted, *drafted, prompt.index, stats.num_truncated_rounds, stats.num_generated_tokens]
     is_valid = (
         (arm.k is None or arm.k == "auto" or is_count(arm.k, MAX_NUM_DRAFT_TOKENS))
         and all(map(is_count, numbers))
-        and max(len(counts.accepted), len(counts.drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
-        and sum(counts.drafted) == counts.num_rounds
+        and max(len(accepted), len(drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
+        and sum(drafted) == stats.num_rounds
         # No more rounds accept i tokens than draft i or more, and no more are fully accepted than draft i.
-        and all(position.num_drafted >= position.num_accepted for position in counts.positions)
-        and len(counts.accepted) <= len(counts.drafted)
-        and all(full <= drafted for full, drafted in zip(counts.full, counts.drafted, strict=False))
+        and all(position.num_drafted >= position.num_accepted for position in positions_of(stats))
+        and len(accepted) <= len(drafted)
+        and all(full <= all_ for full, all_ in zip(stats.full_histogram, drafted, strict=False))
     )
     if not is_valid:
         raise ValueError
@@ -223,14 +225,14 @@ def _from_rounds(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
     pairs = list(zip(row["num_drafted"], row["num_accepted"], strict=True))
     if any(not 0 <= accepted <= drafted <= MAX_NUM_DRAFT_TOKENS for drafted, accepted in pairs):
         raise ValueError
-    counts = RoundCounts.of(pairs, row["num_truncated_rounds"], row["num_generated_tokens"])
-    return RecordedArm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], counts)
+    stats = stats_of(pairs, row["num_truncated_rounds"], row["num_generated_tokens"])
+    return RecordedArm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], stats)
 
 
 def _from_origins(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
     """Reconstruct rounds from the origins of tokens: each ends with its correction or bonus. Accepted tokens at the end
     without either belong to a truncated round. Tokens drafted after a rejection are in the file's counts only."""
-    settings, stats = row["settings"], row["stats"]
+    settings, counts = row["settings"], row["stats"]
     rounds, num_accepted = [], 0
     for origin in row["origins"]:
         if origin == "accepted":
@@ -240,15 +242,13 @@ def _from_origins(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
             num_accepted = 0
         else:
             raise ValueError
-    counts = RoundCounts.of([(n, n) for n, _ in rounds], int(num_accepted > 0), len(row["origins"]))
-    full = RoundCounts.of([(n, n) for n, is_full in rounds if is_full], 0, 0).full
-    if list(counts.accepted) != stats["acceptance_histogram"]:
+    stats = stats_of([(n, n) for n, _ in rounds], int(num_accepted > 0), len(row["origins"]))
+    if list(stats.acceptance_histogram) != counts["acceptance_histogram"]:
         raise ValueError
-    counts = RoundCounts(
-        counts.accepted, tuple(stats["drafted_histogram"]), full, counts.num_truncated, counts.num_generated_tokens
-    )
+    full = stats_of([(n, n) for n, is_full in rounds if is_full], 0, 0).full_histogram
+    stats = replace(stats, drafted_histogram=tuple(counts["drafted_histogram"]), full_histogram=full)
     arm = RecordedArm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
-    return arm, PromptRounds(row["index"], row.get("category"), counts)
+    return arm, PromptRounds(row["index"], row.get("category"), stats)
 
 
 def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> RoundsFile:
@@ -268,7 +268,7 @@ def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> Ro
             f"the number of drafted tokens per round, {num_drafted}, is guessed from the most accepted; set -k"
         )
     prompts = tuple(
-        PromptRounds(index, None, RoundCounts.of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
+        PromptRounds(index, None, stats_of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
         for index, rounds in enumerate(found.prompts)
     )
     return RoundsFile({RecordedArm(k=k): prompts}, tuple(notes))

@@ -192,52 +192,44 @@ class PreparedExecution(ABC):
     ) -> tuple[Tensor, ...]:
         call = Call(step, lm, static, arguments)
         key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
-        must_wait = self.waits or is_repeatable
         with self._preparing:
             program = self._programs.get(key)
-            error = self._failure(step, program) if must_wait else None
             if program is None:
-                program = self._programs[key] = self._prepare(call, must_wait and error is None)
+                program = self._programs[key] = self._prepare(call)
                 if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
-        if not must_wait and (not program.done() or program.exception() is not None):
-            with self._beside():
+        error = None
+        if self.waits or is_repeatable:
+            if (error := self._failure(step, program)) is not None:
+                raise CompileError(str(error))  # raised again and again, one error would keep all frames alive
+        elif not program.done() or (error := program.exception()) is not None:
+            with self._beside(error):
                 return step(lm, *static, *arguments)
-        if error is None and not program.done():
-            self._hurry(program)
-        if error is None or program.done():
-            error = program.exception()
-        if error is not None:
-            raise CompileError(str(error))  # raised again and again, one error would keep all frames alive
         return program.result().run(call.tensors, call.stores)
 
-    def _failure(self, step: Step, program: Future[Program] | None) -> BaseException | None:
-        """Why this program could not be prepared. While that is not known: why the most recently used one of this step
-        could not, since a caller that waits would most likely wait for the same failure."""
-        if program is None or not program.done():
-            used = (other for (its_step, *_), other in reversed(self._programs.items()) if its_step is step)
-            program = next((other for other in used if other.done()), None)
-        return None if program is None else program.exception()
+    def _failure(self, step: Step, program: Future[Program]) -> BaseException | None:
+        """Why a program cannot be prepared. Waits for it, unless the last one of this step that is done could not be
+        prepared: the caller would most likely wait for the same failure."""
+        if not program.done():
+            with self._preparing:
+                used = [other for (its_step, *_), other in self._programs.items() if its_step is step and other.done()]
+            error = used[-1].exception() if used else None
+            if error is not None:
+                return error
+        return program.exception()
 
     @abstractmethod
     def _key_of(self, stores: Sequence[Tensor]) -> Any:
         """Key of the cache storage that a program depends on, besides its shape."""
 
     @abstractmethod
-    def _prepare(self, call: Call, is_urgent: bool) -> Future[Program]:
-        """Prepare a program, or begin to.
+    def _prepare(self, call: Call) -> Future[Program]:
+        """Prepare a program, or begin to."""
 
-        Args:
-            is_urgent: a caller waits for it.
-        """
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Context for eager runs of steps whose programs are still in preparation."""
+    def _beside(self, error: BaseException | None) -> AbstractContextManager[Any]:
+        """Context for an eager run of a step whose program is in preparation, or could not be prepared."""
         return nullcontext()
-
-    def _hurry(self, program: Future[Program]) -> None:  # noqa: B027
-        """Raise the priority of a program: a caller waits for it now."""
 
 
 @cache

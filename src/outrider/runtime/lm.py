@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
@@ -33,12 +34,16 @@ PREFILL_TOKENS = 1024
 would only take more memory (docs/log/2026.md)."""
 
 
+_UNKNOWN = -1e4  # finite, so that there is a q where constraints allow no other tokens
+
+
 class LM:
     """A model with what the decoding loop needs to know of it.
 
     Attributes:
         name: for messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
+        unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
         context_len: maximum sequence length.
         device: of its first layer.
         dtype: of its activations.
@@ -51,10 +56,13 @@ class LM:
         is_stepped: call layers with states token by token, since they can continue from a state by one token only.
     """
 
-    def __init__(self, model: nn.Module, *, name: str, vocab_size: int, context_len: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, name: str, vocab_size: int, context_len: int, unknown_ids: tuple[int, ...] = ()
+    ) -> None:
         self.model = model
         self.name = name
         self.vocab_size = vocab_size
+        self.unknown_ids = unknown_ids
         self.context_len = context_len
         self.execution: Execution = EagerExecution()
         self.lock = threading.RLock()
@@ -74,6 +82,14 @@ class LM:
         lm.execution = execution
         return lm
 
+    def with_vocabulary(self, vocab_size: int, unknown_ids: tuple[int, ...]) -> LM:
+        """This model as the draft of a target with slightly different tokens. Ids that it does not know are fed as
+        whatever it has there, the last one beyond its embedding: they change its q, and no output."""
+        lm = copy.copy(self)
+        lm.vocab_size, lm.unknown_ids = vocab_size, unknown_ids
+        vars(lm).pop("_unknown", None)
+        return lm
+
     def eager(self) -> LM:
         """This model with eager execution."""
         return self.with_execution(EagerExecution())
@@ -82,7 +98,8 @@ class LM:
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of ``from_parts``, to rebuild the model in another process: its constructor arguments, and what was
         learned about it (there, a forward to learn it would be traced with the step)."""
-        made_of = dict(model=self.model, name=self.name, vocab_size=self.vocab_size, context_len=self.context_len)
+        names = ("model", "name", "vocab_size", "context_len", "unknown_ids")
+        made_of = {name: getattr(self, name) for name in names}
         learned = dict(layer_shapes=self.layer_shapes, least_columns=self.least_columns, is_stepped=self.is_stepped)
         return made_of, learned
 
@@ -97,6 +114,10 @@ class LM:
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """Cache shapes of each layer."""
         return layer_shapes(self.model, self.device)
+
+    @cached_property
+    def _unknown(self) -> Tensor:
+        return torch.tensor(self.unknown_ids, device=self.device)
 
     @cached_property
     def has_states(self) -> bool:
@@ -233,6 +254,9 @@ class LM:
         Returns:
             logits [B, T, V]; and hidden states of all columns, by the index of the feature
         """
+        model: Any = self.model
+        if self.unknown_ids:
+            ids = ids.clamp_max(len(model.get_input_embeddings().weight) - 1)
         is_single = self.is_stepped or positions.shape[1] == 1
         cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
         # One forward at a time: hooks and tracing change the model for all threads.
@@ -244,13 +268,12 @@ class LM:
             if columns is not None:
                 # The LM head is often the largest product: compute it for the wanted columns only.
                 wanted, num_logits = columns[:, -num_logits:], 0
-                model: Any = self.model
                 hook = model.get_output_embeddings().register_forward_pre_hook(
                     lambda _, arguments: (_take(arguments[0], wanted), *arguments[1:])
                 )
                 stack.callback(hook.remove)
             arguments: dict[str, Any] = {self._cache_name: cache}
-            output = self.model(
+            output = model(
                 input_ids=ids,
                 attention_mask=self.visibility.masks(positions, view_len, self.dtype) if self._has_attention else None,
                 position_ids=positions.clamp_min(0),
@@ -259,6 +282,9 @@ class LM:
                 **arguments,
             )
         logits: Tensor = output.logits[..., : self.vocab_size]
+        if self.unknown_ids:
+            logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]))
+            logits = logits.index_fill(-1, self._unknown.to(logits.device), _UNKNOWN)
         broken = cache.find_broken()
         if broken is not None:
             broken = broken.to(logits.device).cumsum(dim=1) > 0

@@ -16,9 +16,8 @@ This module does not know what the numbers are used for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import lt
 from typing import Any
 
 import torch
@@ -236,28 +235,25 @@ class NoiseAhead:
 
     def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], k: int, vocab_size: int) -> None:
         self._make, self._k, self._vocab_size = make, k, vocab_size
-        self._ends: list[int] = []  # lower bounds of the ends of the ranges of starts
+        self._num_rows = self._num_left = 0  # rounds may still begin at this many positions after the last, at least
 
     def invalidate(self) -> None:
         """Drop the noise after a change of rows: another seed, or another sequence."""
-        self._ends = []
+        self._num_left = 0
 
-    def at(self, seeds: Tensor, lengths: Tensor, shortest: Sequence[int], longest: Sequence[int], k: int) -> Any:
-        """Noise for a round of each row with at most ``k`` drafted tokens.
+    def at(self, seeds: Tensor, lengths: Tensor, k: int) -> Any:
+        """Noise for a round of each row with at most ``k`` drafted tokens, which lengthens it by k + 1 at most.
 
         Args:
             seeds: [B]
             lengths: at which the round begins. [B]
-            shortest, longest: the host's bounds of the lengths. 0 for inactive rows.
         """
-        num_rows = len(shortest)
-        is_covered = len(self._ends) == num_rows and all(map(lt, longest, self._ends))
-        if not is_covered:
+        num_rows = len(seeds)
+        if self._num_left < 1 or self._num_rows != num_rows:
             num_starts = max(1, min(_MAX_STARTS_AHEAD, _MAX_COUNTERS_AHEAD // (num_rows * (self._k + 1))))
             round_starts = (lengths[:, None] + torch.arange(num_starts, device=seeds.device)).flatten()
             self._noise = self._make(seeds.repeat_interleave(num_starts), round_starts, self._k, self._vocab_size)
-            self._ends = [length + num_starts for length in shortest]
             self._shift = num_starts * torch.arange(num_rows, device=seeds.device) - lengths
-            self._last = num_rows * num_starts - 1
-        # A row that has ended may be beyond the noise. Its results are discarded, but the index must be valid.
-        return self._noise.select((self._shift + lengths).clamp_(max=self._last), k)
+            self._num_rows, self._num_left = num_rows, num_starts
+        self._num_left -= k + 1
+        return self._noise.select(self._shift + lengths, k)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafters.base import Drafter, RowBounds, Rows
+from outrider.drafters.base import Drafter, Rows
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
@@ -45,10 +45,8 @@ def proposals(
             num_wanted=torch.tensor([num or 0 for num in here]),
             settings=settings,
             history=NO_HISTORY,
-            bounds=[
-                None if num is None else RowBounds(length, length, num, False)
-                for length, num in zip(lengths.tolist(), here, strict=True)
-            ],
+            most_wanted=[num or 0 for num in here],
+            longest=int(lengths.max()),
         )
         session.catch_up(rows)
         draft = session.propose(rows, k, rule, rule.make_noise(torch.zeros_like(lengths), lengths, k, vocab_size))

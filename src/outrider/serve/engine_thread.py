@@ -24,7 +24,7 @@ from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import Schedule
 from outrider.errors import CompileError, NumericsError, OutriderError
 from outrider.records import Chunk, Round, Timing, TokenLogprob
-from outrider.request_state import RequestState, chunk_of
+from outrider.requests.state import RequestState
 from outrider.serve.fair_queue import Turns
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.http_errors import Refusal, unavailable
@@ -286,7 +286,7 @@ class EngineThread:
         num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
         for size in sizes:
             for _ in range(size):
-                job = self.decoder.job([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
+                job = self.decoder.request([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
                 self._engine.submit(job.request)
             while self._engine.step() is not None:
                 pass
@@ -370,7 +370,7 @@ class EngineThread:
             if row_round.error is not None:
                 event, reason = NumericsError(row_round.error), "error"
             else:
-                event = chunk_of(row_round, row.job, Timing())
+                event = row.job.chunk(row_round, Timing())
                 reason = row_round.finish_reason or ""
                 if times.first_s == 0.0:
                     times.first_s = now_s

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from outrider.decoding.engine import Load
 from outrider.records import Chunk, Stats, Timing
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 from outrider.serve.pending import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -122,6 +122,6 @@ def _spec_decode(prefix: str, stats: Stats, labels: dict[str, str]) -> Iterator[
     yield by_place
 
 
-def num_spec_steps(stats: Stats) -> int:
+def num_spec_steps(stats: Stats) -> float:
     """Rounds in which tokens were drafted."""
     return stats.num_rounds - sum(stats.drafted_histogram[:1])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.records import Chunk
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 
 _KEEP_ALIVE_S = 15.0
 

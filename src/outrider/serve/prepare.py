@@ -10,7 +10,7 @@ from typing import Any
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.options import CONSTRAINTS
-from outrider.request_state import RequestState
+from outrider.requests.state import RequestState
 from outrider.serve.completion_json import ChatForm, CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
@@ -143,7 +143,7 @@ class Preparer:
 
     def _prepare(self, ask: ParsedRequest, form: Callable[[TokenTexts], Form], reading: Reading) -> PreparedRequest:
         model = self.check_model(ask.model)
-        self._check_law(ask)
+        self._check_rule_and_k(ask)
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {self.most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
@@ -169,12 +169,12 @@ class Preparer:
     def _job(self, ask: ParsedRequest, ids: list[int], max_tokens: int, choice: int) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
-        job = self.decoder.job(ids, {**ask.options, **own})
+        job = self.decoder.request(ids, {**ask.options, **own})
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job
 
-    def _check_law(self, ask: ParsedRequest) -> None:
+    def _check_rule_and_k(self, ask: ParsedRequest) -> None:
         own = self.decoder.acceptance
         if ask.acceptance not in (None, own):
             raise Refusal(

@@ -87,7 +87,7 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
     try:
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
         read_constraint(options, reading)
-        decoder.job(ids, options)  # raises if impossible
+        decoder.request(ids, options)  # raises if impossible
         if not decoder.target.execution.waits:  # an arm must not change its execution halfway
             decoder = decoder.compiled()
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)

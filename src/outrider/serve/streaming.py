@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from outrider.errors import OutriderError
 from outrider.records import Chunk, Completion, FinishReason
-from outrider.request_state import RequestState, completion_of
+from outrider.requests.state import RequestState
 from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, ScoredTokens, event
 from outrider.serve.engine_thread import EngineThread
 from outrider.serve.http_errors import Refusal, refusal_of
@@ -111,7 +111,7 @@ async def ended(begun: AcceptedRequest) -> None:
 def whole(begun: AcceptedRequest) -> dict[str, Any]:
     """Response in one piece. (Slow for long log-probabilities: not for the event loop.)"""
     prepared = begun.prepared
-    completions = [completion_of(job) for job in prepared.jobs]
+    completions = [job.completion for job in prepared.jobs]
     choices = []
     for index in range(prepared.num_choices):
         echo, scored = _echoed(begun, index)
@@ -119,6 +119,7 @@ def whole(begun: AcceptedRequest) -> dict[str, Any]:
             choices.append(prepared.form.whole(index, echo, scored, "length"))
             continue
         one = completions[index]
+        assert one.finish_reason is not None
         if one.logprobs is not None:
             scored = _joined(scored, ScoredTokens(one.token_ids, one.logprobs))
         choice = prepared.form.whole(index, echo + one.text, scored, one.finish_reason)
@@ -168,9 +169,9 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
                 stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
                 choice |= {"seed": chunk.seed, "stop_reason": stop_reason}
                 is_last = chunk.finish_reason is not None and begun.is_of_one_text and not ask.includes_usage
-                yield chunk_event(choice, **_timings(begun) if is_last else {})
+                yield chunk_event(choice, **_timings(begun, prepared.jobs[0].completion) if is_last else {})
         if ask.includes_usage:
-            completions = [completion_of(job) for job in prepared.jobs]
+            completions = [job.completion for job in prepared.jobs]
             yield event(head | {"choices": []} | _totals(begun, completions))
     except Exception as error:
         if not isinstance(error, Refusal | OutriderError):
@@ -226,12 +227,12 @@ def _totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, 
         return {"usage": usage}
     own_k = prepared.jobs[0].request.num_draft_tokens
     metrics = metrics_of(completions[0], begun.ticket.times[0], begun.max_k if own_k is None else own_k)
-    return {"usage": usage, "metrics": metrics, **_timings(begun)}
+    return {"usage": usage, "metrics": metrics, **_timings(begun, completions[0])}
 
 
-def _timings(begun: AcceptedRequest) -> dict[str, Any]:
+def _timings(begun: AcceptedRequest, completion: Completion) -> dict[str, Any]:
     """Timings of one finished sequence."""
-    return {"timings": timings_of(completion_of(begun.prepared.jobs[0]), begun.ticket.times[0])}
+    return {"timings": timings_of(completion, begun.ticket.times[0])}
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

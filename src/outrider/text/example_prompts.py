@@ -1,6 +1,4 @@
-"""Sixteen one-sentence prompts, written for measurements; the first is for warm-up."""
-
-WARM_UP = "The rain had stopped by the time they reached the mill."
+"""Fifteen one-sentence prompts, written for measurements."""
 
 PROMPTS = (
     "Once upon a time there lived a miller who had three sons and one grey cat.",

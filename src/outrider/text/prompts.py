@@ -81,13 +81,13 @@ def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
     Raises:
         PromptError
     """
-    pad = None if tokenizer is None else tokenizer.pad_token_id
     rows = [(i, row.tolist()) for i, row in enumerate(prompts) if isinstance(row, _ARRAYS) and row.ndim == 1]
-    if pad is None or not rows:
+    if tokenizer is None or tokenizer.pad_token_id is None or not rows:
         return
-    is_meant = pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore[union-attr]
+    pad = tokenizer.pad_token_id
+    is_meant = pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)
     runs = {i: _num_leading(row, pad) for i, row in rows if set(row) != {pad}}
-    num_own = 1 if pad == tokenizer.bos_token_id and min(runs.values(), default=0) else 0  # type: ignore[union-attr]
+    num_own = 1 if pad == tokenizer.bos_token_id and min(runs.values(), default=0) else 0
     padded = next((i for i, num in runs.items() if num > num_own), None)
     if padded is None:
         return

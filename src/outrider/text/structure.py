@@ -37,6 +37,11 @@ _DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema 
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # and comments
 
 
+def structure_of(sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Structure | None:
+    """The constraint of a new sequence with these options, if any. Arguments and errors: see ``Structure``."""
+    return Structure(sampling, tokenizer, vocab_size, eos_ids) if sampling.is_constrained else None
+
+
 class Structure:
     """Constraint of one sequence and its state (see ``outrider.records.Constraint``).
 

@@ -42,7 +42,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt has half a character at {error.start} (a lone surrogate)") from None
+            raise PromptError(f"the prompt has a lone surrogate at {error.start}") from None
         # verbose=False: for a prompt that is too long we raise an error with a remedy, instead of a warning.
         ids = [int(i) for i in tokenizer(prompt, add_special_tokens=has_special, verbose=False).input_ids]
         ids = without_second_bos(tokenizer, prompt, ids) if has_special else ids
@@ -59,7 +59,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         except TypeError:
             raise PromptError(f"a prompt is {FORMS}, not {prompt!r:.200}") from None
     if not ids:
-        raise PromptError("the prompt is empty: give at least one token of text to start from")
+        raise PromptError.empty()
     return ids
 
 
@@ -171,16 +171,20 @@ def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str
     Raises:
         TokenizerMismatch: an id has different tokens; the message shows some.
     """
-    target_tokens = {i: token for token, i in target.get_vocab().items()}
-    draft_tokens = {i: token for token, i in draft.get_vocab().items()}
-    differing = sorted(
-        i for i in target_tokens.keys() | draft_tokens.keys() if target_tokens.get(i) != draft_tokens.get(i)
-    )
-    if differing:
-        examples = ", ".join(
-            f"id {i} is {target_tokens.get(i, 'nothing')!r} / {draft_tokens.get(i, 'nothing')!r}" for i in differing[:3]
-        )
+    if differing := differing_tokens(target, draft):
         raise TokenizerMismatch(
-            f"{target_name} and {draft_name} have different tokenizers: {len(differing)} of {len(target_tokens)} "
-            f"tokens differ ({examples}); choose a draft of the same family, or the draft 'ngram', which needs none"
+            f"{target_name} and {draft_name} have different tokenizers: {len(differing)} of "
+            f"{len(target.get_vocab())} tokens differ ({examples_of(differing)}); choose a draft of the same family, "
+            "or the draft 'ngram', which needs none"
         )
+
+
+def differing_tokens(target: Any, draft: Any) -> dict[int, tuple[str, str]]:
+    """The ids whose tokens differ, in order, with both tokens."""
+    ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (target, draft))
+    ids = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    return {i: (ours.get(i, "nothing"), theirs.get(i, "nothing")) for i in ids}
+
+
+def examples_of(differing: Mapping[int, tuple[str, str]]) -> str:
+    return ", ".join(f"id {i} is {one!r} / {other!r}" for i, (one, other) in [*differing.items()][:3])

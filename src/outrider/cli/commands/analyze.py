@@ -62,10 +62,10 @@ def analyze(
                 arm.label,
                 category,
                 str(len(one.prompts)),
-                str(round(one.counts.num_rounds)),
+                str(round(one.stats.num_rounds)),
                 interval_text(one.tau),
                 "-" if one.prompt_tau is None else f"{one.prompt_tau:.2f}",
-                "-" if one.counts.draft_acceptance_rate is None else f"{100 * one.counts.draft_acceptance_rate:.1f}%",
+                "-" if one.stats.draft_acceptance_rate is None else f"{100 * one.stats.draft_acceptance_rate:.1f}%",
             )
     print_table(console, rounds)
     for arm, one in analyses.items():
@@ -89,7 +89,7 @@ def analyze(
     for note in found.notes:
         console.print(f"Note: {note}")
     if plot is not None:
-        plot_rounds({arm.label: one.counts for arm, one in analyses.items()}, plot, file.name)
+        plot_rounds({arm.label: one.stats for arm, one in analyses.items()}, plot, file.name)
         console.print(f"Plot: {plot}")
     options = {"file": str(file), "tokens_per_prompt": tokens_per_prompt, "num_draft_tokens": num_draft_tokens}
     body: dict[str, Any] = {
@@ -103,8 +103,6 @@ def analyze(
 
 
 def _analysis_json(analysis: Analysis) -> dict[str, Any]:
-    prompts = [
-        {"index": one.index, "category": one.category, "stats": one.counts.to_json()} for one in analysis.prompts
-    ]
+    prompts = [{"index": one.index, "category": one.category, "stats": one.stats.to_json()} for one in analysis.prompts]
     categories = [{"category": name, **one.to_json()} for name, one in analysis.by_category.items()]
     return analysis.to_json() | {"categories": categories, "prompts": prompts}

@@ -127,14 +127,15 @@ def _samples(
     """
     from outrider.certify.samples import SampledText
     from outrider.options import Sampling
+    from outrider.requests.call import check_tokens
 
     for line in lines:
         where = f"{file}, line {line.number}"
         given = replace(sampling, **line.options)
         try:
-            law = Sampling(**given.to_options(seed=None, num_seeds=1))
-            decoder.check_tokens(law)
-            law = law.with_ends(decoder.eos_ids)
+            own = Sampling(**given.to_options(seed=None, num_seeds=1))
+            check_tokens(own, decoder.target.vocab_size, decoder.eos_ids)
+            own = own.with_ends(decoder.eos_ids)
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
             whole = prompt_ids
             if isinstance(line.output, str):
@@ -143,12 +144,12 @@ def _samples(
         except (OptionError, PromptError) as error:
             raise FileError(f"{where}: {error}") from None
         if isinstance(line.output, tuple):
-            yield SampledText(line.number, prompt_ids, line.output, law)
+            yield SampledText(line.number, prompt_ids, line.output, own)
             continue
         # The last token of the prompt may include the output's first characters: then it is tested too.
         differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
         num_shared = next(differing, len(prompt_ids))
-        yield SampledText(line.number, whole[:num_shared], whole[num_shared:], law)
+        yield SampledText(line.number, whole[:num_shared], whole[num_shared:], own)
 
 
 def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:

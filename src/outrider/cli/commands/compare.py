@@ -71,7 +71,7 @@ def compare(
     if pair.draft_names == ["none"]:
         raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
     if not prompt.strip():
-        raise PromptError("the prompt is empty: give at least one token of text to start from")
+        raise PromptError.empty()
     check_outputs({"--html": html, "--json": json_target}, [pair.models, *(pair.corpus or ())])
     check_json_target(json_target)
     if html is not None:

@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
-from outrider.cli.shared.own_text import own_text
+from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, LOOKUPS, Sampling
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.export.checks import DescribedModel
+    from outrider.export.engine_rules import Outlook
     from outrider.export.engines import Handover, ServingEngine
     from outrider.export.folder import Facts
-    from outrider.export.laws import Outlook
+    from outrider.replay.log import Log
     from outrider.replay.log_format import Header, Record
 
 _NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the sequences and rounds of --measure
@@ -101,9 +102,7 @@ def export(
         described.append(describe(spec))
     most = check_pair(described[0], described[1], context, engine.vocab_gap)
 
-    records, header, outlooks, basis = _predict(
-        engine, (described[0], described[1]), machine, options, log, measure, draft_cost
-    )
+    header, outlooks, basis = _predict(engine, (described[0], described[1]), machine, options, log, measure, draft_cost)
     asked = header.sampling if header is not None else Sampling(**options)
     _check_sampling(to, engine, asked)
     k = ks[0] if isinstance(ks[0], int) else None
@@ -124,7 +123,7 @@ def export(
     _show(console, engine, handover, facts, output, written)
     body: dict[str, Any] = {
         "engine": {"name": engine.name, "version": engine.version},
-        "law": engine.laws[setting].name,
+        "law": engine.rules[setting].name,
         "setting": setting or None,
         "k": handover.k,
         "k_by_rows": [list(entry) for entry in handover.k_by_rows],
@@ -160,30 +159,24 @@ def _predict(
     log: Path | None,
     measure: bool,
     draft_cost: float | None,
-) -> tuple[Sequence[Record], Header | None, dict[str, Outlook], str]:
+) -> tuple[Header | None, dict[str, Outlook], str]:
     """Predict tau under each of the engine's rules, as far as there is data; returns its source too."""
     if log is None and not measure:
-        return [], None, {}, ""
+        return None, {}, ""
     from outrider.decoding.measured_costs import tokens_needed
     from outrider.drafters.model import ModelDrafter
-    from outrider.export.laws import KS, by_draft_cost, by_measured_costs
+    from outrider.export.engine_rules import KS, by_draft_cost, by_measured_costs
     from outrider.models.memory import sizes_of
-    from outrider.replay.log import Log
     from outrider.replay.plan import Setting, measure_costs
     from outrider.replay.replay import load_draft
     from outrider.sampling.rules import REJECTION
     from outrider.text.example_prompts import PROMPTS
-    from outrider.text.tokenizer import fingerprint
 
     specs = described[0].spec, described[1].spec
     records: Sequence[Record] | Log
     if log is not None:
-        records = Log.open(log)
+        records = recorded(log, specs[0].name, described[0].tokenizer)
         header = records.header
-        if header.target != specs[0].name or header.tokenizer not in (None, fingerprint(described[0].tokenizer)):
-            raise OptionError("--log", str(log), f"it was recorded from {header.target}, not from this {specs[0].name}")
-        if not len(records):
-            raise OptionError("--log", str(log), "it has no records yet: resume outrider record")
         basis = f"From {len(records)} sequences of {log.name}"
     decoder = None
     if measure:
@@ -194,10 +187,11 @@ def _predict(
             records, header = own_text(decoder, PROMPTS, options, num_probs=1)
             basis = f"From {len(records)} sequences of {_NUM_TOKENS} tokens generated here"
     else:
-        place = {"device": machine.device, "dtype": machine.dtype, "models_file": machine.models}
-        drafter = load_draft(specs[1].name, header, **place)  # type: ignore[arg-type]
+        drafter = load_draft(
+            specs[1].name, header, device=machine.device, dtype=machine.dtype, models_file=machine.models
+        )
     assert isinstance(drafter, ModelDrafter)
-    expected = {key: law.expected(records, header, drafter.lm, KS) for key, law in engine.laws.items()}
+    expected = {key: rule.expected(records, header, drafter.lm, KS) for key, rule in engine.rules.items()}
     if decoder is not None:
         context = min(_CONTEXT, decoder.context_len - tokens_needed(max(KS)))
         settings = [Setting(rows, context) for rows in _ROWS]
@@ -207,7 +201,7 @@ def _predict(
                 how = KS, REJECTION, header.sampling, one, lambda: advance(1), _NUM_PASSES
                 costs.append(measure_costs(decoder.target, drafters, *how))
         basis += "; rounds timed by Outrider on this machine, not by the engine."
-        return list(records), header, {key: by_measured_costs(one, costs) for key, one in expected.items()}, basis
+        return header, {key: by_measured_costs(one, costs) for key, one in expected.items()}, basis
     sizes = [sizes_of(spec) for spec in specs]
     if draft_cost is None and sizes[0] is not None and sizes[1] is not None:
         draft_cost = sizes[1].num_params / sizes[0].num_params
@@ -216,24 +210,24 @@ def _predict(
         basis += f"; assumes {draft_cost:g} target steps per draft step, as given, and 1 per verify."
     else:
         basis += "; the cost of a draft step is unknown."
-    return list(records), header, {key: by_draft_cost(one, draft_cost) for key, one in expected.items()}, basis
+    return header, {key: by_draft_cost(one, draft_cost) for key, one in expected.items()}, basis
 
 
 def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: Sampling, k: int | None) -> str:
     """Engine setting with the better acceptance. The first if nothing is known; at temperature 0, where all are
     equal, the one that keeps no probabilities."""
     if sampling.temperature == 0:
-        return list(engine.laws)[-1]
-    return max(engine.laws, key=lambda key: outlooks[key].merit(k)) if outlooks else next(iter(engine.laws))
+        return list(engine.rules)[-1]
+    return max(engine.rules, key=lambda key: outlooks[key].merit(k)) if outlooks else next(iter(engine.rules))
 
 
 def _show(
     console: Console, engine: ServingEngine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
 ) -> None:
-    law = engine.laws[handover.setting]
+    rule = engine.rules[handover.setting]
     console.print(f"{engine.name} {engine.version}, {facts.target.spec.name} with {facts.draft.spec.name}: {output}")
     console.print(f"  {', '.join(written)}", soft_wrap=True)
-    console.print(f"It accepts a drafted token with probability {law.about}.", soft_wrap=True)
+    console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=True)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
         console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
@@ -251,7 +245,7 @@ def _show(
 def _outlook_json(engine: ServingEngine, key: str, outlook: Outlook) -> dict[str, Any]:
     return {
         "setting": key or None,
-        "law": engine.laws[key].name,
+        "law": engine.rules[key].name,
         "best_k": outlook.best_k,
         "k_by_rows": [list(entry) for entry in outlook.k_by_rows],
         "tau": [{"k": k, "tau": one.tau and one.tau.to_json()} for k, one in outlook.tau.items()],

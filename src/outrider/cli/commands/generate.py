@@ -40,12 +40,12 @@ from outrider.cli.shared.workers import LocalWorker, Setup, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.offline.invalid_rows import InvalidRows
 from outrider.offline.output_file import FinishedPrompts, open_output
-from outrider.offline.output_rows import Totals, generated_fields, row_of
+from outrider.offline.output_rows import Totals, row_of, stats_of
 from outrider.offline.prompt_file import open_prompts
 from outrider.offline.prompt_order import Shard, by_length
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
-from outrider.records import Chunk, Stats, Timing
+from outrider.records import Chunk, Completion, Timing
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _read_prompt(argument: str | None) -> str:
         except UnicodeDecodeError as error:
             raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
     if not text.strip():
-        raise PromptError("the prompt is empty: give at least one token of text to start from")
+        raise PromptError.empty()
     return text
 
 
@@ -264,19 +264,11 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     if has_colours:
         legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
         console.print(legend)
-    stats = sum((chunk.stats for chunk in chunks), Stats())
     totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
-    fields = generated_fields(
-        "".join(chunk.text for chunk in chunks),
-        [i for chunk in chunks for i in chunk.token_ids],
-        [origin for chunk in chunks for origin in chunk.origins],
-        chunks[-1].finish_reason if chunks else None,
-        stats,
-        None if setup.options["logprobs"] is None else [item for chunk in chunks for item in chunk.logprobs or ()],
-    )
-    seed = chunks[0].seed if chunks else setup.options["seed"]
-    totals.seed = _drawn_seed(setup, decoder, seed)
-    totals.add(row_of(0, PromptLine("line 1", prompt), ids, seed, fields), stats)
+    done = Completion.of(chunks, len(ids)) if chunks else None
+    row = row_of(0, PromptLine("line 1", prompt), ids, setup.options["seed"], done)
+    totals.seed = _drawn_seed(setup, decoder, row["seed"])
+    totals.add(row, stats_of(done))
 
 
 def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
@@ -285,7 +277,7 @@ def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
     if seed is None or setup.options["seed"] is not None or temperature == 0:
         return ""
     # A row with a given seed has its own K if its output depends on K.
-    depends_on_k = decoder.job([0], {"seed": seed, "temperature": temperature}).request.num_draft_tokens is not None
+    depends_on_k = decoder.request([0], {"seed": seed, "temperature": temperature}).request.num_draft_tokens is not None
     return f"seed {seed}" + (
         " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
     )
@@ -295,7 +287,7 @@ def _report_missing() -> None:
     """Report how many programs were not compiled in time."""
     from outrider.compile.service import shared_service
 
-    service = shared_service(False)
+    service = shared_service()
     if service.num_open:
         print(
             f"{service.num_open} of {service.num_orders} programs were not compiled before generation ended: "

@@ -21,7 +21,7 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.own_text import own_text
+from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.what_if import what_if as predict_from
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from outrider.bench.report import ArmSummary
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
+    from outrider.records import Stats
     from outrider.replay.log_format import Header, Record
     from outrider.replay.plan import Costs, PairChoice
-    from outrider.stats.counts import RoundCounts
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _NUM_ROWS_SHOWN = 10
@@ -110,10 +110,10 @@ def plan(
     from outrider.replay.replay import MATCH
     from outrider.sampling.rules import RULES
 
-    law = pair.acceptance
-    if law == MATCH:
+    acceptance = pair.acceptance
+    if acceptance == MATCH:
         if measure:
-            raise OptionError("--measure", law, "Outrider cannot run this rule; leave one of the two out")
+            raise OptionError("--measure", acceptance, "Outrider cannot run this rule; leave one of the two out")
         pair = replace(pair, acceptance="rejection")  # whose rounds cost the same
     decoder = pair.load()
     if num_draft_tokens is None and decoder.target.execution.is_prepared:
@@ -125,17 +125,18 @@ def plan(
             raise OptionError("--context", max(contexts), f"{lm.name} accepts {lm.context_len} tokens")
     if log is None:
         # One number per token suffices if a rule needs p and q of that token only.
-        num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if law == "gumbel" else 1
+        num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if acceptance == "gumbel" else 1
         texts = _texts(prompts)
         report_context_limit(
             decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens
         )
         records, header = own_text(decoder, texts, options, num_probs)
     else:
-        records, header = _read(log, decoder)
+        recording = recorded(log, decoder.target.name, decoder.tokenizer)
+        records, header = list(recording), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts, is_bounded = _counts(drafters, records, header, law, ks)
+    counts, is_bounded = _counts(drafters, records, header, acceptance, ks)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
@@ -146,7 +147,7 @@ def plan(
 
     console = console_for(json_target)
     for costs, found in results:
-        _show(console, decoder, pair, options, costs, found, is_ours=law != MATCH)
+        _show(console, decoder, pair, options, costs, found, is_ours=acceptance != MATCH)
     if is_bounded:
         console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
@@ -174,7 +175,7 @@ def plan(
         "is_interrupted": is_interrupted,
     }
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
-    document_options = options_json(pair, options, **more) | {"acceptance": law}
+    document_options = options_json(pair, options, **more) | {"acceptance": acceptance}
     write_json(json_target, "plan", document_options, body, decoder.target)
     if is_interrupted:
         raise typer.Exit(130)
@@ -201,31 +202,18 @@ def _texts(prompts: Path | None) -> list[str]:
     return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
 
 
-def _read(path: Path, decoder: Decoder) -> tuple[list[Record], Header]:
-    from outrider.replay.log import Log
-    from outrider.text.tokenizer import fingerprint
-
-    log = Log.open(path)
-    is_same = decoder.tokenizer is None or log.header.tokenizer in (None, fingerprint(decoder.tokenizer))
-    if log.header.target != decoder.target.name or not is_same:
-        raise OptionError(
-            "--log", str(path), f"it was recorded from {log.header.target}, not from this {decoder.target.name}"
-        )
-    return list(log), log.header
-
-
 def _counts(
-    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, law: str, ks: Sequence[int]
-) -> tuple[dict[tuple[str, int], Sequence[RoundCounts]], bool]:
+    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
+) -> tuple[dict[tuple[str, int], Sequence[Stats]], bool]:
     """Expected rounds of each draft and K. If p is known in part only, assumes the lowest possible acceptance; also
     returns whether it does."""
     from outrider.replay.replay import replay, summarise
 
-    counts: dict[tuple[str, int], Sequence[RoundCounts]] = {}
+    counts: dict[tuple[str, int], Sequence[Stats]] = {}
     is_bounded = False
     with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
-            replayed = replay(records, header, drafter, law, ks)
+            replayed = replay(records, header, drafter, acceptance, ks)
             expected = summarise(counted(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
             is_bounded |= any(one.upper is not None for one in expected.values())

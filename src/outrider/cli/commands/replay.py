@@ -104,12 +104,12 @@ def replay(
 
     from outrider.bench.plots import check_plot_file, plot_tau
     from outrider.replay.log import Log
-    from outrider.replay.replay import LAWS, load_draft, summarise
+    from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
     from outrider.replay.replay import replay as judge
     from outrider.replay.rounds import RecordedArm
 
-    if drafts.acceptance not in LAWS:
-        raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(LAWS)}")
+    if drafts.acceptance not in PREDICTED_RULES:
+        raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if plot is not None:
         check_plot_file(plot)
     set_threads(drafts.threads)
@@ -233,17 +233,17 @@ class _Rounds:
 
         for one in replayed:
             for k in self.ks:
-                law, most = one.laws(k)
-                if law is not most:
+                least, most = one.distributions(k)
+                if least is not most:
                     raise OptionError(
                         "--output",
                         self.acceptance,
                         "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or "
                         "record with --probs as large as the vocabulary",
                     )
-                rounds, is_truncated = law.draw(np.random.default_rng([self.seed, one.index, k]))
+                rounds, is_truncated = least.draw(np.random.default_rng([self.seed, one.index, k]))
                 arm = RecordedArm(draft, k, self.acceptance)
-                num_tokens = len(law.num_drafted)
+                num_tokens = len(least.num_drafted)
                 self.rows.append(round_row(arm, one.index, one.category, rounds, is_truncated, num_tokens))
             yield one
 
@@ -262,12 +262,14 @@ def _a_model(drafters: Sequence[Drafter]) -> Any:
 
 
 def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
+    from outrider.stats.counts import positions_of
+
     def of(side: ExpectedRounds) -> dict[str, Any]:
-        counts = side.counts
+        stats = side.stats
         return {
             "tau": side.tau and side.tau.to_json(),
-            "stats": counts.to_json(),
-            "positions": [position.to_json() for position in counts.positions],
+            "stats": stats.to_json(),
+            "positions": [position.to_json() for position in positions_of(stats)],
         }
 
     return of(one) | {"upper": one.upper and of(one.upper)}
@@ -284,8 +286,8 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
             arm.draft,
             str(arm.k),
             interval_text(one.tau) + (f" to {interval_text(upper.tau)}" if upper else ""),
-            _percent(one.counts.draft_acceptance_rate)
-            + (f" to {_percent(upper.counts.draft_acceptance_rate)}" if upper else ""),
+            _percent(one.stats.draft_acceptance_rate)
+            + (f" to {_percent(upper.stats.draft_acceptance_rate)}" if upper else ""),
             "-" if alpha is None else _alpha_text(alpha),
         )
     print_table(console, table)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outrider.certify.certificate import GreedyReport, StatisticalReport, Verdict
+    from outrider.certify.certificate import Conclusion, GreedyReport, StatisticalReport
 
 _EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a user error
 
@@ -67,7 +67,7 @@ def print_deviation(console: Console, report: StatisticalReport, towards: str) -
         )
 
 
-def print_verdict(console: Console, verdict: Verdict, word: str, about: str, num_needed: int | None) -> None:
+def print_verdict(console: Console, verdict: Conclusion, word: str, about: str, num_needed: int | None) -> None:
     """Print the verdict.
 
     Args:
@@ -82,7 +82,7 @@ def print_verdict(console: Console, verdict: Verdict, word: str, about: str, num
         console.print(f"INCONCLUSIVE{would}", style="bold")
 
 
-def exit_with(verdict: Verdict) -> None:
+def exit_with(verdict: Conclusion) -> None:
     """Exit with the code of the verdict, unless it passed."""
     if verdict != "passed":
         raise typer.Exit(_EXIT_CODES[verdict])

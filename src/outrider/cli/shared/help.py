@@ -13,9 +13,10 @@ from contextlib import redirect_stdout
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from outrider.cli.shared.other_names import ALIASES, check_names, hint_at_threads
+from outrider.cli.shared.other_names import ALIASES, PROMPT_OPTIONS, check_names, hint_at_threads
+from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     _Base = TyperCommand
@@ -41,12 +42,39 @@ class _Help(_Base):
                 alias = copy(params[name])
                 alias.opts, alias.secondary_opts = list(aliases), []
                 alias.add_to_parser(parser, ctx)
+        if self._takes_prompt:
+            self._add_prompt_option(parser)
         return parser
+
+    @property
+    def _takes_prompt(self) -> bool:
+        return any(isinstance(param, TyperArgument) and param.name == "prompt" for param in self.params)
+
+    def _add_prompt_option(self, parser: Any) -> None:
+        """Accept the prompt as an option, too."""
+        parser.add_option(self, PROMPT_OPTIONS, "prompt_option")
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            found, *others = parse(args)
+            if (prompt := found.pop("prompt_option", None)) is not None:
+                if isinstance(found.get("prompt"), str):
+                    raise OptionError(PROMPT_OPTIONS[0], prompt, f"there is a prompt already: {found['prompt']!r}")
+                found["prompt"] = prompt
+            return found, *others
+
+        parser.parse_args = parse_args
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         words = list(args)
         params = [param for param in self.get_params(ctx) if isinstance(param, TyperOption)]
-        options = {param.name or "": (*reversed(param.opts), *param.secondary_opts) for param in params}
+        options: dict[str, tuple[str, ...]] = {
+            name: (*reversed(param.opts), *param.secondary_opts, *ALIASES.get(name, ()))
+            for param in params
+            if (name := param.name)
+        }
+        if self._takes_prompt:
+            options["prompt"] = PROMPT_OPTIONS
         try:
             rest = super().parse_args(ctx, args)
         except Exception:  # Typer's own

@@ -21,9 +21,9 @@ ALIASES = {
     "context": ("--max-model-len", "--ctx-size"),
     "slots": ("--max-num-seqs",),
 }
+PROMPT_OPTIONS = ("-p", "--prompt")  # of the argument of this name
 _SHORT = {  # llama.cpp's
     "-md": "draft_model",
-    "-p": "prompt",
     "-f": "file",
     "-c": "ctx_size",
     "-np": "parallel",

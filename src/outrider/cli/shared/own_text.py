@@ -1,17 +1,42 @@
-"""Outputs of the target, generated for a command as if recorded."""
+"""Outputs of the target, recorded or generated for a command as if recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outrider.cli.shared.output import progress_bar
+from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
+    from outrider.replay.log import Log
     from outrider.replay.log_format import Header, Record
+
+
+def recorded(path: Path, target: str, tokenizer: Any) -> Log:
+    """Open a log of a target's outputs.
+
+    Args:
+        tokenizer: the target's; None if it has none.
+
+    Raises:
+        OptionError: it is of another target, or empty.
+        FileError: it is damaged.
+    """
+    from outrider.replay.log import Log
+    from outrider.text.tokenizer import fingerprint
+
+    log = Log.open(path)
+    is_same = tokenizer is None or log.header.tokenizer in (None, fingerprint(tokenizer))
+    if log.header.target != target or not is_same:
+        raise OptionError("--log", str(path), f"it was recorded from {log.header.target}, not from this {target}")
+    if not len(log):
+        raise OptionError("--log", str(path), "it has no records yet: resume outrider record")
+    return log
 
 
 def own_text(

@@ -85,8 +85,8 @@ def _parse(text: str) -> dict[str, float]:
             number = math.nan
         if name not in _KNOWN or name in known or not math.isfinite(number):
             raise OptionError("--what-if", text, f"numbers for {', '.join(_KNOWN)}, each once, like alpha=0.8,c=0.05")
-        is_right = number > 0 if name == "v" else 0 <= number <= (1 if name == "alpha" else math.inf)
-        if not is_right:
+        is_valid = number > 0 if name == "v" else 0 <= number <= (1 if name == "alpha" else math.inf)
+        if not is_valid:
             raise OptionError("--what-if", text, _KNOWN[name])
         known[name] = number
     if missing := {"alpha", "c"} - known.keys():

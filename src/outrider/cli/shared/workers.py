@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError, OutriderError, PromptError
-from outrider.offline.output_rows import generated_fields, row_of
+from outrider.offline.output_rows import row_of, stats_of
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats
@@ -108,17 +108,22 @@ class LocalWorker:
         return self._setup.load(self._num_tokens)
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
-        self.decoder.check_tokens(Sampling(**self._setup.options))
+        self._check_tokens(self._setup.options)
         for index, line in prompts:
             try:
                 ids = self._setup.encode(self.decoder, line.prompt)
                 if line.options:
-                    self.decoder.check_tokens(Sampling(**self._setup.options | line.options))
+                    self._check_tokens(self._setup.options | line.options)
             except (OptionError, PromptError) as error:
                 yield index, error
             else:
                 most, context_len = len(ids) + self._setup.max_new_tokens(line), self.decoder.target.context_len
                 yield index, Length(min(most, context_len), most > context_len)
+
+    def _check_tokens(self, options: dict[str, Any]) -> None:
+        from outrider.requests.call import check_tokens
+
+        check_tokens(Sampling(**options), self.decoder.target.vocab_size, self.decoder.eos_ids)
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, tuple[dict[str, Any], Stats]]]:
         waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
@@ -132,14 +137,7 @@ class LocalWorker:
         options = {name: value for name, value in self._setup.options.items() if name != "seed"}
         for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
             index, line, ids, seed = waiting.pop(place)
-            if isinstance(done, OutriderError):
-                fields, stats = generated_fields(finish_reason="error") | {"error": str(done)}, Stats()
-            else:
-                fields = generated_fields(
-                    done.text, done.token_ids, done.origins, done.finish_reason, done.stats, done.logprobs
-                )
-                seed, stats = done.seed, done.stats
-            yield index, (row_of(index, line, ids, seed, fields), stats)
+            yield index, (row_of(index, line, ids, seed, done), stats_of(done))
 
     def pair(self) -> str:
         decoder = self.decoder

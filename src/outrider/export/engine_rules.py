@@ -1,4 +1,4 @@
-"""Acceptance criteria of engines, and what a recording predicts for each.
+"""Acceptance rules of engines, and the tau that a recording predicts for each.
 
 All are lossless, and equal at temperature 0. At higher temperatures they differ in how many tokens are accepted:
 
@@ -6,7 +6,7 @@ All are lossless, and equal at temperature 0. At higher temperatures they differ
 - *greedy*: drafts are the draft's argmax, q is one-hot: p at the argmax of q;
 - *match*: drafts are sampled, and accepted if the target, sampling independently, draws the same: sum p q.
 
-Engines that sample drafts do so under options of their own, which change q and thereby tau. The criteria were read in
+Engines that sample drafts do so under options of their own, which change q and thereby tau. The rules were read in
 the engines' sources (engines.py cites them).
 """
 
@@ -27,13 +27,13 @@ KS = tuple(range(1, 9))
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """Drafting and acceptance in an engine.
+class EngineRule:
+    """How an engine drafts and accepts.
 
     Attributes:
         name: "ratio", "greedy" or "match".
         about: description for the README.
-        acceptance: one of ``outrider.replay.replay.LAWS``.
+        acceptance: one of ``outrider.replay.replay.PREDICTED_RULES``.
         is_greedy: the draft takes its argmax.
         draft_sampling: maps a request's options to those of the draft.
     """
@@ -58,31 +58,31 @@ class Law:
         return dict(summarise(replayed, ks).expected)
 
 
-RATIO = Law(
+RATIO = EngineRule(
     "ratio",
     "sum min(p, q): drafts are sampled under the request's options and accepted with probability min(1, p/q)",
 )
-RATIO_BY_TEMPERATURE = Law(
+RATIO_BY_TEMPERATURE = EngineRule(
     "ratio",
     "sum min(p, q): drafts are sampled at the request's temperature, without its filters, and accepted with "
     "probability min(1, p/q)",
     draft_sampling=lambda sampling: Sampling(temperature=sampling.temperature),
 )
-RATIO_OF_TEN = Law(
+RATIO_OF_TEN = EngineRule(
     "ratio",
     "sum min(p, q): drafts are sampled from the draft's ten likeliest tokens at the request's temperature and accepted "
     "with probability min(1, p/q)",
     draft_sampling=lambda sampling: Sampling(temperature=sampling.temperature, top_k=10),
 )
-GREEDY = Law("greedy", "p at the draft's argmax: drafts are greedy", is_greedy=True)
-EQUALITY = Law(
+GREEDY = EngineRule("greedy", "p at the draft's argmax: drafts are greedy", is_greedy=True)
+EQUALITY = EngineRule(
     "match", "sum p q: a sampled draft is accepted if the target, sampling independently, draws the same", MATCH
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Predicted performance of a pair under an acceptance criterion.
+    """Predicted performance of a pair under an acceptance rule.
 
     Attributes:
         tau: by K.
@@ -100,7 +100,7 @@ class Outlook:
         return max(self.speed_up, key=lambda k: (self.speed_up[k], -k), default=None)
 
     def merit(self, k: int | None) -> float:
-        """Speed-up (tau without costs) at this K, or at the best one, for comparing criteria."""
+        """Speed-up (tau without costs) at this K, or at the best one, for comparing rules."""
         k = k or self.best_k or max(self.tau)
         if k in self.speed_up:
             return self.speed_up[k]

@@ -1,0 +1,77 @@
+"""The options of each row of a call."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from outrider.errors import OptionError
+from outrider.options import Sampling, instead_of, own_name
+
+_OPTIONS = [field.name for field in fields(Sampling)]
+_OF_CALLS = ("num_draft_tokens", "num_slots")  # shared by all rows of a call
+_LISTS = {"stop": str, "stop_token_ids": int}  # options whose value for one row is a list, with the type of its items
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            name_here, instead = own_name(name, (*_OPTIONS, *_OF_CALLS)), instead_of(name)
+            unknown = f"there is no such option: {instead}" if instead else "there is no such option"
+            raise OptionError(name, value, f"did you mean {name_here}?" if name_here else unknown)
+
+
+def seed_of(seed: Any, index: int) -> Any:
+    """Base seed plus index, for prompt ``index`` of a call. Invalid seeds are left to ``Sampling`` to refuse."""
+    is_seed = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    return int(seed) + index if is_seed else seed
+
+
+def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[str, Any]:
+    """The options of one row."""
+    row: dict[str, Any] = {}
+    for name, value in options.items():
+        is_per_row = isinstance(value, (list, tuple))
+        if name in _LISTS and is_per_row:
+            is_per_row = any(not isinstance(item, _LISTS[name]) for item in value)
+        if is_per_row and len(value) != num_rows:
+            raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
+        own = seed_of(value, index) if name == "seed" else value
+        row[name] = value[index] if is_per_row else own
+    return row
+
+
+def rows_of(
+    sampling: Sampling | Sequence[Sampling] | None, changes: Mapping[str, Any], num_rows: int
+) -> list[dict[str, Any]]:
+    """The options of each row.
+
+    Args:
+        sampling: of all rows, where a seed is that of the first; or of each row; None for the defaults.
+        changes: fields of ``Sampling`` to be changed, a value for all rows or a list with one for each.
+
+    Raises:
+        OptionError
+    """
+    check_names(changes)
+    given: list[dict[str, Any]]
+    if sampling is None:
+        given = [{}] * num_rows
+    elif isinstance(sampling, Sampling):
+        own = fields_of(sampling)
+        given = [own | {"seed": seed_of(sampling.seed, index)} for index in range(num_rows)]
+    elif isinstance(sampling, Sequence) and all(isinstance(one, Sampling) for one in sampling):
+        if len(sampling) != num_rows:
+            raise OptionError("sampling", f"{len(sampling)} items", f"one for each of the {num_rows} prompts")
+        given = [fields_of(one) for one in sampling]
+    else:
+        raise OptionError(
+            "sampling", type(sampling).__name__, "an outrider.Sampling, or a list with one for each prompt"
+        )
+    return [own | row_options(changes, index, num_rows) for index, own in enumerate(given)]
+
+
+def fields_of(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in _OPTIONS}

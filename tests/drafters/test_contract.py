@@ -1,0 +1,151 @@
+"""Every drafter keeps the contract of drafters, and mistakes in drafters break it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from contract import check_no_look_ahead, check_state
+from hybrids import V, hybrid, hybrid_lm
+from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.corpus import Corpus
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.records import Draft
+from outrider.runtime.lm import LM
+from toys import as_lm, llama_pair, table_pair, tiny_llama
+
+K = 3
+FEW = 4  # tokens, of which all drafts are forced
+
+
+def _model() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), ModelDrafter(as_lm(tiny_llama(1, vocab_size=FEW), "draft"))
+
+
+def _greedy() -> tuple[LM, Drafter]:
+    target, drafter = _model()
+    return target, ModelDrafter(drafter.models[0], is_greedy=True)
+
+
+def _other_tokens() -> tuple[LM, Drafter]:
+    """The draft has another token at 1, and none at 3."""
+    lm = as_lm(tiny_llama(1, vocab_size=FEW - 1), "draft")
+    return as_lm(tiny_llama(vocab_size=FEW)), ModelDrafter(lm.with_vocabulary(FEW, (1, 3)))
+
+
+def _short_context() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), ModelDrafter(
+        as_lm(tiny_llama(1, vocab_size=FEW), "draft", context_len=16)
+    )
+
+
+def _ngram() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), NgramDrafter()
+
+
+def _suffix() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), SuffixDrafter(
+        Corpus([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]]), min_prob=0.02
+    )
+
+
+PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
+    "model": _model,
+    "greedy": _greedy,
+    "other tokens": _other_tokens,
+    "short context": _short_context,
+    "ngram": _ngram,
+    "suffix": _suffix,
+}
+
+
+def _sequences(vocab_size: int) -> list[tuple[list[int], list[int]]]:
+    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise."""
+    generator = torch.Generator().manual_seed(3)
+
+    def some(number: int) -> list[int]:
+        return torch.randint(vocab_size, (number,), generator=generator).tolist()
+
+    found = [(some(length), some(14)) for length in (1, 5, 9, 2)]
+    return [*found, ([*found[2][0], *found[2][1][:3]], some(12)), (found[2][0], some(12))]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_draft_does_not_look_ahead(name: str) -> None:
+    check_no_look_ahead(*PAIRS[name](), prompt=(3, 1, 2, 0, 1, 2), vocab_size=FEW, k=K)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_draft_is_a_function_of_the_sequence(name: str) -> None:
+    check_state(*PAIRS[name](), _sequences(FEW), K)
+
+
+def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
+    """Its recurrences compute in float32."""
+    target = as_lm(tiny_llama(vocab_size=V))
+    check_state(target, ModelDrafter(hybrid_lm(hybrid("qwen3_5_text"), "draft")), _sequences(V)[:3], K, atol=1e-4)
+
+
+def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
+    """Looks at the token that it cuts."""
+    assert draft.probs is not None
+    is_unlikely = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1) < 0.1
+    first = (is_unlikely.long().cumsum(dim=1) == 0).long().sum(dim=1)
+    return replace(draft, num_drafted=torch.minimum(draft.num_drafted, first))
+
+
+def _report_flatter(rows: Rows, k: int, draft: Draft) -> Draft:
+    assert draft.probs is not None
+    return replace(draft, probs=0.5 * draft.probs + 0.5 / draft.probs.shape[-1])
+
+
+def _depend_on_width(rows: Rows, k: int, draft: Draft) -> Draft:
+    """As where the tokens of a block see its whole width, which other rows decide."""
+    return draft if draft.probs is None else replace(draft, probs=draft.probs.roll(draft.ids.shape[1], dims=-1))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"), [(_cut_at_unlikely, "depends on later tokens"), (_report_flatter, "drawn from another q")]
+)
+def test_mistakes_within_a_round_are_detected(mistake: Any, message: str) -> None:
+    target, drafter = table_pair(FEW)
+    with pytest.raises(AssertionError, match=message):
+        check_no_look_ahead(target, AlteredDrafter(drafter, "wrong", mistake), (3, 1, 2), FEW, K)
+
+
+def test_a_q_that_depends_on_neighbours_is_detected() -> None:
+    target, drafter = _model()
+    with pytest.raises(AssertionError, match="q is off by"):
+        check_state(target, AlteredDrafter(drafter, "wrong", _depend_on_width), _sequences(FEW), K)
+
+
+@pytest.mark.parametrize("what", ["prefix", "rejection", "plain rounds"])
+def test_a_stale_state_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that keeps what it had in a slot, or rejected tokens, or does not read what was generated meanwhile."""
+    target, drafter = llama_pair()
+    opened = type(drafter).open
+
+    def open_wrong(self: Any, *arguments: Any) -> Any:
+        session = opened(self, *arguments)
+        if what == "prefix":
+            session.assign = lambda slot, source, num_tokens: None
+        elif what == "rejection":
+            propose = session.propose
+
+            def keep(rows: Rows, *others: Any) -> Draft:
+                draft: Draft = propose(rows, *others)
+                session._cached[: len(rows)] += 1
+                return draft
+
+            session.propose = keep
+        else:
+            session.catch_up = lambda rows: False
+        return session
+
+    monkeypatch.setattr(type(drafter), "open", open_wrong)
+    with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
+        check_state(target, drafter, _sequences(60), K)

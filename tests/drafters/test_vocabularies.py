@@ -1,0 +1,125 @@
+"""Drafts that lack a few tokens of the target, or have others at their ids."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import outrider
+from outrider.errors import TokenizerMismatch
+from outrider.sampling.rules import RULES
+from pairs import NUM_WORDS, random_llama
+
+PROMPT = "w1 w2 w3 w1 tool"
+WORDS = [f"w{i}" for i in range(NUM_WORDS)]
+TARGET_TOKENS = [*WORDS, "tool", "end"]
+DRAFT_TOKENS = [*WORDS[:95], "other", WORDS[96], "end"]  # another token at 95 and at 97, none at 98
+UNKNOWN = (95, 97, 98)
+
+
+def _tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w96")
+
+
+def _pair(acceptance: str = "block", draft_tokens: Sequence[str] = DRAFT_TOKENS, **options: Any) -> outrider.Decoder:
+    """A draft with the target's weights, so that tokens are accepted, for the tokens that it has."""
+    target, draft = random_llama(len(TARGET_TOKENS), 1), random_llama(len(draft_tokens), 1)
+    own = target.state_dict()
+    draft.load_state_dict({name: own[name][: len(weight)] for name, weight in draft.state_dict().items()})
+    tokenizers = {"tokenizer": _tokenizer(TARGET_TOKENS), "draft_tokenizer": _tokenizer(draft_tokens)}
+    return outrider.load(target, draft, **tokenizers, acceptance=acceptance, **options)
+
+
+def test_unknown_tokens_have_no_probability(caplog: pytest.LogCaptureFixture) -> None:
+    """All others have the logits of the model."""
+    with caplog.at_level(logging.WARNING):
+        (lm,) = _pair().drafter.models
+    assert caplog.messages == [
+        f"the draft {lm.name} does not know 3 of the 99 tokens of {lm.name}, and never drafts them (id 95 is 'w95' / "
+        "'other', id 97 is 'tool' / 'end', id 98 is 'end' / 'nothing')"
+    ]
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        logits = lm.forward(ids, torch.arange(3)[None], lm.new_cache(1, 16), 16)
+        want = lm.model(ids).logits
+    assert logits.shape == (1, 3, 99)
+    assert [i for i, q in enumerate(logits.softmax(dim=-1)[0, -1].tolist()) if q == 0] == [*UNKNOWN]
+    known = [i for i in range(97) if i != 95]
+    torch.testing.assert_close(logits[..., known], want[..., known])
+
+
+@pytest.mark.parametrize("acceptance", RULES)
+def test_the_output_is_the_targets(acceptance: str) -> None:
+    """Greedy under every rule, and sampled under ``gumbel``, where a seed gives what plain decoding gives. Unknown
+    tokens are in prompt and output, and drafts are accepted."""
+    decoder = _pair(acceptance)
+    temperatures = [0.0, 1.5] if acceptance == "gumbel" else [0.0]
+    for temperature in temperatures:
+        options: dict[str, Any] = {"temperature": temperature, "seed": 5, "ignore_eos": True, "max_new_tokens": 40}
+        prompts = [PROMPT, "end w5 w95", "w7"]
+        want = [one.token_ids for one in decoder.plain().generate(prompts, **options)]
+        got = decoder.generate(prompts, **options)
+        assert [one.token_ids for one in got] == want
+        assert sum(one.stats.num_accepted_draft_tokens for one in got) > 20
+    assert any(set(ids) & {*UNKNOWN} for ids in want) or acceptance != "gumbel"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", RULES)
+def test_only_unknown_tokens_are_allowed(acceptance: str, temperature: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Any of them is drafted then, with equal q."""
+    decoder = _pair(acceptance)
+    caplog.clear()
+    bias = {i: -float("inf") for i in range(99) if i not in UNKNOWN}
+    options: dict[str, Any] = {"logit_bias": bias, "max_new_tokens": 12, "ignore_eos": True, "seed": 3}
+    got = decoder.generate(["w1", "w2", "w3 w4"], temperature=temperature, **options)
+    want = decoder.plain().generate(["w1", "w2", "w3 w4"], temperature=temperature, **options)
+    assert not caplog.messages
+    for one, plain in zip(got, want, strict=True):
+        assert {*one.token_ids} <= {*UNKNOWN}
+        assert (acceptance != "gumbel" and temperature > 0) or one.token_ids == plain.token_ids
+    assert temperature == 0 or sum(one.stats.num_accepted_draft_tokens for one in got) > 0
+
+
+def test_a_constraint_that_allows_unknown_tokens() -> None:
+    """Drafts are masked token by token then."""
+    decoder = _pair("gumbel")
+    options: dict[str, Any] = {"regex": "(w7|tool|w95|end){8}", "temperature": 1.0, "seed": 4, "max_new_tokens": 20}
+    got, plain = decoder.generate([PROMPT] * 3, **options), decoder.plain().generate([PROMPT] * 3, **options)
+    assert [one.token_ids for one in got] == [one.token_ids for one in plain]
+    assert any({*one.token_ids} & {*UNKNOWN} for one in got)
+
+
+def test_many_unknown_tokens_are_refused() -> None:
+    five_percent = [token if i >= 5 else f"other{i}" for i, token in enumerate(TARGET_TOKENS)]
+    with pytest.raises(TokenizerMismatch, match="5 of 99 tokens differ .id 0 is 'w0' / 'other0'"):
+        _pair(draft_tokens=five_percent)
+
+
+def test_a_draft_with_fewer_logits(caplog: pytest.LogCaptureFixture) -> None:
+    """Without tokenizers the numbers of tokens tell."""
+    (lm,) = outrider.load(random_llama(99), random_llama(97)).drafter.models
+    assert lm.unknown_ids == (97, 98)
+    assert "(it has logits for 97)" in caplog.text
+
+
+def test_tokens_beyond_the_targets_do_not_matter(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizers = {"tokenizer": _tokenizer(TARGET_TOKENS), "draft_tokenizer": _tokenizer([*TARGET_TOKENS, "more"])}
+    decoder = outrider.load(random_llama(99), random_llama(100), **tokenizers)
+    assert not caplog.messages
+    assert decoder.drafter.models[0].unknown_ids == ()
+
+
+@pytest.mark.slow
+def test_unknown_tokens_compiled() -> None:
+    decoder = _pair()
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_new_tokens": 30}
+    want = decoder.generate(PROMPT, **options)
+    assert [one.token_ids for one in decoder.compiled().generate(PROMPT, **options)] == [one.token_ids for one in want]
