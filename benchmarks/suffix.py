@@ -119,9 +119,8 @@ def _compared(header: Header, records: Sequence[Record]) -> Iterator[dict[str, A
 
 
 def _numbers(one: ExpectedRounds) -> dict[str, Any]:
-    counts = one.counts
     assert one.tau is not None
-    drafted = sum(k * num for k, num in enumerate(counts.drafted)) / sum(counts.drafted)
+    drafted = one.stats.num_draft_tokens / one.stats.num_rounds
     return {"tau": one.tau.to_json(), "drafted": drafted}
 
 
