@@ -8,6 +8,7 @@ for chunk in decoder.stream("Once upon a time", seed=1):
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.corpus import read_corpus
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import Placement
@@ -50,14 +53,15 @@ def load(
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
     compile: bool = False,
     models_file: Path | None = None,
+    corpus: Sequence[str | Path] = (),
 ) -> Decoder:
     """Load a target and a draft.
 
     Args:
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
-        draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens; or "ngram"; or "none"
-            or None for plain decoding.
+        draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens; or "ngram" or
+            "suffix", which look up the text so far; or "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -69,6 +73,8 @@ def load(
             use for each number of rows (about a second each for small models) and cached.
         compile: see ``Decoder.compiled``.
         models_file: a TOML file with names of models, beside the user's own.
+        corpus: files in which the draft "suffix" looks up the text, too: text, or JSON lines with "prompt" and "text"
+            (or "prompt_ids" and "token_ids"), as ``outrider generate --output`` writes them.
 
     Raises:
         ModelError: a model cannot be loaded, or its cache cannot be rolled back.
@@ -91,7 +97,9 @@ def load(
         num_draft_tokens=num_draft_tokens,
     )
     of_draft = (draft_placement or _ANYWHERE).inheriting(placement.device, placement.dtype)
-    drafter = load_drafter(plain, draft, tokenizer=draft_tokenizer, placement=of_draft, models_file=models_file)
+    drafter = load_drafter(
+        plain, draft, tokenizer=draft_tokenizer, placement=of_draft, models_file=models_file, corpus=corpus
+    )
     decoder = replace(plain, drafter=drafter)
     return decoder.compiled() if compile else decoder
 
@@ -103,12 +111,19 @@ def load_drafter(
     tokenizer: Any | None = None,
     placement: Placement = _ANYWHERE,
     models_file: Path | None = None,
+    corpus: Sequence[str | Path] = (),
 ) -> Drafter:
     """Load a drafter for the decoder's target. Arguments and errors: see ``load``."""
+    if isinstance(corpus, (str, Path)):
+        raise OptionError("corpus", str(corpus), "give a list of files")
+    if corpus and draft != "suffix":
+        raise OptionError("corpus", [str(path) for path in corpus], "only the draft 'suffix' reads one")
     if draft is None or draft == "none":
         return NoDrafter()
     if draft == "ngram":
         return NgramDrafter()
+    if draft == "suffix":
+        return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
     model, is_greedy = split_name(draft)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
@@ -135,6 +150,12 @@ def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:
         count = f"{len(unknown)} of the {num_tokens} tokens of {target.name}"
         _LOG.warning("the draft %s does not know %s, and never drafts them (%s)", draft.name, count, examples)
     return unknown
+
+
+def load_suffix(tokenizer: Any | None, vocab_size: int, corpus: Sequence[str | Path]) -> SuffixDrafter:
+    """Load the draft "suffix" for a target with this tokenizer. Raises FileError."""
+    paths = [Path(path) for path in corpus]
+    return SuffixDrafter(read_corpus(paths, tokenizer, vocab_size) if paths else None)
 
 
 def _checkpoint(

@@ -18,6 +18,8 @@ DEFAULT_ACCEPTANCE = "block"
 DEFAULT_NUM_DRAFT_TOKENS = 4
 MAX_NUM_DRAFT_TOKENS = 1024
 DEFAULT_NUM_SLOTS = 8
+LOOKUPS = ("ngram", "suffix")
+"""Drafts without a model."""
 
 NumDraftTokens = int | Literal["auto"]
 """K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""

@@ -13,6 +13,7 @@ from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.options import Sampling
 from outrider.records import Request, Round, RowRound
 from outrider.runtime.lm import LM
@@ -119,13 +120,14 @@ def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule | None 
 
 @pytest.mark.each_execution
 @ALL_RULES
-@pytest.mark.parametrize("drafter_name", ["model", "ngram", "none"])
+@pytest.mark.parametrize("drafter_name", ["model", "ngram", "suffix", "none"])
 def test_each_request_is_written_as_if_it_were_alone(rule: Rule, drafter_name: str) -> None:
     """Random arrivals and cancellations, two seeds of 14 requests. Texts that were cancelled are the beginning of
     the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down. (The texts
     of the first seed are made one by one; to make all so would take most of the time.)"""
     target, by_model = llama_pair()
-    drafter: Drafter = {"model": by_model, "ngram": NgramDrafter(), "none": NoDrafter()}[drafter_name]
+    lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
+    drafter: Drafter = {"model": by_model, **lookups, "none": NoDrafter()}[drafter_name]
     num_cached = num_cut = 0
     for seed in range(2):
         rng = random.Random(seed)

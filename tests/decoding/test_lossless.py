@@ -17,6 +17,7 @@ from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, drop_unlik
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
@@ -98,19 +99,20 @@ def _law(settings: str) -> Law:
 
 
 @pytest.mark.parametrize("settings", ["plain", "all"])
-@pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "suffix", "none"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_the_output_follows_the_targets_law(rule: Rule, drafter: str, settings: str) -> None:
     """K = 3, four tokens. False alarm: 1e-6 each."""
     target, model_drafter = table_pair(4)
-    drafters: dict[str, Drafter] = {"model": model_drafter, "ngram": NgramDrafter(), "none": NoDrafter()}
+    lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
+    drafters: dict[str, Drafter] = {"model": model_drafter, **lookups, "none": NoDrafter()}
     assert _pvalue(target, drafters[drafter], rule, _law(settings), **SETTINGS[settings]) > FALSE_ALARM
 
 
 @pytest.mark.pairwise
 @pytest.mark.eager_only
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name not in ("plain", "all")])
-@pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "suffix", "none"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_so_does_it_under_each_option(rule: Rule, drafter: str, settings: str) -> None:
     """False alarm: 1e-6 each."""

@@ -10,8 +10,10 @@ import torch
 from contract import check_no_look_ahead, check_state
 from hybrids import V, hybrid, hybrid_lm
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.corpus import Corpus
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from toys import as_lm, llama_pair, table_pair, tiny_llama
@@ -45,12 +47,19 @@ def _ngram() -> tuple[LM, Drafter]:
     return as_lm(tiny_llama(vocab_size=FEW)), NgramDrafter()
 
 
+def _suffix() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), SuffixDrafter(
+        Corpus([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]]), min_prob=0.02
+    )
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
     "other tokens": _other_tokens,
     "short context": _short_context,
     "ngram": _ngram,
+    "suffix": _suffix,
 }
 
 

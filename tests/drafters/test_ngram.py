@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from outrider.drafters.ngram import NgramDrafter
 from outrider.sampling.rules import REJECTION
 from outrider.scoring.lookups import proposals
+from outrider.scoring.teacher_forcing import Text
 
 K = 4
 
@@ -28,7 +29,10 @@ def _expected(text: Sequence[int], wanted: int, max_ngram: int) -> list[int]:
 
 
 def _proposed(texts: Sequence[Sequence[int]], wanted: Sequence[int], max_ngram: int) -> list[list[int]]:
-    return list(proposals(NgramDrafter(max_ngram), texts, wanted, REJECTION, vocab_size=5))
+    """The proposals after whole texts."""
+    scored = [Text((*text, 0), len(text)) for text in texts]
+    found = proposals(NgramDrafter(max_ngram), scored, [[num] for num in wanted], REJECTION, vocab_size=5)
+    return [ids for (ids,) in found]
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=4)

@@ -98,7 +98,7 @@ def test_the_arm_that_is_behind_is_stepped(server: Running) -> None:
     assert clocks == [float("inf")] * 2
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "none"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "none"])
 def test_other_drafts(server: Running, drafter: str) -> None:
     """Which need no model. Under gumbel the text is the same with any."""
     events = race(server, drafter=drafter, acceptance="gumbel", num_draft_tokens=7)
@@ -116,7 +116,7 @@ def test_choices(server: Running) -> None:
         found = http.get("/v1/race/choices").json()
     assert found == {
         "target": "fable",
-        "drafts": ["fable-draft", "ngram", "none"],
+        "drafts": ["fable-draft", "ngram", "suffix", "none"],
         "acceptances": ["rejection", "block", "gumbel"],
         "acceptance": "block",
         "num_draft_tokens": 4,

@@ -226,23 +226,17 @@ def draft_rows(
             p = normalised(chunk.probs(settings))
             yield chunk, p, normalised(p.square())
         return
-    proposed = [_look_up(target, drafter, text) for text in texts]
+    wanted = [[1] * (len(text.ids) - text.num_given) for text in texts]
+    proposed = proposals(drafter, texts, wanted, REJECTION, target.vocab_size)
     taken = [0] * len(texts)
     for (chunk,) in map(masking.masked, force(target, texts, [settings])):
         p = normalised(chunk.probs(settings))
         ids = []
         for row in chunk.rows.tolist():
-            ids.append(proposed[row][taken[row]])
+            ids.append(next(iter(proposed[row][taken[row]]), -1))
             taken[row] += 1
         drafted = torch.tensor(ids, device=p.device)[:, None]  # [M, 1]
         yield chunk, p, torch.where(drafted >= 0, one_hot(drafted.clamp_min(0), p)[:, 0], p)
-
-
-def _look_up(target: LM, drafter: Drafter, text: Text) -> list[int]:
-    """Proposal for each scored token; -1 for none."""
-    prefixes = [text.ids[:end] for end in range(text.num_given, len(text.ids))]
-    proposed = proposals(drafter, prefixes, [1] * len(prefixes), REJECTION, target.vocab_size)
-    return [ids[0] if ids else -1 for ids in proposed]
 
 
 def _score(

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.api import load
+from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
-from outrider.errors import OptionError, TokenizerMismatch
+from outrider.errors import ModelError, OptionError, TokenizerMismatch
+from outrider.models.loading import load_tokenizer
+from outrider.models.registry import resolve
 from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.replay.bounds import Bounds, bounds
@@ -118,7 +121,13 @@ class Summary:
 
 
 def load_draft(
-    name: str, header: Header, *, device: str = "auto", dtype: str = "auto", models_file: Path | None = None
+    name: str,
+    header: Header,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    models_file: Path | None = None,
+    corpus: Sequence[Path] = (),
 ) -> Drafter:
     """Load a draft to replay on a log.
 
@@ -126,11 +135,14 @@ def load_draft(
         OptionError: the name is not a draft.
         TokenizerMismatch: its tokens differ from the log's.
         ModelError, DeviceError: it cannot be loaded.
+        FileError: its corpus cannot be read.
     """
     if name == "none":
         raise OptionError("--draft", name, _NO_DRAFT)
     if name == "ngram":
         return NgramDrafter()
+    if name == "suffix":
+        return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, is_greedy = split_name(name)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
@@ -144,6 +156,21 @@ def load_draft(
     if lm.vocab_size > header.vocab_size:
         lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
     return ModelDrafter(lm, is_greedy)
+
+
+def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
+    """The tokenizer of a log's target; None if it is not here.
+
+    Raises:
+        TokenizerMismatch: the target's has changed.
+    """
+    try:
+        tokenizer = load_tokenizer(resolve(header.target, models_file))
+    except ModelError:
+        return None
+    if header.tokenizer not in (None, fingerprint(tokenizer)):
+        raise TokenizerMismatch(f"{header.target}, the target of the log, has another tokenizer now")
+    return tokenizer
 
 
 def replay(
@@ -186,8 +213,7 @@ def replay(
             sampling = q_sampling(drafter, draft_sampling or header.sampling)
             yield from _replay_model(group, header, drafter.lm, acceptance, sampling, drafter.is_one_hot)
         else:
-            for record in group:
-                yield _replay_look_up(record, header, drafter, ks)
+            yield from _replay_look_up(group, header, drafter, ks)
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
@@ -332,19 +358,22 @@ def _numpy(values: Tensor) -> Floats:
     return array
 
 
-def _replay_look_up(record: Record, header: Header, drafter: Drafter, ks: Sequence[int]) -> ReplayedRecord:
+def _replay_look_up(
+    records: Sequence[Record], header: Header, drafter: Drafter, ks: Sequence[int]
+) -> Iterator[ReplayedRecord]:
     """Replay a drafter with a one-hot q: under every rule a drafted token is accepted if and only if it equals the
     recorded token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
-    text = (*record.prompt_ids, *record.token_ids)
-    prefixes = [text[: len(record.prompt_ids) + t] for t in range(len(record.token_ids))]
-    found: dict[int, tuple[Integers, Integers]] = {}
+    texts = [Text((*record.prompt_ids, *record.token_ids), len(record.prompt_ids)) for record in records]
+    found: list[dict[int, tuple[Integers, Integers]]] = [{} for _ in records]
     for k in ks:
-        wanted = np.minimum(k, _room(record, header)).tolist()
-        proposed = list(proposals(drafter, prefixes, wanted, REJECTION, header.vocab_size))
-        num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(proposed)]
-        num_drafted = [len(ids) for ids in proposed]
-        found[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
-    return ReplayedRecord(record.index, record.category, partial(_look_up_distributions, found), None)
+        wanted = [np.minimum(k, _room(record, header)).tolist() for record in records]
+        proposed = proposals(drafter, texts, wanted, REJECTION, header.vocab_size)
+        for record, drafts, by_k in zip(records, proposed, found, strict=True):
+            num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(drafts)]
+            num_drafted = [len(ids) for ids in drafts]
+            by_k[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
+    for record, by_k in zip(records, found, strict=True):
+        yield ReplayedRecord(record.index, record.category, partial(_look_up_distributions, by_k), None)
 
 
 def _look_up_distributions(

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.api import load_drafter
 from outrider.bench.run import Arm, Case
 from outrider.decoder import Decoder
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, LOOKUPS
 from outrider.race.events import race_events
 from outrider.sampling.rules import RULES
 from outrider.serve.completion_json import DONE, KEEP_ALIVE, event
@@ -129,4 +129,4 @@ def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:
 
 def _drafts(decoder: Decoder) -> list[str]:
     """Names of drafts: the server's own first, then those that need no model."""
-    return list(dict.fromkeys((decoder.drafter.name, "ngram", "none")))
+    return list(dict.fromkeys((decoder.drafter.name, *LOOKUPS, "none")))

@@ -60,7 +60,7 @@ def alpha(
         drafter = pair.load_draft(decoder, name)
         if drafter.lm is None or drafter.is_one_hot:
             raise OptionError(
-                "--draft", name, "alpha compares two models (for ngram and greedy drafts use outrider replay)"
+                "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
             )
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(

@@ -30,6 +30,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError, PromptError
+from outrider.options import LOOKUPS
 from outrider.records import Timing
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import current_ranks
@@ -68,10 +69,10 @@ def compare(
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
     if pair.draft_names == ["none"]:
-        raise OptionError("--draft", "none", "there is nothing to compare: choose a model or ngram")
+        raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
     if not prompt.strip():
         raise PromptError.empty()
-    check_outputs({"--html": html, "--json": json_target}, [pair.models])
+    check_outputs({"--html": html, "--json": json_target}, [pair.models, *(pair.corpus or ())])
     check_json_target(json_target)
     if html is not None:
         check_writable(html)
@@ -239,7 +240,7 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     checks = []
     for name in pair.draft_names:
         model, is_greedy = split_name(name)
-        if name in ("none", "ngram") or is_greedy:  # q is not p, even for the same model
+        if name == "none" or name in LOOKUPS or is_greedy:  # q is not p, even for the same model
             continue
         draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):

@@ -117,7 +117,7 @@ def generate(
     check_json_target(json_target)
     with ExitStack() as files:
         lines = None if prompts is None else files.enter_context(open_prompts(prompts))
-        inputs = [prompts, pair.models, structure.json_schema, structure.grammar]
+        inputs = [prompts, pair.models, structure.json_schema, structure.grammar, *(pair.corpus or ())]
         check_outputs({"--output": output, "--json": json_target}, inputs)
         text = _read_prompt(prompt) if lines is None else ""
         num_seeds = 1 if lines is None else len(lines)

@@ -94,7 +94,10 @@ def replay(
         raise OptionError("--output-format", output_format, "it needs --output")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
-    check_outputs({"--output": output, "--json": json_target, "--plot": plot}, [log, prompts, drafts.models])
+    check_outputs(
+        {"--output": output, "--json": json_target, "--plot": plot},
+        [log, prompts, drafts.models, *(drafts.corpus or ())],
+    )
     check_json_target(json_target)
     if output is not None:
         check_writable(output)
@@ -122,8 +125,9 @@ def replay(
     names = drafts.names(header.target)
     if output_format == "cumulative" and len(names) * len(ks) > 1:
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
+    place = {"device": drafts.device, "dtype": drafts.dtype, "models_file": drafts.models}
     loaded: list[tuple[str, Drafter]] = [
-        (name, load_draft(name, header, device=drafts.device, dtype=drafts.dtype, models_file=drafts.models))
+        (name, load_draft(name, header, **place, corpus=drafts.corpus or ()))  # type: ignore[arg-type]
         for name in names
     ]
     rounds = _Rounds(drafts.acceptance, ks, seed)

@@ -191,6 +191,8 @@ def json_text(value: Any, indent: int | None = None) -> str:
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Options of a command, as they read back from its document."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
+    if pair.corpus is None:  # older files, which a run may continue, do not name it
+        del options["corpus"]
     if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
     return _as_read(options)

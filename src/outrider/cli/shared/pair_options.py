@@ -71,8 +71,9 @@ class PairOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Model (known name, folder or hub id), 'ngram' or 'none'; NAME:greedy drafts the most probable "
-            "tokens. Repeatable where drafts are compared. Default: fable-draft for fable, else ngram.",
+            help="Model (known name, folder or hub id); 'ngram' or 'suffix', which look up the text so far; or 'none'. "
+            "NAME:greedy drafts the most probable tokens. Repeatable where drafts are compared. Default: fable-draft "
+            "for fable, else ngram.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
@@ -81,6 +82,15 @@ class PairOptions:
     ] = DEFAULT_ACCEPTANCE
     models: Annotated[
         Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
+    ] = None
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text that the draft 'suffix' looks up, too: plain, or JSON lines with prompt and text, as 'outrider "
+            "generate --output' writes them. Repeatable.",
+            rich_help_panel=MODELS_PANEL,
+        ),
     ] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=MACHINE_PANEL)] = "auto"
     dtype: Annotated[
@@ -153,7 +163,15 @@ class PairOptions:
 
     @property
     def draft_names(self) -> list[str]:
-        return list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
+        """Unique names of the drafts.
+
+        Raises:
+            OptionError: a corpus was given, and no draft reads it.
+        """
+        names = list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
+        if self.corpus and "suffix" not in names:
+            raise OptionError("--corpus", str(self.corpus[0]), "only the draft 'suffix' reads one: add --draft suffix")
+        return names
 
     @property
     def single_draft(self) -> str:
@@ -174,7 +192,7 @@ class PairOptions:
             OptionError: several drafts, or 'none'.
         """
         if self.single_draft == "none":
-            raise OptionError("--draft", "none", "there is nothing to compare: choose a model or ngram")
+            raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
         return self.single_draft
 
     def load(self, num_tokens: int = 0, *, waits: bool = True) -> Decoder:
@@ -249,7 +267,8 @@ class PairOptions:
         from outrider.api import load_drafter
         from outrider.compile.compiled_lm import compiled_lm
 
-        drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models)
+        corpus = (self.corpus or ()) if name == "suffix" else ()
+        drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
         if not decoder.target.execution.is_prepared:
             return drafter
         try:
@@ -291,13 +310,14 @@ class DraftOptions:
     draft: Annotated[list[str] | None, _of_pair("draft")] = None
     acceptance: Annotated[str, _of_pair("acceptance")] = DEFAULT_ACCEPTANCE
     models: Annotated[Path | None, _of_pair("models")] = None
+    corpus: Annotated[list[Path] | None, _of_pair("corpus")] = None
     device: Annotated[str, _of_pair("device")] = "auto"
     dtype: Annotated[str, _of_pair("dtype")] = "auto"
     threads: Annotated[int | None, _of_pair("threads")] = None
 
     def names(self, target: str) -> list[str]:
-        """Unique names of the drafts."""
-        return PairOptions(target=target, draft=self.draft).draft_names
+        """See ``PairOptions.draft_names``."""
+        return PairOptions(target=target, draft=self.draft, corpus=self.corpus).draft_names
 
 
 TargetOption = Annotated[str, _of_pair("target")]

@@ -1,0 +1,202 @@
+"""A corpus for ``suffix``: sequences of tokens, searched for the longest suffix of another sequence.
+
+All places of the corpus are sorted by the tokens before them, read backwards (a suffix array of the reversed corpus).
+So those that share the longest suffix with a sequence are neighbours, and bisection finds them. It takes 12 bytes per
+token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.errors import FileError
+from outrider.system.files import read_text
+from outrider.text.tokenizer import encode
+
+MAX_MATCH = 24
+"""Most tokens of a suffix that are compared."""
+_MOST_PLACES = 16  # of the places found, those whose next tokens are counted; more take longer and help little
+_END = -1  # after each sequence
+_WIDTH = 4  # bytes of a token
+
+
+class Corpus:
+    """Sequences of token ids.
+
+    Attributes:
+        digest: of all tokens.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            sequences: at least one token.
+        """
+        ids = np.concatenate([np.array([*sequence, _END], dtype=np.int32) for sequence in sequences])
+        assert (ids >= 0).any()
+        # Compared as bytes, big-endian numbers are compared as numbers, the end as the largest.
+        self._reversed = ids[::-1].astype(">u4").tobytes()
+        self._places = _sorted_places(ids[::-1]).data  # in the reversed corpus
+        self._ids = ids.data
+        # Those after token i are begins[i] to begins[i + 1], so that most of the bisection is one look-up.
+        self._begins = np.concatenate(([0], np.bincount(ids[ids >= 0]).cumsum())).astype(np.int32).data
+        self.digest = hashlib.sha256(self._reversed).hexdigest()[:8]
+
+    def __len__(self) -> int:
+        """Number of tokens, and of ends."""
+        return len(self._ids)
+
+    def continuation(self, last_ids: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """See ``SuffixIndex.continuation``. Of many places, 16 evenly spaced ones are counted; of equally frequent
+        tokens, the smallest id is taken."""
+        places, length = self._find(last_ids)
+        while places:
+            followers = [self._ids[place] for place in places]
+            counts = Counter(followers)
+            num_followed = len(places) - counts.pop(_END, 0)
+            if not counts:
+                return
+            token = min(counts, key=lambda one: (-counts[one], one))
+            yield token, counts[token], num_followed, length
+            length += 1
+            places = [place + 1 for place, follower in zip(places, followers, strict=True) if follower == token]
+
+    def _find(self, last_ids: Sequence[int]) -> tuple[list[int], int]:
+        """The places after the longest suffix that occurs, and its length."""
+        last = last_ids[-1]
+        begin, end = (self._begins[last], self._begins[last + 1]) if last + 1 < len(self._begins) else (0, 0)
+        if begin == end:
+            return [], 0
+        key = array("I", last_ids[: -MAX_MATCH - 1 : -1])
+        key.byteswap()
+        wanted = key.tobytes()
+        corpus, num_bytes = self._reversed, len(wanted)
+
+        def before(place: int) -> bytes:
+            """The tokens before a place, backwards."""
+            return corpus[place * _WIDTH : place * _WIDTH + num_bytes]
+
+        at = bisect_left(self._places, wanted, begin, end, key=before)
+        length = max(_num_equal(wanted, before(place)) for place in self._places[max(begin, at - 1) : min(at + 1, end)])
+        if length > 1:
+            num_bytes = length * _WIDTH
+            begin = bisect_left(self._places, wanted[:num_bytes], begin, at, key=before)
+            end = bisect_right(self._places, wanted[:num_bytes], at, end, key=before)
+        num_taken = min(end - begin, _MOST_PLACES)
+        taken = (self._places[begin + i * (end - begin) // num_taken] for i in range(num_taken))
+        return [len(self) - place for place in taken], length
+
+
+def _num_equal(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix, in tokens."""
+    length = 0
+    while length < len(a) and a[length : length + _WIDTH] == b[length : length + _WIDTH]:
+        length += _WIDTH
+    return length // _WIDTH
+
+
+def _sorted_places(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Sort all suffixes by their first MAX_MATCH tokens (or more): by twice as many tokens in each pass. [n] -> [n]
+
+    Source: prefix doubling, Manber & Myers 1993.
+    """
+    ranks = np.unique(ids.view(np.uint32), return_inverse=True)[1].astype(np.int64) + 1  # 0: beyond the end
+    width = 1
+    while width < MAX_MATCH and ranks.max() < len(ranks):
+        following = np.concatenate((ranks[width:], np.zeros(min(width, len(ranks)), dtype=np.int64)))
+        ranks = np.unique(ranks * (len(ranks) + 1) + following, return_inverse=True)[1] + 1
+        width *= 2
+    return ranks.argsort(kind="stable").astype(np.int32)
+
+
+# Files
+
+
+def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -> Corpus:
+    """Read files of text, or of JSON lines with ``prompt`` and ``text``, or ``prompt_ids`` and ``token_ids``, as
+    ``outrider generate --output`` writes them.
+
+    Args:
+        tokenizer: None if all files hold ids.
+        vocab_size: of the target.
+
+    Raises:
+        FileError: with file and line.
+    """
+    sequences: list[list[int]] = []
+    for path in paths:
+        text = read_text(path)
+        before = len(sequences)
+        if text.lstrip().startswith("{"):
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    sequences += _sequences_of(f"{path}, line {number}", line, tokenizer, vocab_size)
+        else:
+            sequences += _encoded(str(path), text, tokenizer)
+        if not any(sequences[before:]):
+            raise FileError(f"{path} contains no text: leave it out of the corpus")
+    return Corpus(sequences)
+
+
+def _sequences_of(where: str, line: str, tokenizer: Any | None, vocab_size: int) -> list[list[int]]:
+    """The sequence of a row; none if generation failed."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{where}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise FileError(f"{where}: not a JSON object")
+    if row.get("finish_reason") == "error":
+        return []
+    ids = [row[key] for key in ("prompt_ids", "token_ids") if row.get(key) is not None]
+    texts = [row[key] for key in ("prompt", "text") if isinstance(row.get(key), str)]
+    if ids and _are_own(where, ids, row.get("text"), tokenizer, vocab_size):
+        return [[token for part in ids for token in part]]
+    if not texts:
+        raise FileError(f"{where}: give strings ('prompt', 'text') or lists of token ids ('prompt_ids', 'token_ids')")
+    return _encoded(where, "".join(texts), tokenizer)
+
+
+def _are_own(where: str, ids: list[Any], text: Any, tokenizer: Any | None, vocab_size: int) -> bool:
+    """Whether ids are of the target's tokenizer. (Those of another one have another text.)
+
+    Raises:
+        FileError: they cannot be, and there is no text.
+    """
+    is_list = all(isinstance(part, list) and all(isinstance(i, int) for i in part) for part in ids)
+    if not is_list or any(not 0 <= i < vocab_size for part in ids for i in part):
+        if isinstance(text, str):
+            return False
+        raise FileError(f"{where}: not token ids of the target (0 to {vocab_size - 1})")
+    if tokenizer is None or not isinstance(text, str):
+        return True
+    decoded: str = tokenizer.decode(ids[-1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return decoded.strip().startswith(text.strip())
+
+
+_PIECE = 2**16  # characters tokenized together, at least
+
+
+def _encoded(where: str, text: str, tokenizer: Any | None) -> list[list[int]]:
+    """A text as one sequence; none if it is blank. Long ones are tokenized in pieces, cut at line breaks."""
+    if tokenizer is None:
+        raise FileError(f"{where}: text needs the target's tokenizer: load the target with one, or give token ids")
+    ids: list[int] = []
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + _PIECE) + 1 or len(text)
+        piece = text[begin:end]
+        if piece.strip():
+            ids += encode(tokenizer, piece, has_special=False)
+        begin = end
+    return [ids] if ids else []
