@@ -16,7 +16,13 @@ from outrider.options import CONSTRAINTS
 from outrider.system.files import read_text
 
 # Options that 0.1.0 did not have.
-_LATER = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, **dict.fromkeys(CONSTRAINTS)}
+_LATER = {
+    "corpus": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    **dict.fromkeys(CONSTRAINTS),
+}
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 
 
@@ -82,7 +88,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     """Stored value, checked against the type of its option. Raises TypeError."""
     if not _is_of(value, hint):
         raise TypeError(f"{name} = {value!r}")
-    return Path(value) if Path in (hint, *get_args(hint)) and value is not None else value
+    hints = hint, *get_args(hint)
+    if list[Path] in hints and value is not None:
+        return [*map(Path, value)]
+    return Path(value) if Path in hints and value is not None else value
 
 
 def _is_of(value: Any, hint: Any) -> bool:
