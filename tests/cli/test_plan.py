@@ -104,7 +104,8 @@ def test_every_option_that_matters_is_in_the_command(outrider: Outrider, prompts
 
 def test_bad_options(outrider: Outrider, prompts: Path) -> None:
     assert "include 1 in" in outrider("plan", "--measure", "--batch-size", 4).error
-    assert "like 1-8" in outrider("plan", "-k", "auto").error
+    for k in ("auto", "1,auto"):
+        assert "like 1-8" in outrider("plan", "-k", k).error
     assert "like 1,4" in outrider("plan", "--batch-size", "0").error
     assert "like 1,4" in outrider("plan", "--context", "x").error
     assert "give the drafts" in outrider("plan", "--draft", "none").error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.context_limit import encode_all, report_context_limit
-from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
+from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
 from outrider.cli.shared.output import (
     check_json_target,
     console_for,
@@ -83,9 +83,7 @@ def plan(
 ) -> None:
     """Predict the speed-up of every draft and K from measured costs and acceptance. The result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
-    ks = [k for k in parse_k(num_draft_tokens or default_k) if isinstance(k, int)]
-    if not ks:
-        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "numbers, like 1-8 or 1,2,4")
+    ks = parse_constant_k(num_draft_tokens or default_k)
     sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     check_json_target(json_target)

@@ -15,7 +15,7 @@ from outrider.cli.shared.options import (
     NumDraftTokensListOption,
     check_batch_size,
     flat,
-    parse_k,
+    parse_constant_k,
 )
 from outrider.cli.shared.output import (
     check_json_target,
@@ -78,9 +78,7 @@ def replay(
 ) -> None:
     """Compute tokens per round for every draft and K from a log, without running the target."""
     check_batch_size(batch_size)
-    ks = [k for k in parse_k(num_draft_tokens) if isinstance(k, int)]
-    if len(ks) < len(parse_k(num_draft_tokens)):
-        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "numbers, like 1-8 or 1,2,4")
+    ks = parse_constant_k(num_draft_tokens)
     for option, value, known in (
         ("--format", log_format, _FORMATS),
         ("--output-format", output_format, _OUTPUT_FORMATS),

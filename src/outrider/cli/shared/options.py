@@ -275,6 +275,14 @@ def parse_k(text: str) -> list[NumDraftTokens]:
     return [*sorted(set(ks)), *autos]
 
 
+def parse_constant_k(text: str) -> list[int]:
+    """Parse as ``parse_k``, without "auto". Raises OptionError."""
+    ks = [k for k in parse_k(text) if isinstance(k, int)]
+    if len(ks) < len(parse_k(text)):
+        raise OptionError("-k/--num-draft-tokens", text, "numbers, like 1-8 or 1,2,4")
+    return ks
+
+
 def flat(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each option group in a command's signature by the group's fields, for Typer."""
     hints = get_type_hints(command, include_extras=True)
