@@ -175,6 +175,9 @@ class RowRound:
         )
 
 
+_ROW_FIELDS = tuple(one.name for one in fields(RowRound))
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """One draft-verify-commit cycle over the unfinished rows."""
@@ -275,7 +278,7 @@ class Chunk(RowRound):
 
     @classmethod
     def of(cls, row: RowRound, pieces: tuple[tuple[str, Origin], ...], timing: Timing, seed: int) -> Chunk:
-        own = {one.name: getattr(row, one.name) for one in fields(RowRound)}
+        own = {name: getattr(row, name) for name in _ROW_FIELDS}
         return cls(**own, pieces=pieces, timing=timing, seed=seed)
 
     @property

@@ -123,9 +123,9 @@ def replay(
     names = drafts.names(header.target)
     if output_format == "cumulative" and len(names) * len(ks) > 1:
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
-    place = {"device": drafts.device, "dtype": drafts.dtype, "models_file": drafts.models}
+    device, dtype, models, corpus = drafts.device, drafts.dtype, drafts.models, drafts.corpus or ()
     loaded: list[tuple[str, Drafter]] = [
-        (name, load_draft(name, header, **place, corpus=drafts.corpus or ()))  # type: ignore[arg-type]
+        (name, load_draft(name, header, device=device, dtype=dtype, models_file=models, corpus=corpus))
         for name in names
     ]
     rounds = _Rounds(drafts.acceptance, ks, seed)

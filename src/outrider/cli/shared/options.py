@@ -277,8 +277,9 @@ def parse_k(text: str) -> list[NumDraftTokens]:
 
 def parse_constant_k(text: str) -> list[int]:
     """Parse as ``parse_k``, without "auto". Raises OptionError."""
-    ks = [k for k in parse_k(text) if isinstance(k, int)]
-    if len(ks) < len(parse_k(text)):
+    given = parse_k(text)
+    ks = [k for k in given if isinstance(k, int)]
+    if len(ks) < len(given):
         raise OptionError("-k/--num-draft-tokens", text, "numbers, like 1-8 or 1,2,4")
     return ks
 
