@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrids import hybrid, hybrid_lm
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import CommittedTokens, NoDrafter, Prefill, Rows, Session, empty_draft
@@ -45,7 +46,7 @@ class Oracle:
         self.reads_on_host = reads_on_host
         self.sessions: list[OracleSession] = []
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> "OracleSession":
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> "OracleSession":
         self.sessions.append(OracleSession(self.models[0], num_slots, capacity))
         return self.sessions[-1]
 
@@ -114,14 +115,17 @@ def _expected(target: LM, token_ids: tuple[int, ...]) -> Tensor:
     with torch.inference_mode():
         states = target.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     hook.remove()
-    return torch.cat([states[0][0], states[1][0], found[0][0]], dim=-1)
+    states = [*states[:-1], found[0]]
+    return torch.cat([states[i][0] for i in FEATURES], dim=-1)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 @pytest.mark.parametrize("k", [0, 1, 2])
-def test_its_features_are_those_of_one_forward(k: int) -> None:
+def test_its_features_are_those_of_one_forward(k: int, family: str) -> None:
     """At every position but that of the last token, which is never fed; in rounds without drafts too; for prompts that
-    join later, in chunks, and find their beginning in a cache."""
-    target, _ = llama_pair()
+    join later, in chunks, and find their beginning in a cache. Recurrences compute in float32."""
+    target = llama_pair()[0] if family == "llama" else hybrid_lm(hybrid(family))
+    atol = 1e-9 if family == "llama" else 1e-4
     oracle = Oracle(target)
     shared = tuple(range(20, 42))
     prompts = [*PROMPTS, shared, (*shared, 3, 4, 5)]
@@ -138,9 +142,9 @@ def test_its_features_are_those_of_one_forward(k: int) -> None:
             if row.finish_reason is not None:
                 expected = _expected(target, texts[row.row])[:-1]
                 assert any(
-                    torch.allclose(states[: len(expected)], expected, rtol=0, atol=1e-9) for states in session.states
+                    torch.allclose(states[: len(expected)], expected, rtol=0, atol=atol) for states in session.states
                 ), row.row
-    assert num_cached >= 16
+    assert num_cached >= 16 or target.has_states  # states are seldom at a prefix
 
 
 def test_no_round_is_started_ahead_for_a_drafter_that_reads_on_the_host() -> None:

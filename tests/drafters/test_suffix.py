@@ -245,7 +245,7 @@ def _checked(drafter: SuffixDrafter) -> AlteredDrafter:
     """Each draft is compared with that of a session that has just been opened."""
 
     def compare(rows: Rows, k: int, draft: Draft) -> Draft:
-        fresh = drafter.open(len(rows), rows.ids.shape[1], rows.ids.device)
+        fresh = drafter.open(len(rows), rows.ids.shape[1], rows.ids.device, 8)
         fresh.catch_up(rows)
         wanted = fresh.propose(rows, k, REJECTION, None)
         assert torch.equal(draft.num_drafted, wanted.num_drafted) and torch.equal(draft.ids, wanted.ids)

@@ -174,7 +174,7 @@ def _is_of_library(function: FunctionType) -> bool:
 def _our_source() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256((root / "records.py").read_bytes())
-    for path in sorted(path for name in _STEPS for path in (root / name).iterdir() if path.is_file()):
+    for path in sorted(path for name in _STEPS for path in (root / name).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

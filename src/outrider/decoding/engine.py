@@ -127,7 +127,7 @@ class Engine:
         self._prefill_chunk = prefill_chunk
         self._batch = Batch(num_slots, self._capacity, schedule.max_k, target.vocab_size, target.device)
         self._cache = target.new_cache(num_slots, self._capacity)
-        self._session = drafter.open(num_slots, self._capacity, target.device)
+        self._session = drafter.open(num_slots, self._capacity, target.device, schedule.max_k)
         self._noise = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
         # States are advanced by lengths on the host.
         lms = target, *drafter.models

@@ -178,12 +178,13 @@ class Drafter(Protocol):
         """The hidden states of the target that its session needs: index i is the input of decoder layer i."""
         ...
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         """Start a session over empty slots.
 
         Args:
             capacity: most tokens in a sequence.
             device: of the loop's tensors.
+            max_k: the most tokens that a round drafts for a row.
         """
         ...
 
@@ -204,7 +205,7 @@ class NoDrafter:
     reads_on_host = False
     features: tuple[int, ...] = ()
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         return _EmptySession()
 
     def with_models(self, change: Callable[[LM], LM]) -> NoDrafter:
@@ -256,8 +257,8 @@ class AlteredDrafter:
     def features(self) -> tuple[int, ...]:
         return self.inner.features
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
-        return _AlteredSession(self.inner.open(num_slots, capacity, device), self.alter)
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        return _AlteredSession(self.inner.open(num_slots, capacity, device, max_k), self.alter)
 
     def with_models(self, change: Callable[[LM], LM]) -> AlteredDrafter:
         return replace(self, inner=self.inner.with_models(change))

@@ -62,7 +62,7 @@ class ModelDrafter:
     def context_len(self) -> int:
         return self.lm.context_len
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         return ModelSession(self.lm, self.is_greedy, num_slots, capacity, device)
 
     def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:

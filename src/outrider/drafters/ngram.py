@@ -35,7 +35,7 @@ class NgramDrafter:
         assert max_ngram >= 1
         self.max_ngram = max_ngram
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         return NgramSession(self.max_ngram)
 
     def with_models(self, change: Callable[[LM], LM]) -> NgramDrafter:

@@ -55,7 +55,7 @@ class SuffixDrafter:
         """With a digest of the corpus, on which the output of a seed depends."""
         return "suffix" if self.corpus is None else f"suffix+{self.corpus.digest}"
 
-    def open(self, num_slots: int, capacity: int, device: torch.device) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         return SuffixSession(self, num_slots)
 
     def with_models(self, change: Callable[[LM], LM]) -> SuffixDrafter:

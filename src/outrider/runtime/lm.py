@@ -57,8 +57,20 @@ class LM:
     """
 
     def __init__(
-        self, model: nn.Module, *, name: str, vocab_size: int, context_len: int, unknown_ids: tuple[int, ...] = ()
+        self,
+        model: nn.Module,
+        *,
+        name: str,
+        vocab_size: int,
+        context_len: int,
+        unknown_ids: tuple[int, ...] = (),
+        layer_shapes: Sequence[LayerShape] | None = None,
     ) -> None:
+        """
+        Args:
+            layer_shapes: cache shapes of each layer; None to find them by running the model. A head, which is no model
+                by itself, states them.
+        """
         self.model = model
         self.name = name
         self.vocab_size = vocab_size
@@ -71,6 +83,8 @@ class LM:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.num_shares: int = getattr(model, "tp_size", None) or 1
         self.visibility = Visibility.of(model)
+        if layer_shapes is not None:
+            self.layer_shapes = tuple(layer_shapes)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.least_columns = 1
@@ -319,13 +333,12 @@ class LM:
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:
-            assert not features, "no drafter that reads features supports models with states yet"
             positions = starts[:, None] + torch.arange(num_columns, device=ids.device)
             tokens = ids.gather(1, positions.clamp_max(ids.shape[1] - 1))
             positions = torch.where(positions < ends[:, None], positions, -1)
             cache.remember(tokens.to(self.device), positions.to(self.device))
-            self._catch_up(cache, ends, most, lambda step, static, *rest: step(self, *static, *rest))
-            return None
+            parts = self._catch_up(cache, ends, most, lambda step, static, *rest: step(self, *static, *rest), features)
+            return _by_position(parts, starts, num_columns) if features else None
         found = None
         for offset in range(0, num_columns, most):
             width = min(most, num_columns - offset)
@@ -347,42 +360,88 @@ class LM:
             lengths: committed tokens of each row that the cache has stored; 0 leaves a row as it is. [B]
         """
         most = STRIDE if self.execution.is_prepared else PREFILL_TOKENS // len(lengths)
-        most_behind = self._catch_up(cache, lengths, most, self.run)
-        cache.bound = STRIDE - 1 if most_behind else 0  # few distinct values
+        self._catch_up(cache, lengths, most, self.run)
 
-    def _catch_up(self, cache: SlotCache, lengths: Tensor, most: int, run: Callable[..., Any]) -> int:
+    def _catch_up(
+        self,
+        cache: SlotCache,
+        lengths: Tensor,
+        most: int,
+        run: Callable[..., tuple[Tensor, ...]],
+        features: Sequence[int] = (),
+    ) -> list[tuple[Tensor, ...]]:
         """Run forwards from the anchors over multiples of STRIDE, and keep their states.
 
         Args:
             most: maximum width of a forward; STRIDE if it is less.
 
         Returns:
-            How far the furthest row is behind now.
+            Positions and hidden states of the tokens fed, forward by forward, if ``features`` are wanted. Then the last
+            tokens are fed, too, without keeping their states.
         """
         lengths = lengths.to(self.device)
+        found: list[tuple[Tensor, ...]] = []
         while True:
             behind = [(at, n - at) for at, n in zip(cache.anchors.tolist(), lengths.tolist(), strict=True)]
             late = [(at, num) for at, num in behind if num >= STRIDE]
             if not late:
-                furthest: int = max(0, *(num for _, num in behind))
-                return furthest
+                break
             # As many as the nearest of these rows can keep, so that none is padded.
             width = max(1, min(most, min(num for _, num in late)) // STRIDE) * STRIDE
             view_len = self.view_len(max(at for at, _ in late) + width, cache)
-            run(_advance_step, (width, view_len), cache, lengths)
+            found.append(run(_advance_step, (width, view_len, tuple(features), True), cache, lengths))
+        furthest = max(num for _, num in behind)
+        cache.bound = STRIDE - 1 if furthest > 0 else 0  # few distinct values
+        if features and furthest > 0:
+            view_len = self.view_len(max(at for at, _ in behind) + furthest, cache)
+            found.append(
+                run(
+                    _advance_step, (max(furthest, self.least_columns), view_len, tuple(features), False), cache, lengths
+                )
+            )
+        return found
 
 
-def _advance_step(lm: LM, width: int, view_len: int, cache: SlotCache, lengths: Tensor) -> tuple[Tensor, ...]:
-    """Advance the states of rows that are ``width`` or more tokens behind.
+def _advance_step(
+    lm: LM, width: int, view_len: int, features: tuple[int, ...], is_kept: bool, cache: SlotCache, lengths: Tensor
+) -> tuple[Tensor, ...]:
+    """Feed tokens from the anchors on.
+
+    Args:
+        is_kept: feed rows that are ``width`` or more tokens behind, and keep their states; else feed all rows.
 
     Returns:
-        the anchors [B]
+        positions of the tokens fed, -1 for padding [B, W], and the hidden states of ``features`` if any [B, W, F]
     """
-    lasts = torch.where(lengths - cache.anchors >= width, cache.anchors + width - 1, -1)
+    lasts = torch.minimum(cache.anchors + width, lengths) - 1
+    if is_kept:
+        lasts = torch.where(lengths - cache.anchors >= width, lasts, -1)
     ids, positions = cache.from_anchors(lasts, width)
-    lm._feed(ids, positions, cache, view_len)
-    cache.settle(lengths)
-    return (cache.anchors.clone(),)
+    _, states = lm._feed(ids, positions, cache, view_len, features)
+    if is_kept:
+        cache.settle(lengths)
+    if not features:
+        return (positions,)
+    return positions, torch.cat([states[i].to(ids.device) for i in features], dim=-1)
+
+
+def _by_position(found: Sequence[tuple[Tensor, ...]], starts: Tensor, num_columns: int) -> Tensor | None:
+    """Hidden states of the tokens from the column ``starts`` on.
+
+    Args:
+        found: positions [B, W] and hidden states [B, W, F] of several forwards.
+
+    Returns:
+        [B, num_columns, F]; None if nothing was fed.
+    """
+    if not found:
+        return None
+    results = found[0][1].new_zeros(len(starts), num_columns + 1, found[0][1].shape[-1])
+    for positions, states in found:
+        columns = positions - starts[:, None].to(positions.device)
+        columns = torch.where((columns >= 0) & (columns < num_columns), columns, num_columns)
+        results.scatter_(1, columns[..., None].expand_as(states), states)
+    return results[:, :num_columns].to(starts.device)
 
 
 def _take(values: Tensor, columns: Tensor) -> Tensor:

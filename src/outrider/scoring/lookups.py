@@ -28,7 +28,7 @@ def proposals(
     ids = torch.zeros(len(texts), max(len(text.ids) for text in texts) + most, dtype=torch.long)
     for row, text in zip(ids, texts, strict=True):
         row[: text.num_given] = torch.tensor(text.ids[: text.num_given])
-    session = drafter.open(len(texts), ids.shape[1], ids.device)
+    session = drafter.open(len(texts), ids.shape[1], ids.device, most)
     settings = Settings.neutral(len(texts), ids.device)
     proposed: list[list[list[int]]] = [[] for _ in texts]
     for step in range(max(map(len, wanted))):
