@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
-from outrider.errors import CompileError
+from outrider.drafters.drawing import draw_next, one_by_one
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.padding import num_together
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masks
-from outrider.sampling.probs import Settings, is_finite, to_probs
+from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 GREEDY_SUFFIX = ":greedy"
@@ -100,8 +100,6 @@ def _draft_steps(
     """
     assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
-    if is_greedy:
-        settings = settings.greedy()
     ids: list[Tensor] = []
     probs: list[Tensor] = []
     finite: list[Tensor] = []
@@ -118,19 +116,14 @@ def _draft_steps(
             states.settle(lengths + i)
             if i == 0 and k > 1:
                 states = cache.scratch()
-        finite.append(is_finite(logits[:, -1]))
-        here = history.map(lambda values: values[:, None])
-        q = to_probs(logits, settings, here, None if allowed is None else allowed[:, None])[:, -1]  # [B, V]
-        if is_greedy:
-            ids.append(q.argmax(dim=-1))
-        else:
-            probs.append(q)
-            ids.append(rule.draw(q, noise.at(i)))
+        drawn = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=is_greedy)
+        for results, one in zip((ids, probs, finite), drawn, strict=True):
+            results.append(one)
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
     cached = torch.where(num_drafted > 0, lengths + num_drafted - 1, cached)
-    results = torch.stack(ids, dim=1), torch.stack(finite, dim=1), cached
-    return results if is_greedy else (*results, torch.stack(probs, dim=1))
+    stacked = torch.stack(ids, dim=1), torch.stack(finite, dim=1), cached
+    return stacked if is_greedy else (*stacked, torch.stack(probs, dim=1))
 
 
 class ModelSession(Session):
@@ -256,27 +249,22 @@ class ModelSession(Session):
         cached: Tensor,
         noise: Any,
     ) -> tuple[Tensor, ...]:
-        """Draft each token in a step of its own: the host must read a token to mask the next one."""
-        lengths, history = rows.lengths, rows.history
-        columns: list[tuple[Tensor, ...]] = []
+        """See ``one_by_one``."""
         states, num_known = cache, cache.bound + fed.shape[1]
-        for i in range(k):
-            is_wanted = (rows.num_wanted - i).clamp(0, 1)
-            arguments = (states, fed, cached, lengths, is_wanted, rows.settings, history, masks.here(), noise.token(i))
-            try:
-                results = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
-            except CompileError:
-                masks.roll_back()  # other rows may continue
-                raise
-            # Copied, since a prepared step overwrites its results.
-            fed, is_good, cached, *probs = (part.clone() for part in results)
-            columns.append((fed, is_good, *probs))
-            lengths, history = lengths + 1, history.then(fed[:, 0])
-            masks.push(fed[:, 0], is_wanted)
+
+        def draft(
+            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+        ) -> tuple[Tensor, ...]:
+            nonlocal states, fed, cached
+            arguments = states, fed, cached, lengths, is_wanted, rows.settings, history, allowed, noise
+            results = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
+            fed, cached = results[0].clone(), results[2].clone()
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
                 states.bound = num_known + i
-        ids, is_good, *probs = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
+            return (*results[:2], *results[3:])
+
+        ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
         return ids, is_good, cached, *probs
 
     def _count_late(self, rows: Rows) -> None:

@@ -1,0 +1,77 @@
+"""Drawing drafts from logits: shared by the drafters that have a q."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import Rows
+from outrider.errors import CompileError
+from outrider.sampling.history import History
+from outrider.sampling.masks import Masks
+from outrider.sampling.probs import Settings, is_finite, to_probs
+from outrider.sampling.rules import Rule
+
+NextToken = Callable[[int, Tensor, Tensor, History, Tensor, Any], tuple[Tensor, ...]]
+
+
+def draw_next(
+    rule: Rule,
+    logits: Tensor,
+    settings: Settings,
+    history: History,
+    allowed: Tensor | None,
+    noise: Any,
+    *,
+    is_greedy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token for each row.
+
+    Args:
+        logits: [B, V]
+        history: before the token.
+        allowed: the tokens that constraints allow; None for all. [B, V]
+        noise: of this token.
+        is_greedy: take the most probable token instead.
+
+    Returns:
+        ids [B]; q, from which they were drawn [B, V]; whether the logits are finite [B]
+    """
+    here = history.map(lambda values: values[:, None])
+    q = to_probs(
+        logits[:, None],
+        settings.greedy() if is_greedy else settings,
+        here,
+        None if allowed is None else allowed[:, None],
+    )[:, 0]
+    return q.argmax(dim=-1) if is_greedy else rule.draw(q, noise), q, is_finite(logits)
+
+
+def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> list[Tensor]:
+    """Draft each token in a step of its own: the host must read a token to mask the next one.
+
+    Args:
+        draft: (i, rows that want token i [B], lengths with the tokens drafted so far [B], history, allowed tokens
+            [B, V], noise from this token on) -> its id, and other results [B, 1, ...].
+
+    Returns:
+        The results of all steps, [B, K, ...] each.
+    """
+    lengths, history = rows.lengths, rows.history
+    steps: list[tuple[Tensor, ...]] = []
+    for i in range(k):
+        is_wanted = (rows.num_wanted - i).clamp(0, 1)
+        try:
+            results = draft(i, is_wanted, lengths, history, masks.here(), noise.token(i))
+        except CompileError:
+            masks.roll_back()  # other rows may continue
+            raise
+        # Copied, since a prepared step overwrites its results.
+        steps.append(tuple(part.clone() for part in results))
+        ids = steps[-1][0][:, 0]
+        lengths, history = lengths + 1, history.then(ids)
+        masks.push(ids, is_wanted)
+    return [torch.cat(parts, dim=1) for parts in zip(*steps, strict=True)]
