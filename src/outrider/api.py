@@ -17,11 +17,13 @@ import torch
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.corpus import read_corpus
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
+from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
@@ -124,7 +126,13 @@ def load_drafter(
         return NgramDrafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
+    if draft == MTP:
+        return ChainDrafter(load_mtp_of(decoder.target))
     model, is_greedy = split_name(draft)
+    if isinstance(model, (str, Path)):
+        spec = resolve(str(model), models_file)
+        if is_head(spec):
+            return ChainDrafter(load_head(spec, decoder.target))
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
 

@@ -57,7 +57,7 @@ def check_adapter(name: str, file: Path | None) -> None:
 
 
 def check_head(name: str, stated: Mapping[str, Any]) -> None:
-    """Refuse a draft head by name: it is not a model by itself.
+    """Refuse a head by name: it is not a model by itself.
 
     Args:
         stated: its config.json.
@@ -65,14 +65,19 @@ def check_head(name: str, stated: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModel
     """
+    thing = head_named(stated)
+    if thing is not None:
+        raise UnsupportedModel(_head_message(name, thing))
+
+
+def head_named(stated: Mapping[str, Any]) -> str | None:
+    """Kind of head that a config.json names, in words; None for models."""
     if "vision_config" in stated:  # some multimodal models are called Eagle too
-        return
+        return None
     names = [*(stated.get("architectures") or []), stated.get("model_type"), stated.get("speculators_model_type")]
     names += [field for field in _FIELDS_OF_HEADS if stated.get(field) is not None]
     words = " ".join(filter(None, names)).lower()
-    thing = next((thing for word, thing in _HEADS.items() if word in words), None)
-    if thing is not None:
-        raise UnsupportedModel(_head_message(name, thing))
+    return next((thing for word, thing in _HEADS.items() if word in words), None)
 
 
 def check_missing(name: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:

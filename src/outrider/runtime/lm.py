@@ -28,13 +28,11 @@ from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.execution import EagerExecution, Execution, Step
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
+from outrider.runtime.vocabulary import UNKNOWN
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
 would only take more memory (docs/log/2026.md)."""
-
-
-_UNKNOWN = -1e4  # finite, so that there is a q where constraints allow no other tokens
 
 
 class LM:
@@ -298,7 +296,7 @@ class LM:
         logits: Tensor = output.logits[..., : self.vocab_size]
         if self.unknown_ids:
             logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]))
-            logits = logits.index_fill(-1, self._unknown.to(logits.device), _UNKNOWN)
+            logits = logits.index_fill(-1, self._unknown.to(logits.device), UNKNOWN)
         broken = cache.find_broken()
         if broken is not None:
             broken = broken.to(logits.device).cumsum(dim=1) > 0

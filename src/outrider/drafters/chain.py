@@ -1,0 +1,275 @@
+"""Drafters that chain a head: EAGLE-3 and MTP layers, which draft token by token from the target's hidden states.
+
+Entry i of a sequence is its token i + 1 with the target's state of token i, and predicts token i + 2 (see
+``models/heads/base.py``). So a sequence of L tokens has L - 1 entries, and the output of the last one gives the first
+draft. Drafted tokens are fed with the head's own output in place of the state; their entries are replaced once the
+target's states are there.
+
+The states have places in a cache of their own, beside the head's keys and values. So all that the session knows is a
+function of the committed tokens: prefixes are shared, rows move, and rounds without drafts only leave entries to be fed
+later.
+
+Sources: Li et al. 2401.15077, 2503.01840; DeepSeek-V3 2412.19437. These draft greedily or in trees; here drafts are
+drawn from q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.records import Draft
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.runtime.vocabulary import spread
+from outrider.sampling.history import History
+from outrider.sampling.probs import Settings
+from outrider.sampling.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class ChainDrafter:
+    """Drafts with a chain head.
+
+    Attributes:
+        head: its module is a ``ChainHead``.
+    """
+
+    head: LM
+
+    lm: ClassVar[LM | None] = None
+    context_len: ClassVar[int | None] = None
+    most_drafted: ClassVar[int | None] = None
+    is_one_hot: ClassVar[bool] = False
+    reads_on_host: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return self.head.name
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        module: Any = self.head.model
+        features: tuple[int, ...] = module.features
+        return features
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return (self.head,)
+
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        return ChainSession(self.head, num_slots, capacity, device, max_k)
+
+    def with_models(self, change: Callable[[LM], LM]) -> ChainDrafter:
+        return replace(self, head=change(self.head))
+
+
+def _keep_states(head: LM, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
+    """Store the states of tokens at their places.
+
+    Args:
+        features: [B, T, F]
+        positions: -1 for padding. [B, T]
+    """
+    module: Any = head.model
+    states = module.fuse(features.to(head.device, head.dtype))[:, None]  # [B, 1, T, H]
+    cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
+    cache.layers[-1].update(states, states[..., :0])
+
+
+def _states(cache: SlotCache, positions: Tensor) -> Tensor:
+    """The stored states of tokens: [B, T] -> [B, T, H]"""
+    layer: Any = cache.layers[-1]
+    store: Tensor = layer.keys[:, :, 0]
+    return store.gather(1, positions.clamp_min(0)[..., None].expand(-1, -1, store.shape[-1]))
+
+
+def _feed(
+    head: LM, view_len: int, cache: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Feed entries: logits after them [B, T, V], and the head's outputs [B, T, H]."""
+    module: Any = head.model
+    cache.at(positions, view_len, is_single=False, keeps_finite=True)
+    mask = head.visibility.masks(positions, view_len, head.dtype)
+    with head.lock:
+        logits, outputs = module(ids, states, positions.clamp_min(0), mask, cache)
+    return spread(logits, module.token_ids, head.vocab_size), outputs
+
+
+def _draft_steps(
+    head: LM,
+    rule: Rule,
+    view_len: int,
+    k: int,
+    cache: SlotCache,
+    ids: Tensor,
+    states: Tensor | None,
+    cached: Tensor,
+    lengths: Tensor,
+    num_drafted: Tensor,
+    settings: Settings,
+    history: History,
+    allowed: Tensor | None,
+    noise: Any,
+) -> tuple[Tensor, ...]:
+    """Draft K tokens, one after the other.
+
+    Args:
+        ids: the last tokens of the sequences. [B, T]
+        states: of the entries of these tokens; None for those of the cache. [B, T, H]
+        cached: entries in the cache, which are not fed again. [B]
+        lengths: [B]
+        num_drafted: the tokens to draft; rows without are not fed. [B]
+        allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
+
+    Returns:
+        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; the head's last output [B, 1, H]
+    """
+    assert allowed is None or k == 1
+    width = ids.shape[1]
+    positions = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
+    is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
+    positions = torch.where(is_owed, positions, -1)
+    if states is None:
+        states = _states(cache, positions)
+    drawn: list[tuple[Tensor, ...]] = []
+    for i in range(k):
+        if drawn:
+            history = history.then(drawn[-1][0])
+        logits, states = _feed(head, view_len, cache, ids, states, positions)
+        states = states[:, -1:]
+        one, q, is_good = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=False)
+        drawn.append((one, is_good, q))
+        ids = one[:, None]
+        positions = torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
+    return *(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True)), states
+
+
+class ChainSession(Session):
+    """The head's cache over the slots of an engine.
+
+    ``_cached`` counts the entries of each row that hold the target's states; they stay valid. ``_num_late`` is the
+    host's bound of those that are missing.
+    """
+
+    def __init__(self, head: LM, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
+        self._head = head
+        self._cache = head.new_cache(num_slots, capacity)
+        self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._num_late = [0] * num_slots
+        self._width = max_k + 1  # entries that are fed with the drafts
+        self._most_fed = max(1, PREFILL_TOKENS // num_slots)  # entries of a row in one forward
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        # The last shared token has a state, and its entry another token.
+        num_entries = max(num_tokens - 1, 0)
+        if source is None:
+            self._cache.erase(slot, num_tokens)
+            self._cached[slot].clamp_(max=num_entries)
+            return
+        self._cache.copy(source, slot, num_tokens)
+        # Here alone the host waits for the device: a prompt joins, or a row moves.
+        known = min(int(self._cached[source]), num_entries)
+        self._cached[slot] = known
+        self._num_late[slot] = num_tokens - known
+
+    def prefill(self, chunk: Prefill) -> None:
+        """Keep the states of a chunk of prompts, and feed its entries, except each prompt's last."""
+        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
+        cache, device = self._cache.rows(begin, end), chunk.ids.device
+        starts, ends = torch.tensor(chunk.starts, device=device), torch.tensor(chunk.ends, device=device)
+        if chunk.features is not None:
+            positions = starts[:, None] + torch.arange(chunk.features.shape[1], device=device)
+            _keep_states(self._head, cache, chunk.features, torch.where(positions < ends[:, None], positions, -1))
+        lasts = torch.tensor([length - 2 for length in chunk.lengths], device=device)
+        late = [
+            self._num_late[slot] + to - at
+            for slot, at, to in zip(range(begin, end), chunk.starts, chunk.ends, strict=True)
+        ]
+        self._feed_late(
+            cache, chunk.ids, self._cached[begin:end], torch.minimum(ends, lasts), max(late), max(chunk.ends)
+        )
+        self._num_late[begin:end] = [1] * len(chunk.ends)
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        num_rows, width, _ = committed.features.shape
+        columns = torch.arange(width, device=committed.lengths.device)
+        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
+        positions = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, -1)
+        _keep_states(self._head, self._cache.head(num_rows), committed.features, positions)
+        self._num_late[:num_rows] = [num + width for num in self._num_late[:num_rows]]
+
+    def catch_up(self, rows: Rows) -> bool:
+        """Feed the entries beyond those that are fed with the drafts."""
+        num_rows = len(rows)
+        late = [n if wanted else 0 for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)]
+        if max(late) <= self._width:
+            return False
+        cached = self._cached[:num_rows]
+        ends = torch.where(rows.num_wanted > 0, rows.lengths - 2, cached)
+        self._feed_late(self._cache.head(num_rows), rows.ids, cached, ends, max(late), rows.longest)
+        self._num_late[:num_rows] = [
+            min(n, 1) if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
+        ]
+        return False
+
+    def _feed_late(self, cache: SlotCache, ids: Tensor, cached: Tensor, ends: Tensor, width: int, longest: int) -> None:
+        """Feed the entries cached <= i < ends, and count them.
+
+        Args:
+            ids: column j holds the token at position j. [B, N]
+            cached: changed in place. [B]
+            ends: [B]
+            width: at least their largest number in a row.
+            longest: above every entry.
+        """
+        for begin in range(0, width, self._most_fed):
+            num_columns = min(width - begin, self._most_fed)
+            positions = cached[:, None] + begin + torch.arange(num_columns, device=ids.device)
+            positions = torch.where(positions < ends[:, None], positions, -1)
+            tokens = ids.gather(1, (positions + 1).clamp(0, ids.shape[1] - 1))
+            view_len = self._head.view_len(longest + 1, cache)
+            _feed(self._head, view_len, cache, tokens, _states(cache, positions), positions)
+        cached.copy_(torch.maximum(cached, ends))
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        head, num_rows = self._head, len(rows)
+        cache, cached = self._cache.head(num_rows), self._cached[:num_rows]
+        num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # a single token has no entry
+        # Few shapes where they must be prepared, few columns elsewhere.
+        late = [n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False) if wanted]
+        width = self._width if head.execution.is_prepared else max(1, *late)
+        columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
+        ids = rows.ids.gather(1, columns.clamp_min(0))
+        view_len = head.view_len(rows.longest + k, cache)
+        shape = rule, view_len
+        if rows.masks is None:
+            arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
+            results = head.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
+        else:
+            states: Tensor | None = None
+
+            def draft(
+                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+            ) -> tuple[Tensor, ...]:
+                nonlocal ids, states
+                given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
+                *drawn, last = head.run(_draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
+                ids, states = drawn[0].clone(), last.clone()
+                return tuple(drawn)
+
+            results = tuple(one_by_one(replace(rows, num_wanted=num_wanted), rows.masks, k, noise, draft))
+        cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
+        self._num_late[:num_rows] = [
+            0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
+        ]
+        return Draft(ids=results[0], probs=results[2], num_drafted=num_wanted, is_finite=results[1])

@@ -1,0 +1,152 @@
+"""Heads as modules: the interface that their sessions use, and the parts that they borrow from their target.
+
+A head is built of Transformers' own layer classes, so that attention kernels, compilation and quantized weights work as
+in models. Embedding, LM head and rotary embedding are mostly those of the target: the same modules, not copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.lm import LM
+
+
+class Head(nn.Module, ABC):
+    """A head for one target.
+
+    Attributes:
+        config: of its own decoder layers.
+        features: the hidden states of the target that it reads: index i is the input of decoder layer i.
+        state_size: H, numbers that it keeps of each token of the target.
+        layers: its decoder layers.
+        token_ids: the target's ids of its tokens, D numbers; None if it has the target's tokens. Their logits are those
+            of a smaller vocabulary.
+    """
+
+    config: Any
+    features: tuple[int, ...]
+    state_size: int
+    layers: nn.ModuleList
+    token_ids: Tensor | None
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """States of tokens, from the target's hidden states: [B, T, F] -> [B, T, H]"""
+
+    @abstractmethod
+    def layer_shapes(self, target: LM) -> list[LayerShape]:
+        """Cache shapes of its decoder layers."""
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+
+class ChainHead(Head):
+    """A head that drafts token by token.
+
+    Entry i of a sequence is the token at i + 1 together with the state of the token at i; its output predicts the token
+    at i + 2. While drafting, the head's own output takes the place of the state.
+    """
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, past_key_values: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Feed entries.
+
+        Args:
+            input_ids: [B, T]
+            states: [B, T, H]
+            positions: of the entries, i. [B, T]
+            mask: additive, [B, 1, T, view_len]
+            past_key_values: the cache of its layers, set up for these positions.
+
+        Returns:
+            logits [B, T, D]; the states to be fed with the drafted tokens [B, T, H]
+        """
+
+
+def head_lm(head: Head, name: str, target: LM) -> LM:
+    """The ``LM`` of a head, for its weights, cache and programs; its ``forward`` is never called.
+
+    The last layer of its cache holds the states of the target's tokens by place, so that they are shared, moved and
+    rolled back like keys.
+    """
+    states = LayerShape(1, head.state_size, 0, target.dtype, target.device)
+    lm = LM(
+        head.eval().requires_grad_(False),
+        name=name,
+        vocab_size=target.vocab_size,
+        context_len=target.context_len,
+        layer_shapes=(*head.layer_shapes(target), states),
+    )
+    lm.lock = target.lock  # they share modules, and the target's have hooks while it runs
+    return lm
+
+
+def layer_config(config: Any, num_layers: int, like: Any) -> Any:
+    """Configuration of a head's layers: full attention, in the implementation of the target ``like``."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * num_layers
+    config._attn_implementation = like.config._attn_implementation
+    return config
+
+
+def decoder_of(config: Any, name: str) -> Any:
+    """Transformers' decoder of a configuration, without weights: for its layers and norms.
+
+    Raises:
+        UnsupportedModel: its parts have other names.
+    """
+    from transformers import AutoModel
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        decoder = AutoModel.from_config(config)
+    if not all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb")):
+        raise UnsupportedModel(f"{name} has layers of a {config.model_type}, which heads cannot be built of here")
+    return decoder
+
+
+def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str] = ()) -> None:
+    """Give a head its weights, in the type and on the device of its target.
+
+    Args:
+        tensors: all that belong to it.
+        shared: beginnings of the names of the target's modules in it.
+
+    Raises:
+        ModelCorrupt: a weight is missing, left over, or of another shape.
+    """
+    expected = {key: value for key, value in head.state_dict().items() if not key.startswith(tuple(shared))}
+    lacking, strange = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if lacking:
+        raise ModelCorrupt(f"{name} lacks {len(lacking)} weights of the head, {lacking[0]} among them")
+    if strange:
+        raise ModelCorrupt(
+            f"{name} has {len(strange)} weights that do not belong to a head of this kind, {strange[0]} among them"
+        )
+    for key, value in tensors.items():
+        if value.shape != expected[key].shape:
+            raise ModelCorrupt(
+                f"{name}: {key} has the shape {list(value.shape)}, where {list(expected[key].shape)} fits its "
+                f"configuration and the target {target.name}"
+            )
+    placed = {
+        key: value.to(target.device, target.dtype if value.is_floating_point() else value.dtype)
+        for key, value in tensors.items()
+    }
+    head.load_state_dict(placed, strict=False, assign=True)

@@ -1,0 +1,187 @@
+"""EAGLE-3 heads: one decoder layer (or more) over hidden states of three layers of the target.
+
+The first layer attends to the embedding and the state side by side. Often the vocabulary is reduced. EAGLE-3.1 adds
+norms of each hidden state (``fc_norm``) and feeds back normed states (``norm_output``).
+
+Sources: Li et al. 2503.01840; EAGLE-3.1: 2605.09992. Layouts of checkpoints: speculators, SafeAILab, SpecForge,
+AngelSlim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelCorrupt
+from outrider.models.heads.base import ChainHead, decoder_of, fill, layer_config
+from outrider.models.heads.checkpoint import read_tensors
+from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.lm import LM
+
+_RENAMED = {"midlayer.": "layers.0."}  # in the layouts of SafeAILab, SpecForge and AngelSlim
+_UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
+_EXTRA_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Eagle3Head(ChainHead):
+    """See the module.
+
+    Args:
+        config: of its layers.
+        stated: its config.json.
+        tensors: its weights, named as in the speculators layout; they decide what there is.
+    """
+
+    def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
+        super().__init__()
+        model: Any = target.model
+        self.config = config
+        decoder = decoder_of(config, target.name)
+        size, num_target_layers = config.hidden_size, len(model.get_decoder().layers)
+        inner = stated.get("eagle_config") or {}
+        ids = stated.get(_EXTRA_IDS) or inner.get(_EXTRA_IDS)
+        self.features = tuple(ids or (2, num_target_layers // 2, num_target_layers - 3))
+        self.state_size = size
+        # Files that were written for vLLM leave this key out and mean True; all others mean False.
+        is_default = "speculators_model_type" in stated
+        self.norm_before_residual = bool(stated.get("norm_before_residual", is_default))
+        self.norm_output = bool(stated.get("norm_output", inner.get("norm_output", False)))
+        norm, eps = type(decoder.norm), config.rms_norm_eps
+        width = tensors["fc.weight"].shape[1]
+        with torch.device("meta"):
+            self.fc = nn.Linear(width, size, bias="fc.bias" in tensors)
+            if "input_norm.weight" in tensors:
+                self.input_norm = norm(width, eps=eps)
+            if any(name.startswith("fc_norm.") for name in tensors):
+                self.fc_norm = nn.ModuleList([norm(width // len(self.features), eps=eps) for _ in self.features])
+            first = decoder.layers[0]
+            first.hidden_norm = norm(size, eps=eps)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                single = getattr(first.self_attn, name)
+                double = nn.Linear(2 * size, single.out_features, bias=single.bias is not None)
+                setattr(first.self_attn, name, double)
+            self.layers = decoder.layers
+            self.norm = norm(size, eps=eps)
+            if "embed_tokens.weight" in tensors:
+                self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
+            if "lm_head.weight" in tensors:
+                self.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
+        if "embed_tokens.weight" not in tensors:
+            self.embed_tokens = model.get_input_embeddings()
+        if "lm_head.weight" not in tensors:
+            self.lm_head = model.get_output_embeddings()
+        self.rotary_emb = type(decoder.rotary_emb)(config).to(target.device)
+
+    def layer_shapes(self, target: LM) -> list[LayerShape]:
+        config = self.config
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        first: Any = self.layers[0]
+        size = first.self_attn.head_dim
+        return [LayerShape(num_heads, size, size, target.dtype, target.device)] * len(self.layers)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if hasattr(self, "input_norm"):
+            features = self.input_norm(features)
+        if hasattr(self, "fc_norm"):
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, past_key_values: Any
+    ) -> tuple[Tensor, Tensor]:
+        first: Any = self.layers[0]
+        about = {
+            "attention_mask": mask,
+            "past_key_values": past_key_values,
+            "position_ids": positions,
+            "position_embeddings": self.rotary_emb(states, positions),
+        }
+        embedded = self.embed_tokens(input_ids).to(states.device)
+        normed = first.hidden_norm(states)
+        entries = torch.cat((first.input_layernorm(embedded), normed), dim=-1)  # [B, T, 2H]
+        attended = first.self_attn(hidden_states=entries, **about)[0]
+        hidden = (normed if self.norm_before_residual else states) + attended
+        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, **about)
+        output = self.norm(hidden)
+        return self.lm_head(output), output if self.norm_output else hidden
+
+
+def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
+    """Load an EAGLE-3 head for a target.
+
+    Args:
+        location: a folder or hub id.
+        stated: its config.json.
+        name: for messages.
+
+    Raises:
+        ModelCorrupt: its weights do not fit its configuration or the target.
+        ModelNotFound, UnsupportedModel
+    """
+    from transformers import CONFIG_MAPPING
+
+    tensors = {}
+    for key, value in read_tensors(location).items():
+        for old, new in _RENAMED.items():
+            key = key.replace(old, new)
+        if not key.startswith(_UNUSED):
+            tensors[key] = value
+    offsets = tensors.pop("d2t", None)
+    if "fc.weight" not in tensors:
+        raise ModelCorrupt(f"{name} lacks fc.weight, which an EAGLE-3 head needs")
+    layers = {key.split(".")[1] for key in tensors if key.startswith("layers.")}
+    inner = dict(stated.get("transformer_layer_config") or stated)
+    kind = inner.get("model_type", "llama")
+    config = layer_config(CONFIG_MAPPING[kind].from_dict(inner), len(layers), target.model)
+    if _is_same(tensors.get("embed_tokens.weight"), target):
+        del tensors["embed_tokens.weight"]
+    head = Eagle3Head(config, stated, tensors, target)
+    model: Any = target.model
+    size = _embedding(target).shape[1]
+    if head.fc.in_features != len(head.features) * size:
+        raise ModelCorrupt(
+            f"{name} is for another target: it reads {head.fc.in_features} numbers of each token, and "
+            f"{len(head.features)} hidden states of {target.name} have {len(head.features) * size}"
+        )
+    num_layers = len(model.get_decoder().layers)
+    if any(not 0 <= i <= num_layers for i in head.features):
+        raise ModelCorrupt(f"{name} is for another target: it reads layers {head.features} of {num_layers}")
+    shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
+    fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
+    if "embed_tokens" in shared and size != config.hidden_size:
+        raise ModelCorrupt(f"{name} has no embedding of its own, and hidden states of {config.hidden_size} numbers")
+    if len(head.embed_tokens.weight) < target.vocab_size:
+        raise ModelCorrupt(f"{name} has {len(head.embed_tokens.weight)} tokens; {target.name} has {target.vocab_size}")
+    num_tokens = head.lm_head.weight.shape[0]
+    ids = None
+    if offsets is not None:
+        if len(offsets) != num_tokens:
+            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
+        ids = torch.arange(num_tokens) + offsets.long()
+        is_known = (ids >= 0) & (ids < target.vocab_size)  # others are padding of the target's embedding
+        ids, rows = ids[is_known].to(target.device), is_known.to(head.lm_head.weight.device)
+        head.lm_head.weight = nn.Parameter(head.lm_head.weight[rows], requires_grad=False)
+    elif num_tokens < target.vocab_size:
+        raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
+    head.register_buffer("token_ids", ids, persistent=False)
+    return head
+
+
+def _embedding(target: LM) -> Any:
+    model: Any = target.model
+    return model.get_input_embeddings().weight
+
+
+def _is_same(weight: Tensor | None, target: LM) -> bool:
+    """Whether a head's embedding is the target's."""
+    own = _embedding(target)
+    if weight is None or type(own) is not nn.Parameter or weight.shape != own.shape:
+        return False
+    return bool(torch.equal(weight.to(own.device, own.dtype), own))

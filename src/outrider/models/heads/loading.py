@@ -1,0 +1,83 @@
+"""Recognises heads, and loads them for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outrider.errors import UnsupportedModel
+from outrider.models.heads.base import Head, head_lm
+from outrider.models.heads.checkpoint import read_config, tensor_names
+from outrider.models.heads.eagle3 import load_eagle3
+from outrider.models.heads.mtp import load_mtp
+from outrider.models.kinds import head_named
+from outrider.models.registry import ModelSpec
+from outrider.runtime.lm import LM
+
+MTP = "mtp"
+"""Draft with the MTP layers of the target's own checkpoint."""
+
+_LOADERS: dict[str, Callable[[str, Mapping[str, Any], str, LM], Head]] = {"eagle3": load_eagle3}
+
+
+def is_head(spec: ModelSpec) -> bool:
+    """Whether a checkpoint is a head rather than a model, by its configuration.
+
+    Raises:
+        ModelNotFound, ModelCorrupt
+    """
+    if spec.gguf is not None or (spec.path is not None and not (spec.path / "config.json").is_file()):
+        return False
+    return head_named(read_config(spec.location)) is not None
+
+
+def load_head(spec: ModelSpec, target: LM) -> LM:
+    """Load a head for a target, in the target's type and on its device.
+
+    Raises:
+        UnsupportedModel: a head of another kind, or this target has none.
+        ModelCorrupt: it does not fit the target, or is incomplete.
+        ModelNotFound
+    """
+    _check_target(target)
+    stated = read_config(spec.location)
+    kind = _kind_of(tensor_names(spec.location))
+    if kind is None:
+        thing = head_named(stated) or "a head"
+        raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
+    return head_lm(_LOADERS[kind](spec.location, stated, spec.name, target), spec.name, target)
+
+
+def load_mtp_of(target: LM) -> LM:
+    """Load the MTP layer of a target's checkpoint.
+
+    Raises:
+        UnsupportedModel: it has none.
+        ModelCorrupt, ModelNotFound
+    """
+    _check_target(target)
+    model: Any = target.model
+    location = str(getattr(model.config, "name_or_path", "") or "")
+    if not location:
+        raise UnsupportedModel(
+            f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
+        )
+    return head_lm(load_mtp(location, target), f"{target.name}:{MTP}", target)
+
+
+def _kind_of(names: list[str]) -> str | None:
+    """Kind of a head by its tensors: names in configurations are less reliable."""
+    found = set(names)
+    if "fc.weight" in found and found & {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}:
+        return "eagle3"
+    return None
+
+
+def _check_target(target: LM) -> None:
+    """Raises UnsupportedModel: heads cannot read its states."""
+    model: Any = target.model
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if target.num_shares > 1:
+        raise UnsupportedModel(f"{target.name} is shared by {target.num_shares} processes: heads need it in one")
+    if not all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb")):
+        raise UnsupportedModel(f"{target.name} ({model.config.model_type}) has no layers that a head could read")

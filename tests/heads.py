@@ -1,0 +1,120 @@
+"""Checkpoints of tiny heads with random weights, in the layouts in which they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+LAYERS = (1, 2, 3)  # of the target, whose inputs the head reads
+
+
+def write_eagle3(
+    folder: Path,
+    target: PreTrainedModel,
+    *,
+    layout: str = "speculators",
+    token_ids: list[int] | None = None,
+    seed: int = 0,
+    scale: float = 0.3,
+    num_layers: int = 1,
+    has_embedding: bool = True,
+    **flags: bool,
+) -> None:
+    """Write an EAGLE-3 head.
+
+    Args:
+        layout: "speculators", "safeailab" or "specforge".
+        token_ids: the target's ids of its tokens; None for all of them.
+        flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
+    """
+    config = target.config
+    size, inner, num = config.hidden_size, config.intermediate_size, config.vocab_size
+    head_dim = size // config.num_attention_heads
+    width, narrow = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    ids = list(range(num)) if token_ids is None else token_ids
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, len(LAYERS) * size), "norm.weight": (size,)}
+    if has_embedding:
+        shapes["embed_tokens.weight"] = (num, size)
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (len(LAYERS) * size,)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(LAYERS))}
+    for i in range(num_layers):
+        of_attention = 2 * size if i == 0 else size
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (size,),
+            f"layers.{i}.post_attention_layernorm.weight": (size,),
+            f"layers.{i}.self_attn.q_proj.weight": (width, of_attention),
+            f"layers.{i}.self_attn.k_proj.weight": (narrow, of_attention),
+            f"layers.{i}.self_attn.v_proj.weight": (narrow, of_attention),
+            f"layers.{i}.self_attn.o_proj.weight": (size, width),
+            f"layers.{i}.mlp.gate_proj.weight": (inner, size),
+            f"layers.{i}.mlp.up_proj.weight": (inner, size),
+            f"layers.{i}.mlp.down_proj.weight": (size, inner),
+        }
+    shapes["layers.0.hidden_norm.weight"] = (size,)
+    shapes["lm_head.weight"] = (len(ids), size)
+    tensors = random_tensors(shapes, seed, scale)
+    if token_ids is not None:
+        tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(num, dtype=torch.bool).index_fill(0, torch.tensor(ids), True)
+    if layout != "speculators":
+        tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    own = {
+        "model_type": "llama",
+        "vocab_size": num,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": 10000.0,
+    }
+    stated: dict[str, Any]
+    if layout == "speculators":
+        stated = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": own,
+            "draft_vocab_size": len(ids),
+            "eagle_aux_hidden_state_layer_ids": list(LAYERS),
+            "norm_before_residual": False,
+            **flags,
+        }
+    elif layout == "specforge":
+        stated = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(ids),
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+            **own,
+        }
+    else:  # which states no layers: those of its inventors
+        stated = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": len(ids), **own}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(stated))
+    if layout == "safeailab":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
+    """Normal numbers in float64; those of vectors (norms) around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64) + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Add tensors to a checkpoint of one file."""
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
