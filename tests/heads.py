@@ -105,6 +105,35 @@ def write_eagle3(
         save_file(tensors, folder / "model.safetensors")
 
 
+def write_mtp(folder: Path, target: PreTrainedModel, *, layout: str, seed: int = 0, scale: float = 0.3) -> None:
+    """Save a target with an MTP layer: of the kind and names of its last layer with full attention.
+
+    Args:
+        layout: "qwen", or "deepseek" (and GLM).
+    """
+    target.save_pretrained(folder)
+    config = target.config
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    like = f"model.layers.{max(i for i, kind in enumerate(types) if kind == 'full_attention')}."
+    num, size = config.num_hidden_layers, config.hidden_size
+    home, fc, of_embedding, of_hidden, norm = (
+        ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+        if layout == "qwen"
+        else (f"model.layers.{num}.{part}" for part in ("", "eh_proj", "enorm", "hnorm", "shared_head.norm"))
+    )
+    saved = load_file(folder / "model.safetensors")
+    shapes = {
+        home + name.removeprefix(like): tuple(value.shape) for name, value in saved.items() if name.startswith(like)
+    }
+    shapes |= {f"{fc}.weight": (size, 2 * size)}
+    shapes |= {f"{name}.weight": (size,) for name in (of_embedding, of_hidden, norm)}
+    tensors = {name: value.to(target.dtype) for name, value in random_tensors(shapes, seed, scale).items()}
+    if layout == "deepseek":  # copies, as published
+        tensors[f"model.layers.{num}.embed_tokens.weight"] = saved["model.embed_tokens.weight"].clone()
+        tensors[f"model.layers.{num}.shared_head.head.weight"] = saved["lm_head.weight"].clone()
+    save_file({**saved, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
     """Normal numbers in float64; those of vectors (norms) around 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,8 +142,3 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) 
         for name, shape in shapes.items()
     }
 
-
-def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Add tensors to a checkpoint of one file."""
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})

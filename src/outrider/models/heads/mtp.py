@@ -65,6 +65,7 @@ class MtpHead(ChainHead):
             self.pre_fc_norm_hidden = norm(size, eps=eps)
             self.layers = nn.ModuleList([type(like)(own, self.index)])
             self.norm = norm(size, eps=eps)
+        module: Any
         for module in self.layers.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0
