@@ -1,13 +1,22 @@
 """Checkpoints of tiny heads with random weights, in the layouts in which they are published."""
 
 import json
+import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import toys
+from hybrids import hybrid_lm
+from outrider.drafters.chain import ChainDrafter
+from outrider.models.heads.loading import load_head, load_mtp_of
+from outrider.models.registry import ModelSpec
+from outrider.runtime.lm import LM
 
 LAYERS = (1, 2, 3)  # of the target, whose inputs the head reads
 
@@ -128,17 +137,53 @@ def write_mtp(folder: Path, target: PreTrainedModel, *, layout: str, seed: int =
     shapes |= {f"{fc}.weight": (size, 2 * size)}
     shapes |= {f"{name}.weight": (size,) for name in (of_embedding, of_hidden, norm)}
     tensors = {name: value.to(target.dtype) for name, value in random_tensors(shapes, seed, scale).items()}
+    tensors = _with_single_experts(tensors)
     if layout == "deepseek":  # copies, as published
         tensors[f"model.layers.{num}.embed_tokens.weight"] = saved["model.embed_tokens.weight"].clone()
         tensors[f"model.layers.{num}.shared_head.head.weight"] = saved["lm_head.weight"].clone()
     save_file({**saved, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
-    """Normal numbers in float64; those of vectors (norms) around 1."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64) + (1.0 if len(shape) == 1 else 0.0)
-        for name, shape in shapes.items()
-    }
+def _with_single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for each expert and projection, as published; Transformers stacks them."""
+    single: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        base, _, part = name.rpartition(".")
+        for i, expert in enumerate(value if base.endswith(".experts") else ()):
+            parts = expert.chunk(2) if part == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            single |= {f"{base}.{i}.{one}.weight": some.clone() for one, some in zip(names, parts, strict=True)}
+        if not base.endswith(".experts"):
+            single[name] = value
+    return single
 
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
+    """Normal numbers in float64, around 1 in vectors (norms). They depend on the tensor's name alone."""
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+        found[name] = scale * numbers + (1.0 if len(shape) == 1 else 0.0)
+    return found
+
+
+def eagle3_drafter(target: LM, name: str = "head", **options: Any) -> ChainDrafter:
+    """An EAGLE-3 head for a target, as it is loaded (see ``write_eagle3``)."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_eagle3(Path(folder), target.model, **options)
+        return ChainDrafter(_with_execution(load_head(ModelSpec(name=name, path=Path(folder)), target)))
+
+
+def mtp_pair(model: PreTrainedModel, layout: str, **options: Any) -> tuple[LM, ChainDrafter]:
+    """A target and its MTP layer, both loaded from files."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_mtp(Path(folder), model, layout=layout, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+        target = hybrid_lm(loaded)
+        return target, ChainDrafter(_with_execution(load_mtp_of(target)))
+
+
+def _with_execution(head: LM) -> LM:
+    head.execution = toys.execution()
+    return head

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from contract import check_no_look_ahead, check_state
+from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
@@ -53,11 +54,18 @@ def _suffix() -> tuple[LM, Drafter]:
     )
 
 
+def _eagle3() -> tuple[LM, Drafter]:
+    """Two layers, norms of EAGLE-3.1, and three of the tokens."""
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    return target, eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, fc_norm=True, norm_output=True)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
     "other tokens": _other_tokens,
     "short context": _short_context,
+    "eagle3": _eagle3,
     "ngram": _ngram,
     "suffix": _suffix,
 }

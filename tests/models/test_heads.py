@@ -1,0 +1,240 @@
+"""Heads are loaded from all layouts, compute what their formats say, and are refused where they do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from golden.make_eagle3 import VARIANTS
+from heads import LAYERS, mtp_pair, write_eagle3, write_mtp
+from hybrids import hybrid
+from outrider import load
+from outrider.drafters import chain
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.heads.loading import is_head, load_head
+from outrider.models.registry import ModelSpec
+from outrider.runtime.lm import LM
+from toys import as_lm, tiny_llama
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3.safetensors"
+LAYOUTS = ("speculators", "specforge", "safeailab")
+
+
+def _spec(folder: Path) -> ModelSpec:
+    return ModelSpec(name="head", path=folder)
+
+
+@torch.inference_mode()
+def _logits(head: LM, features: Tensor, ids: Tensor, anchor: int, num_steps: int) -> Tensor:
+    """Logits of drafts along given tokens, from the features of the tokens before ``anchor``. [num_steps, V]"""
+    cache = head.new_cache(1, 64)
+    positions = torch.arange(anchor)[None]
+    chain._keep_states(head, cache, features[:, :anchor], positions)
+    found, tokens, states = [], ids[:, 1 : anchor + 1], chain._states(cache, positions)
+    for step in range(num_steps):
+        logits, states = chain._feed(head, 64, cache, tokens, states, positions)
+        found.append(logits[0, -1])
+        states, tokens = states[:, -1:], ids[:, anchor + step + 1, None]
+        positions = positions[:, -1:] + 1
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eagle3_computes_what_speculators_computes(variant: str, tmp_path: Path) -> None:
+    golden = load_file(GOLDEN)
+    target = as_lm(tiny_llama(num_layers=4))
+    write_eagle3(tmp_path, target.model, token_ids=list(range(1, 60, 2)), **VARIANTS[variant])
+    path = tmp_path / "model.safetensors"
+    save_file({name: golden[f"head.{name}"] for name in load_file(path)}, path)
+    head = load_head(_spec(tmp_path), target)
+    for anchor in (1, 5, 17):
+        found = _logits(head, golden["features"].double(), golden["ids"], anchor, 4)[:, 1::2]
+        expected = golden[f"{variant}.logits"][:, anchor - 1]
+        assert torch.allclose(found, expected.double(), rtol=0, atol=1e-5), anchor
+        assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_layouts_of_eagle3_are_the_same_head(layout: str, tmp_path: Path) -> None:
+    target = as_lm(tiny_llama(num_layers=6))
+    features = torch.randn(1, 12, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(12)[None]
+    heads = []
+    for name in ("speculators", layout):
+        write_eagle3(tmp_path / name, target.model, layout=name, token_ids=[3, 5, 8])
+        assert is_head(_spec(tmp_path / name))
+        heads.append(load_head(_spec(tmp_path / name), target))
+    first, second = (_logits(head, features, ids, 6, 3) for head in heads)
+    assert torch.equal(first, second)
+    assert (first[0, [3, 5, 8]] > -100).all() and (first[0] > -100).sum() == 3
+    assert heads[1].model.features == ((2, 3, 3) if layout == "safeailab" else LAYERS)
+
+
+def test_old_files_of_speculators_add_the_normed_state(tmp_path: Path) -> None:
+    """They leave a key out and mean what vLLM does; others that leave it out mean the opposite."""
+    target = as_lm(tiny_llama(num_layers=4))
+    for layout, expected in (("speculators", True), ("specforge", False)):
+        write_eagle3(tmp_path, target.model, layout=layout)
+        file = tmp_path / "config.json"
+        stated = json.loads(file.read_text())
+        stated.pop("norm_before_residual", None)
+        file.write_text(json.dumps(stated))
+        assert load_head(_spec(tmp_path), target).model.norm_before_residual is expected
+
+
+def test_a_head_shares_what_it_has_in_common_with_its_target(tmp_path: Path) -> None:
+    target = as_lm(tiny_llama(num_layers=4))
+    model: Any = target.model
+    embedding = model.get_input_embeddings().weight
+    write_eagle3(tmp_path, model)
+    assert load_head(_spec(tmp_path), target).model.embed_tokens.weight is not embedding
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "embed_tokens.weight": embedding}, path)
+    assert load_head(_spec(tmp_path), target).model.embed_tokens.weight is embedding
+    write_eagle3(tmp_path, model, has_embedding=False)
+    assert load_head(_spec(tmp_path), target).model.embed_tokens.weight is embedding
+
+
+@pytest.mark.parametrize(("family", "layout"), [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek")])
+def test_mtp_computes_what_transformers_computes(family: str, layout: str, tmp_path: Path) -> None:
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this version of Transformers has no MTP layers")
+    from transformers.cache_utils import MtpCache
+
+    target, drafter = mtp_pair(hybrid(family), layout)
+    model: Any = target.model
+    write_mtp(tmp_path, model, layout=layout)
+    model.config.num_mtp_layers, model.config.dtype = 1, model.dtype
+    model.config._name_or_path = str(tmp_path)
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\..*"]  # there it knows published sizes only
+    reference = layers.MtpModel.from_pretrained(model).to(model.dtype).eval()
+    ids = torch.randint(97, (1, 14), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        states = model(ids, output_hidden_states=True).hidden_states[-1]  # after the final norm
+        outputs = reference.forward_layer(
+            0, states[:, :-1], torch.arange(1, 14)[None], MtpCache(config=reference.config), input_ids=ids[:, 1:]
+        )
+        expected = model.lm_head(outputs)[0]
+    features: list[Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda _, args, output: features.append(output))
+    with torch.inference_mode():
+        model(ids)
+    hook.remove()
+    for anchor in (1, 6, 12):
+        found = _logits(drafter.head, features[0], ids, anchor, 1)[0]
+        assert torch.allclose(found, expected[anchor - 1], rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_mtp_of_qwen_computes_what_its_formula_says(tmp_path: Path) -> None:
+    """Against an uncached reference in plain tensors: norms with weights around zero, gated attention, partial rotary
+    embedding; the embedding first."""
+    target, drafter = mtp_pair(hybrid("qwen3_5_text"), "qwen")
+    model: Any = target.model
+    config = model.config
+    write_mtp(tmp_path, model, layout="qwen")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        weights = {name.removeprefix("mtp."): file.get_tensor(name) for name in file.keys() if name.startswith("mtp.")}
+    layer = {name.removeprefix("layers.0."): value for name, value in weights.items()}
+    ids = torch.randint(97, (1, 15), generator=torch.Generator().manual_seed(1))
+    states: list[Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda _, args, output: states.append(output))
+    with torch.inference_mode():
+        model(ids)
+    hook.remove()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.rms_norm_eps) * (1 + weight)
+
+    num_heads, num_kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    turned = int(size * config.rope_parameters["partial_rotary_factor"])
+    inverse = config.rope_parameters["rope_theta"] ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        """[T, heads, size]"""
+        angles = torch.cat([positions[:, None] * inverse] * 2, -1)[:, None]
+        own, rest = x[..., :turned], x[..., turned:]
+        half = torch.cat((-own[..., turned // 2 :], own[..., : turned // 2]), -1)
+        return torch.cat((own * angles.cos() + half * angles.sin(), rest), -1)
+
+    def entries(states: Tensor, tokens: Tensor) -> Tensor:
+        """The outputs of all entries from the first place on. [T, H]"""
+        embedded = model.model.embed_tokens.weight[tokens]
+        x = torch.cat(
+            (
+                norm(embedded, weights["pre_fc_norm_embedding.weight"]),
+                norm(states, weights["pre_fc_norm_hidden.weight"]),
+            ),
+            -1,
+        )
+        x = x @ weights["fc.weight"].T
+        y, num = norm(x, layer["input_layernorm.weight"]), len(x)
+        positions = torch.arange(num, dtype=torch.float64)
+        q, gate = (y @ layer["self_attn.q_proj.weight"].T).view(num, num_heads, 2 * size).chunk(2, -1)
+        q = rotate(norm(q, layer["self_attn.q_norm.weight"]), positions)
+        k = (y @ layer["self_attn.k_proj.weight"].T).view(num, num_kv, size)
+        k = rotate(norm(k, layer["self_attn.k_norm.weight"]), positions).repeat_interleave(num_heads // num_kv, 1)
+        v = (y @ layer["self_attn.v_proj.weight"].T).view(num, num_kv, size).repeat_interleave(num_heads // num_kv, 1)
+        scores = torch.einsum("tnd,snd->nts", q, k) * size**-0.5
+        scores = scores.masked_fill(torch.ones(num, num).triu(1).bool(), -torch.inf)
+        attended = torch.einsum("nts,snd->tnd", scores.softmax(-1), v) * gate.sigmoid()
+        x = x + attended.reshape(num, -1) @ layer["self_attn.o_proj.weight"].T
+        y = norm(x, layer["post_attention_layernorm.weight"])
+        inner = torch.nn.functional.silu(y @ layer["mlp.gate_proj.weight"].T) * (y @ layer["mlp.up_proj.weight"].T)
+        return norm(x + inner @ layer["mlp.down_proj.weight"].T, weights["norm.weight"])
+
+    for anchor in (1, 6, 11):
+        fed = norm(states[0][0], model.model.norm.weight)[:anchor]
+        expected = []
+        for step in range(3):
+            outputs = entries(fed, ids[0, 1 : anchor + step + 1])
+            expected.append(model.lm_head.weight @ outputs[-1])
+            fed = torch.cat((fed, outputs[-1:]))
+        found = _logits(drafter.head, states[0], ids, anchor, 3)
+        scale = float(torch.stack(expected).abs().max())
+        assert torch.allclose(found, torch.stack(expected), rtol=0, atol=1e-5 * scale), anchor
+
+
+def _refusal(folder: Path, target: LM) -> str:
+    with pytest.raises((ModelCorrupt, UnsupportedModel)) as caught:
+        load_head(_spec(folder), target)
+    return str(caught.value)
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    target = as_lm(tiny_llama(num_layers=4))
+    path = tmp_path / "model.safetensors"
+    write_eagle3(tmp_path, target.model)
+    whole = load_file(path)
+    save_file({**whole, "layers.0.attention_conv.base_kernel": torch.ones(3)}, path)
+    assert "1 weights that do not belong" in _refusal(tmp_path, target)
+    save_file({name: value for name, value in whole.items() if "o_proj" not in name}, path)
+    assert "lacks 1 weights of the head, layers.0.self_attn.o_proj.weight" in _refusal(tmp_path, target)
+    save_file({name: value for name, value in whole.items() if not name.startswith("fc")}, path)
+    assert "in a layout that is not known" in _refusal(tmp_path, target)
+    save_file({**whole, "lm_head.weight": whole["lm_head.weight"][:50].clone()}, path)
+    assert "logits for 50 tokens, and no d2t" in _refusal(tmp_path, target)
+    save_file(whole, path)
+    assert "is for another target" in _refusal(tmp_path, as_lm(tiny_llama(num_layers=4, hidden_size=48)))
+    assert "is for another target: it reads layers (1, 2, 3) of 2" in _refusal(tmp_path, as_lm(tiny_llama()))
+    path.write_bytes(b"nonsense")
+    assert "cannot be read" in _refusal(tmp_path, target)
+
+
+def test_a_target_without_mtp_layers_is_refused(tmp_path: Path) -> None:
+    model = hybrid("glm4_moe")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": 1}))
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=model.dtype)
+    with pytest.raises(UnsupportedModel, match="no MTP layers, although its configuration states num_nextn"):
+        load(loaded, "mtp")
+    with pytest.raises(UnsupportedModel, match="was not loaded from files"):
+        load(tiny_llama(), "mtp")
