@@ -25,9 +25,10 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
-from outrider.models.placement import Placement
+from outrider.models.placement import DTYPES, Placement
 from outrider.models.registry import resolve
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.runtime.lm import LM
 from outrider.system.ranks import join
 from outrider.text.tokenizer import check_same_tokens, differing_tokens, examples_of, tokenizer_of
 
@@ -62,8 +63,9 @@ def load(
     Args:
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
-        draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens; or "ngram" or
-            "suffix", which look up the text so far; or "none" or None for plain decoding.
+        draft: likewise, or a folder or hub id of an EAGLE-3 head for the target; a name that ends in ":greedy" drafts
+            the most probable tokens; or "mtp", the layer for it in the target's own checkpoint; or "ngram" or "suffix",
+            which look up the text so far; or "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -126,15 +128,31 @@ def load_drafter(
         return NgramDrafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
-    if draft == MTP:
-        return ChainDrafter(load_mtp_of(decoder.target))
     model, is_greedy = split_name(draft)
+    if model == MTP:
+        _check_placement(placement, decoder.target)
+        return ChainDrafter(load_mtp_of(decoder.target), is_greedy)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
-            return ChainDrafter(load_head(spec, decoder.target))
+            _check_placement(placement.over(spec), decoder.target)
+            return ChainDrafter(load_head(spec, decoder.target), is_greedy)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
+
+
+def _check_placement(placement: Placement, target: LM) -> None:
+    """Raises OptionError: a head has the device and the type of its target."""
+    choices = {
+        "quantization": placement.quantization if placement.quantization != "none" else None,
+        "device_map": placement.device_map if placement.device_map != "none" else None,
+        "tensor_parallel": placement.tensor_parallel,
+        "device": None if placement.device in ("auto", str(target.device), target.device.type) else placement.device,
+        "dtype": None if DTYPES.get(placement.dtype, target.dtype) == target.dtype else placement.dtype,
+    }
+    for option, value in choices.items():
+        if value is not None:
+            raise OptionError(f"draft {option}", value, "a head has the device and the type of its target")
 
 
 def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.drafters.model import GREEDY_SUFFIX
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -39,19 +40,24 @@ class ChainDrafter:
 
     Attributes:
         head: its module is a ``ChainHead``.
+        is_greedy: see ``ModelDrafter``.
     """
 
     head: LM
+    is_greedy: bool = False
 
     lm: ClassVar[LM | None] = None
     context_len: ClassVar[int | None] = None
     most_drafted: ClassVar[int | None] = None
-    is_one_hot: ClassVar[bool] = False
     reads_on_host: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
-        return self.head.name
+        return self.head.name + GREEDY_SUFFIX * self.is_greedy
+
+    @property
+    def is_one_hot(self) -> bool:
+        return self.is_greedy
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -64,7 +70,7 @@ class ChainDrafter:
         return (self.head,)
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return ChainSession(self.head, num_slots, capacity, device, max_k)
+        return ChainSession(self, num_slots, capacity, device, max_k)
 
     def with_models(self, change: Callable[[LM], LM]) -> ChainDrafter:
         return replace(self, head=change(self.head))
@@ -105,6 +111,7 @@ def _feed(
 def _draft_steps(
     head: LM,
     rule: Rule,
+    is_greedy: bool,
     view_len: int,
     k: int,
     cache: SlotCache,
@@ -129,7 +136,7 @@ def _draft_steps(
         allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
 
     Returns:
-        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; the head's last output [B, 1, H]
+        ids [B, K]; whether q is finite [B, K]; the head's last output [B, 1, H]; q [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
     width = ids.shape[1]
@@ -144,11 +151,12 @@ def _draft_steps(
             history = history.then(drawn[-1][0])
         logits, states = _feed(head, view_len, cache, ids, states, positions)
         states = states[:, -1:]
-        one, q, is_good = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=False)
+        one, q, is_good = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=is_greedy)
         drawn.append((one, is_good, q))
         ids = one[:, None]
         positions = torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
-    return *(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True)), states
+    found, is_finite, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
+    return (found, is_finite, states) if is_greedy else (found, is_finite, states, probs)
 
 
 class ChainSession(Session):
@@ -158,8 +166,9 @@ class ChainSession(Session):
     host's bound of those that are missing.
     """
 
-    def __init__(self, head: LM, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
-        self._head = head
+    def __init__(self, drafter: ChainDrafter, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
+        self._head, self._is_greedy = drafter.head, drafter.is_greedy
+        head = drafter.head
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._num_late = [0] * num_slots
@@ -251,10 +260,12 @@ class ChainSession(Session):
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         ids = rows.ids.gather(1, columns.clamp_min(0))
         view_len = head.view_len(rows.longest + k, cache)
-        shape = rule, view_len
+        shape = rule, self._is_greedy, view_len
         if rows.masks is None:
             arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
-            results = head.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
+            drafted, is_finite, _, *probs = head.run(
+                _draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable
+            )
         else:
             states: Tensor | None = None
 
@@ -263,13 +274,14 @@ class ChainSession(Session):
             ) -> tuple[Tensor, ...]:
                 nonlocal ids, states
                 given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-                *drawn, last = head.run(_draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
-                ids, states = drawn[0].clone(), last.clone()
-                return tuple(drawn)
+                results = head.run(_draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
+                ids, states = results[0].clone(), results[2].clone()
+                return (*results[:2], *results[3:])
 
-            results = tuple(one_by_one(replace(rows, num_wanted=num_wanted), rows.masks, k, noise, draft))
+            wanted = replace(rows, num_wanted=num_wanted)
+            drafted, is_finite, *probs = one_by_one(wanted, rows.masks, k, noise, draft)
         cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
         self._num_late[:num_rows] = [
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
         ]
-        return Draft(ids=results[0], probs=results[2], num_drafted=num_wanted, is_finite=results[1])
+        return Draft(drafted, probs[0] if probs else None, num_wanted, is_finite)

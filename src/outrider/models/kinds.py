@@ -99,8 +99,8 @@ def check_missing(name: str, missing: Iterable[str], unexpected: Iterable[str]) 
 
 def _head_message(name: str, thing: str) -> str:
     return (
-        f"{name} is {thing}, which works only together with its base model: target and draft must be causal language "
-        "models by themselves (or choose the draft 'ngram')"
+        f"{name} is {thing}, which works only together with its base model: the target is that model, and a head of a "
+        "known kind its draft ('outrider generate --help')"
     )
 
 
