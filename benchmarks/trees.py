@@ -46,6 +46,7 @@ _FREE = (0.05, 0.1, 0.2)  # c: a draft forward over a verify
 _WIDTHS = (1, 5, 17, 61)  # columns whose forwards are timed
 _LENGTH = 130  # tokens before them: views and caches do not grow during the measurement
 _NUM_WIDTHS = max(SIZES) + 2
+_DEPTHS = (4, 8, 16)  # of trees, in the first table
 
 
 def main() -> None:
@@ -53,7 +54,8 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("-n", "--num-prompts", type=int, default=8, help="of each file")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    parser.add_argument("--taus", type=float, nargs="+", default=[0.5, 0.7])
+    parser.add_argument("--drafts", nargs="+", default=["fable-draft", "weak", "strong"])
+    parser.add_argument("--taus", type=float, nargs="+", default=[0.2, 0.35, 0.5, 0.7])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--costs", type=Path, help="output of --measure-costs")
     parser.add_argument("--measure-costs", nargs="+", choices=("eager", "compiled"), help="only that")
@@ -73,7 +75,8 @@ def main() -> None:
     console, results = Console(width=150), []
     for temperature in arguments.temperatures:
         texts = recorded(decoder.target, prompts, temperature)
-        for draft in drafts(decoder.target, drafter.models[0]):
+        known = {draft.name: draft for draft in drafts(decoder.target, drafter.models[0])}
+        for draft in (known[name] for name in arguments.drafts):
             studied = study(decoder.target, draft, texts[:: draft.stride], temperature, arguments.taus)
             result = {"temperature": temperature, "draft": draft.name, **summarised(studied, costs)}
             results.append(result)
@@ -103,8 +106,8 @@ class Costs:
         """Costs from ``measured_costs``. A draft forward costs a draft step, and more by the same factor as a wider
         forward of the draft as a target."""
         columns = np.arange(_NUM_WIDTHS)
-        verify = np.interp(columns, _WIDTHS, measured["verify_s"])
-        draft = np.interp(columns, _WIDTHS, measured["draft_verify_s"])
+        verify = np.interp(columns, measured["widths"], measured["verify_s"])
+        draft = np.interp(columns, measured["widths"], measured["draft_verify_s"])
         return cls(verify + measured["rest_s"], draft * measured["draft_step_s"] / draft[1])
 
 
@@ -134,12 +137,23 @@ def summarised(studied: Studied, costs: Mapping[str, Costs]) -> dict[str, Any]:
     resampled = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), 2000).astype(float)
 
     def ratio(above: Floats, below: Floats) -> tuple[float, float]:
-        return float(above.sum() / below.sum()), float(np.std((resampled @ above) / (resampled @ below)))
+        value, error = above.sum() / below.sum(), np.std((resampled @ above) / (resampled @ below))
+        return round(float(value), 4), round(float(error), 4)
+
+    def speed_ratio(one: Arm, other: Arm, cost: Costs) -> tuple[float, float]:
+        gains = [
+            (weights @ one.tokens)
+            * (weights @ cost.seconds(other))
+            / ((weights @ cost.seconds(one)) * (weights @ other.tokens))
+            for weights in (np.ones(num), resampled)
+        ]
+        return round(float(gains[0]), 4), round(float(np.std(gains[1])), 4)
 
     tokens = [
-        {"arm": one.name, "kind": one.kind, "size": one.size, "depth": one.depth, "tau": one.tau}
+        {"kind": one.kind, "size": one.size, "depth": one.depth, "tau": one.tau}
         | dict(zip(("tokens", "error"), ratio(one.tokens, one.rounds), strict=True))
         for one in studied.arms
+        if one.tau is None or one.depth in _DEPTHS
     ]
     best: dict[str, list[dict[str, Any]]] = {}
     for name, cost in costs.items():
@@ -153,16 +167,10 @@ def summarised(studied: Studied, costs: Mapping[str, Costs]) -> dict[str, Any]:
         plain_s = cost.verify[1]
         best[name] = []
         for key, (speed, one) in fastest.items():
-            row = {"kind": key, "size": one.size, "depth": one.depth, "tau": one.tau}
-            row |= {"tokens": ratio(one.tokens, one.rounds), "tokens_per_s": speed, "speed_up": speed * plain_s}
+            row = {"kind": key, "depth": one.depth, "tau": one.tau, "tokens": ratio(one.tokens, one.rounds)}
+            row["speed_up"] = round(speed * plain_s, 4)
             for of, other in (("over_block_chain", chain), ("over_gumbel_chain", gumbel)):
-                speeds = [
-                    (weights @ one.tokens)
-                    * (weights @ cost.seconds(other))
-                    / ((weights @ cost.seconds(one)) * (weights @ other.tokens))
-                    for weights in (np.ones((1, num)), resampled)
-                ]
-                row[of] = float(speeds[0][0]), float(np.std(speeds[1]))
+                row[of] = speed_ratio(one, other, cost)
             best[name].append(row)
     return {"alpha": ratio(studied.alphas, np.ones(num)), "tokens": tokens, "best": best}
 
@@ -186,7 +194,7 @@ def report(console: Console, result: Mapping[str, Any]) -> None:
         elif "paths" in kind:
             table.add_row(kind, *(next(cell for (n, _), cell in cells.items() if n == size) for size in SIZES))
         else:
-            for depth in (4, 8, 16):
+            for depth in _DEPTHS:
                 row = [cells[size, min(size, depth)] for size in SIZES]
                 table.add_row(f"{kind}, tau = {tau:g}, D <= {depth}", *row)
     console.print(table)
