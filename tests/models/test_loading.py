@@ -1,6 +1,7 @@
 """From names and folders to models that are known to work; everything else is refused with its name and the reason."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,7 +409,7 @@ def test_heads_are_named(folder: Path, kind: str) -> None:
     _set_config(**changes)(folder)
     message = refusal(folder, UnsupportedModel)
     assert f"is {name}, which works only together with its base model" in message
-    with pytest.raises(UnsupportedModel, match="draft 'ngram'"):
+    with pytest.raises(UnsupportedModel, match=re.escape(f"is {name}, in a layout that is not known")):
         outrider.load("fable", folder)
 
 
