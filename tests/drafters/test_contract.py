@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from contract import check_no_look_ahead, check_state
+from heads import head, parallel
 from hybrids import V, hybrid, hybrid_lm
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
@@ -53,6 +54,15 @@ def _suffix() -> tuple[LM, Drafter]:
     )
 
 
+def _parallel() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), parallel(as_lm(tiny_llama(1, vocab_size=FEW), "draft"))
+
+
+def _head() -> tuple[LM, Drafter]:
+    target = as_lm(tiny_llama(vocab_size=FEW))
+    return target, head(target)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -60,6 +70,8 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "short context": _short_context,
     "ngram": _ngram,
     "suffix": _suffix,
+    "parallel": _parallel,
+    "head": _head,
 }
 
 
