@@ -1,8 +1,9 @@
-"""Replay: evaluate drafts on a target's recorded output, without running the target.
+"""Replay: evaluate drafts on a target's recorded output, without generating it again.
 
 A draft model reads each recorded sequence once; that gives q for every token. With the recorded p it determines the
 distribution of rounds over this sequence, for every K at once (see outrider.replay.renewal). A look-up drafter
-proposes after every token of the sequence, by its own code.
+proposes after every token of the sequence, by its own code. A drafter whose q is known in rounds only is led along the
+sequence beside the target, for each K (see outrider.scoring.forcing).
 """
 
 from __future__ import annotations
@@ -28,11 +29,21 @@ from outrider.models.registry import resolve
 from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.replay.bounds import Bounds, bounds
+from outrider.replay.forced import ForcedRecord, force_records
 from outrider.replay.log_format import Header, Record, TopProbs
-from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, log_ratios, survival
+from outrider.replay.renewal import (
+    Floats,
+    Integers,
+    RoundDistribution,
+    by_matches,
+    by_offset,
+    log_ratios,
+    survival,
+)
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
+from outrider.scoring.forcing import needs_forcing
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import Text, force
 from outrider.stats.counts import tau_interval, total
@@ -56,7 +67,8 @@ class ReplayedRecord:
             object if p is known well enough. Computed on demand: all K up to 1024 would take gigabytes for a long
             sequence.
         overlap: for each scored token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
-            itself, which has the same mean over the tokens drawn there; None without a q or a p.
+            itself, which has the same mean over the tokens drawn there; None without a q or a p. (By forcing: at the
+            beginnings of rounds that draft.)
     """
 
     index: int
@@ -180,6 +192,7 @@ def replay(
     acceptance: str,
     ks: Sequence[int],
     *,
+    target: LM | None = None,
     draft_sampling: Sampling | None = None,
     batch_size: int = 8,
 ) -> Iterator[ReplayedRecord]:
@@ -187,18 +200,25 @@ def replay(
 
     Args:
         acceptance: one of PREDICTED_RULES.
+        target: of the log; run for drafters that need forcing, and only for these.
         draft_sampling: options of a draft model, if they differ from the target's.
 
     Raises:
-        OptionError: the rule is unknown, there is no draft, or the log lacks the probabilities needed.
+        OptionError: the rule is unknown, there is no draft, the log lacks the probabilities needed, or the target is
+            needed and not given.
     """
     if acceptance not in PREDICTED_RULES:
         raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
         raise OptionError("draft", drafter.name, _NO_DRAFT)
-    if drafter.models and drafter.lm is None:
-        raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
-    needs_probs = not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
+    is_forced = needs_forcing(drafter)
+    if is_forced and target is None:
+        raise OptionError(
+            "draft",
+            drafter.name,
+            "its q depends on the target's hidden states, or on where a round began: give the log's target (--target)",
+        )
+    needs_probs = not is_forced and not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
     if needs_probs and header.num_probs is None:
         raise OptionError(
             "draft",
@@ -209,7 +229,10 @@ def replay(
         )
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
-        if drafter.lm is not None:
+        if is_forced:
+            assert target is not None and draft_sampling is None, "the loop has one kind of options for p and q"
+            yield from _replay_forced(group, header, target, drafter, acceptance, ks)
+        elif drafter.lm is not None:
             sampling = q_sampling(drafter, draft_sampling or header.sampling)
             yield from _replay_model(group, header, drafter.lm, acceptance, sampling, drafter.is_one_hot)
         else:
@@ -266,13 +289,37 @@ def _distributions(
     """See ``ReplayedRecord``.
 
     Args:
-        low, high: arguments of ``survival``. [n], [n]
+        low, high: of each token, for the argument of ``survival``. [n], [n]
         room: draft limit of a round. [n]
     """
     num_drafted = np.minimum(k, room)
-    least = RoundDistribution.of(survival(acceptance, low, k), num_drafted)
-    most = least if np.array_equal(low, high) else RoundDistribution.of(survival(acceptance, high, k), num_drafted)
-    return least, most
+    least = RoundDistribution.of(survival(acceptance, by_offset(low, k)), num_drafted)
+    if np.array_equal(low, high):
+        return least, least
+    return least, RoundDistribution.of(survival(acceptance, by_offset(high, k)), num_drafted)
+
+
+def _replay_forced(
+    records: Sequence[Record], header: Header, target: LM, drafter: Drafter, acceptance: str, ks: Sequence[int]
+) -> Iterator[ReplayedRecord]:
+    """Replay by forcing, for each K by itself, since q may depend on how many tokens are drafted."""
+    by_k = {k: force_records(records, header, target, drafter, acceptance, k) for k in ks}
+    for i, record in enumerate(records):
+        forced = {k: found[i] for k, found in by_k.items()}
+        overlap, estimate = forced[ks[0]].overlap
+        yield ReplayedRecord(
+            record.index,
+            record.category,
+            partial(_forced_distributions, acceptance, forced),
+            (overlap, overlap, estimate),
+        )
+
+
+def _forced_distributions(
+    acceptance: str, forced: Mapping[int, ForcedRecord], k: int
+) -> tuple[RoundDistribution, RoundDistribution]:
+    rounds = RoundDistribution.of(survival(acceptance, forced[k].logs), forced[k].num_drafted)
+    return rounds, rounds
 
 
 def _room(record: Record, header: Header) -> Integers:
