@@ -26,6 +26,7 @@ from outrider.replay.log_format import Record
 from outrider.replay.record import top_probs
 from outrider.replay.renewal import RoundDistribution, log_ratios
 from outrider.replay.replay import MATCH, replay, summarise
+from outrider.replay.teacher_forced import ScoredRecord
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import stats_of
@@ -394,12 +395,12 @@ def test_a_wrong_agreement_shows_on_average(monkeypatch: pytest.MonkeyPatch) -> 
     """The control: ``gumbel`` keeps fewer tokens than ``rejection``, whose formula it does not follow."""
     target, drafter = table_pair(8)
     assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) < Z
-    score = module._score
+    score = module.score_records
 
-    def wrong(*arguments: object) -> list[module._Places]:
+    def wrong(*arguments: object) -> list[ScoredRecord]:
         return [dataclasses.replace(one, agreement=(one.log_ratios, one.log_ratios)) for one in score(*arguments)]
 
-    monkeypatch.setattr(module, "_score", wrong)
+    monkeypatch.setattr(module, "score_records", wrong)
     assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) > 1.5 * Z
 
 
