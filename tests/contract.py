@@ -1,11 +1,12 @@
 """The contract of drafters, checked by leading given sequences through the real engine.
 
-A *forcing* rule draws given tokens, some of them wrong, and commits those of a given sequence. So the engine shows the
-draft and the q of a drafter at any place of any sequence.
+A forcing rule (outrider.scoring.forcing) draws given tokens, some of them wrong here, and commits those of a given
+sequence, as many as were drafted right. So the engine shows the draft and the q of a drafter at any place of any
+sequence, after rounds of every kind.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -18,42 +19,10 @@ from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Verdict
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import Rule
+from outrider.scoring.forcing import GivenTokens, forcing_rule, table_of
 from toys import InTurn
 
 _MOST_K = 8
-
-
-@dataclass(frozen=True)
-class _GivenTokens:
-    """In place of noise: tokens by seed and position.
-
-    Attributes:
-        drawn, committed: [N, L]
-    """
-
-    drawn: Tensor
-    committed: Tensor
-    seeds: Tensor
-    starts: Tensor
-
-    def select(self, rows: Tensor, k: int) -> "_GivenTokens":
-        return replace(self, seeds=self.seeds[rows], starts=self.starts[rows])
-
-    def at(self, offset: int) -> Tensor:
-        return self.drawn[self.seeds, self.starts + offset]
-
-    def token(self, offset: int) -> "_GivenTokens":
-        return replace(self, starts=self.starts + offset)
-
-    def verdict(self, draft: Draft) -> Verdict:
-        places = self.starts[:, None] + torch.arange(draft.ids.shape[1] + 1)
-        tokens = self.committed[self.seeds[:, None], places]
-        offsets = torch.arange(draft.ids.shape[1])
-        is_right = (draft.ids == tokens[:, :-1]) & (offsets < draft.num_drafted[:, None])
-        num = is_right.long().cumprod(dim=1).sum(dim=1)
-        probs = torch.zeros(*draft.ids.shape, 2, dtype=torch.float64)
-        return Verdict(num, tokens.gather(1, num[:, None]).squeeze(1), probs)
 
 
 @dataclass
@@ -88,10 +57,7 @@ def lead(
     """
     whole = [[*prompt, *rest] for prompt, rest in sequences]
     longest = max(map(len, whole)) + 2 * _MOST_K
-    tables = [
-        torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-        for rows in (whole if drawn is None else drawn, whole)
-    ]
+    table, committed = (table_of(rows, longest, target.device) for rows in (whole if drawn is None else drawn, whole))
     led, given, wanted = Led(), list[Tensor](), list[int]()
 
     def note_k(rows: Rows, k: int, draft: Draft) -> Draft:
@@ -102,7 +68,7 @@ def lead(
         given.append(q.clone())
         return tokens
 
-    def verify(p: Tensor, draft: Draft, noise: _GivenTokens) -> Verdict:
+    def verify(p: Tensor, draft: Draft, noise: GivenTokens) -> Verdict:
         for b, num in enumerate(draft.num_drafted.tolist()):
             if num > 0:
                 key = int(noise.seeds[b]), int(noise.starts[b])
@@ -110,9 +76,15 @@ def lead(
                 led.drafts[key] = wanted[b], draft.ids[b, :num].tolist(), q
                 led.drawn[key] = [q[b] for q in given[:num]]
         given.clear()
-        return noise.verdict(draft)
+        places = noise.starts[:, None] + torch.arange(draft.ids.shape[1] + 1)
+        tokens = committed[noise.seeds[:, None], places]
+        offsets = torch.arange(draft.ids.shape[1])
+        is_right = (draft.ids == tokens[:, :-1]) & (offsets < draft.num_drafted[:, None])
+        num = is_right.long().cumprod(dim=1).sum(dim=1)
+        probs = torch.zeros(*draft.ids.shape, 2, dtype=torch.float64)
+        return Verdict(num, tokens.gather(1, num[:, None]).squeeze(1), probs)
 
-    rule = Rule("forcing", lambda seeds, starts, k, vocab_size: _GivenTokens(*tables, seeds, starts), draw, verify)
+    rule = forcing_rule(table, verify, draw)
     requests = [
         Request(
             list(prompt),

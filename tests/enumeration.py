@@ -41,13 +41,21 @@ class Outcome:
     committed: tuple[int, ...]
 
 
-def list_cases(name: str, target: Table, draft: Table, num_drafted: Sequence[int]) -> list[Case]:
+def _drafted_from(draft: Table, later: Table | None, last: int, ids: Sequence[int]) -> list[Probs]:
+    """q of each drafted token."""
+    tables = [draft, *[later or draft] * len(ids)]
+    return [table[x] for table, x in zip(tables, (last, *ids[:-1]), strict=False)][: len(ids)]
+
+
+def list_cases(
+    name: str, target: Table, draft: Table, num_drafted: Sequence[int], later: Table | None = None
+) -> list[Case]:
     """The cases of rounds that draft so many tokens, after each token of the vocabulary."""
     found = []
     for last in range(len(target)):
         for n in num_drafted:
-            for ids, path_weight in draft_paths(last, draft, n):
-                q = [draft[x] for x in (last, *ids)][:n]
+            for ids, path_weight in draft_paths(last, draft, n, later):
+                q = _drafted_from(draft, later, last, ids)
                 p = [target[x] for x in (last, *ids)]
                 for accept, coin_weight in accept_branches(THRESHOLDS[name](p, q, ids)):
                     length = LENGTHS[name](THRESHOLDS[name](p, q, ids), accept)
@@ -59,16 +67,19 @@ def list_cases(name: str, target: Table, draft: Table, num_drafted: Sequence[int
     return found
 
 
-def outcomes(rule: Rule, name: str, target: Table, draft: Table, num_drafted: Sequence[int]) -> list[Outcome]:
+def outcomes(
+    rule: Rule, name: str, target: Table, draft: Table, num_drafted: Sequence[int], later: Table | None = None
+) -> list[Outcome]:
     """All cases through ``rule``, in one batch. Columns beyond a row's drafted tokens are filled with rubbish.
 
     Args:
         name: the rule whose thresholds say which cases there are.
+        later: the draft from the second token of a round on, if it is another.
     """
-    cases = list_cases(name, target, draft, num_drafted)
+    cases = list_cases(name, target, draft, num_drafted, later)
     k, vocab_size = max(num_drafted), len(target)
     p_rows = [[target[x] for x in _pad((case.last, *case.ids), k + 1)] for case in cases]
-    q_rows = [[draft[x] for x in (case.last, *case.ids[:-1])][: len(case.ids)] + _rubbish(k, case) for case in cases]
+    q_rows = [_drafted_from(draft, later, case.last, case.ids) + _rubbish(k, case) for case in cases]
     is_one_hot = all(max(row) == 1.0 for row in draft)
     made = Draft(
         ids=torch.tensor([_pad(case.ids, k) for case in cases], dtype=torch.long).view(-1, k),

@@ -171,10 +171,17 @@ def invert(weights: Probs, uniform: float) -> int:
 # All that can happen in a round, and in several.
 
 
-def draft_paths(first: int, table: Sequence[Probs], length: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """All drafts of this length that have a chance, with their probability."""
+def draft_paths(
+    first: int, table: Sequence[Probs], length: int, later: Sequence[Probs] | None = None
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """All drafts of this length that have a chance, with their probability.
+
+    Args:
+        later: the table from the second token on, if it is another.
+    """
+    tables = [table, *[later or table] * length]
     for ids in itertools.product(range(len(table)), repeat=length):
-        chances = [table[last][x] for last, x in zip((first, *ids), ids, strict=False)]
+        chances = [rows[last][x] for rows, last, x in zip(tables, (first, *ids), ids, strict=False)]
         if all(chance > 0 for chance in chances):
             yield ids, math.prod(chances)
 

@@ -30,6 +30,7 @@ from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
 from outrider.stats.evidence import detectable
+from round_drafters import head, parallel
 from toys import as_lm, llama_pair, perturbed, table_pair, tiny_llama
 
 
@@ -98,6 +99,17 @@ def test_a_real_model_is_certified(
     assert statistical.num_texts > 2500 / 24 + 10, "texts end early"
     assert len(certificate.greedy) == (2 if acceptance == "gumbel" else 1)
     assert not any(report.differences for report in certificate.greedy)
+
+
+@pytest.mark.parametrize("name", ["head", "parallel"])
+def test_heads_are_certified(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tests that look towards their own q; mistakes are caught. False alarm: 1e-6."""
+    monkeypatch.setattr(module, "CONTROLS", _controls("accept-all", "argmax-drafts"))
+    target, model_drafter = llama_pair()
+    pair = target, head(target) if name == "head" else parallel(model_drafter.lm)
+    _, certificate = _certificate(_job(pair, "block", 1e-6), 2500)
+    assert certificate.is_certified, certificate
+    assert all(control.is_caught for control in certificate.controls)
 
 
 def test_a_pair_with_states_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, joined, observe
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalised, to_probs
+from outrider.scoring.forcing import force_drafts
 from outrider.scoring.teacher_forcing import Text
+from round_drafters import head, parallel, two_tables
 from toys import llama_pair, random_table, table_lm, table_pair
 
 TEXTS = [
@@ -78,6 +80,47 @@ def test_a_look_up_is_asked_at_every_token() -> None:
     np.testing.assert_allclose(
         p, normalised(to_probs(target.model.table[[2, 1, 2, 5]][None], Settings.of([Sampling()], 6, p.device)))[0]
     )
+
+
+def test_q_is_that_of_the_place_in_the_round() -> None:
+    """A drafter with one table for the first token of a round and another for the rest. At K = 2 the token at place 2
+    was not drafted, and counts as the first of a round."""
+    tables = [random_table(6, seed) for seed in range(3)]
+    target, drafter = table_lm(tables[0]), two_tables(*tables[1:])
+    sampling = Sampling(temperature=0.7)
+    settings = Settings.of([sampling], 6, torch.device("cpu"))
+    p, *q = (to_probs(table[None], settings)[0] for table in tables)
+    for k in (2, 3):
+        seen = observe(target, drafter, sampling, TEXTS, seed=5, batch_size=2, num_draft_tokens=k)
+        want = []
+        for text in TEXTS:
+            before = [text.prompt_ids[-1], *text.token_ids]
+            for last, place in zip(before, text.places, strict=False):
+                want.append(float((p[last] - q[0 < place < k][last]).abs().sum()) / 2)
+        np.testing.assert_allclose(seen.drift.distances, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["head", "parallel"])
+def test_q_of_a_head_is_its_own(name: str) -> None:
+    """By forcing, in whatever chunks p comes; p is that of teacher forcing."""
+    target, model_drafter = llama_pair()
+    drafter = head(target) if name == "head" else parallel(model_drafter.lm)
+    texts = [Text((*(i % 60 for i in range(5, 200)),), 130), Text((1, 2, 3, 4), 1), Text((7, 7), 1)]
+    samplings = [Sampling(max_new_tokens=200)] * len(texts)
+    want = {}
+    for one in force_drafts(target, drafter, texts, samplings, 1):
+        for row, place, q in zip(one.rows.tolist(), one.places.tolist(), one.q[:, 0], strict=True):
+            want[row, place] = q
+    taken = [0] * len(texts)
+    for (chunk, p, q), (_, p_alone, _) in zip(
+        draft_rows(target, drafter, Sampling(), texts), draft_rows(target, NoDrafter(), Sampling(), texts), strict=True
+    ):
+        assert torch.equal(p, p_alone)
+        for i, row in enumerate(chunk.rows.tolist()):
+            torch.testing.assert_close(q[i], want.pop((row, taken[row])), rtol=0, atol=1e-9)
+            taken[row] += 1
+        assert float((p - q).abs().sum(-1).mean()) > 0.1
+    assert not want
 
 
 @pytest.mark.parametrize(

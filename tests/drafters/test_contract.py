@@ -17,6 +17,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.records import Draft
 from outrider.runtime.lm import LM
+from round_drafters import head, parallel
 from toys import as_lm, llama_pair, table_pair, tiny_llama
 
 K = 3
@@ -60,6 +61,15 @@ def _eagle3() -> tuple[LM, Drafter]:
     return target, eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, fc_norm=True, norm_output=True)
 
 
+def _parallel() -> tuple[LM, Drafter]:
+    return as_lm(tiny_llama(vocab_size=FEW)), parallel(as_lm(tiny_llama(1, vocab_size=FEW), "draft"))
+
+
+def _head() -> tuple[LM, Drafter]:
+    target = as_lm(tiny_llama(vocab_size=FEW))
+    return target, head(target)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -68,6 +78,8 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "eagle3": _eagle3,
     "ngram": _ngram,
     "suffix": _suffix,
+    "parallel": _parallel,
+    "head": _head,
 }
 
 

@@ -25,11 +25,24 @@ from outrider.replay.log_format import Record
 from outrider.replay.record import top_probs
 from outrider.replay.renewal import RoundDistribution, log_ratios
 from outrider.replay.replay import MATCH, replay, summarise
+from outrider.replay.teacher_forced import ScoredRecord
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import stats_of
 from reference import draft_paths
-from toys import StopAt, llama_pair, random_table, request, run, table_lm, table_pair
+from round_drafters import head, in_rounds, parallel, two_tables
+from toys import (
+    StopAt,
+    as_lm,
+    llama_pair,
+    perturbed,
+    random_table,
+    request,
+    run,
+    table_lm,
+    table_pair,
+    tiny_llama,
+)
 
 KS = [1, 2, 3, 5, 8]
 PROMPTS = [[1, 2, 3], [4, 6], [2] * 7, [3, 1, 2, 3, 1, 2, 3], list(range(6, 30))]
@@ -71,10 +84,12 @@ Rounds = list[tuple[float, int, tuple[int, ...]]]
 """Ways in which a round may go: probability, accepted tokens, committed tokens."""
 
 
-def _rounds_by_rule(rule: str, draft: list[list[float]], k: int) -> dict[tuple[int, int], Rounds]:
+def _rounds_by_rule(
+    rule: str, draft: list[list[float]], k: int, later: list[list[float]] | None = None
+) -> dict[tuple[int, int], Rounds]:
     """By (last token, number drafted), from all that can happen in the rule itself."""
     found = defaultdict(list)
-    for one in outcomes(RULES[rule], rule, TARGET.softmax(-1).tolist(), draft, range(k + 1)):
+    for one in outcomes(RULES[rule], rule, TARGET.softmax(-1).tolist(), draft, range(k + 1), later):
         found[one.case.last, len(one.case.ids)].append((one.case.weight, one.num_accepted, one.committed))
     return {start: _merged(rounds) for start, rounds in found.items()}
 
@@ -158,15 +173,16 @@ def _replayed(
     *,
     is_greedy: bool = False,
     has_probs: bool = True,
+    drafter: Drafter | None = None,
     **q: Any,
 ) -> Stats:
-    target, drafter = table_lm(TARGET), ModelDrafter(table_lm(DRAFT, name="draft"), is_greedy)
+    target, drafter = table_lm(TARGET), drafter or ModelDrafter(table_lm(DRAFT, name="draft"), is_greedy)
     header = header_of(target, 1 if has_probs else None, max_new_tokens=num_tokens)
     probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
     record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
     draft_sampling = Sampling(**q) if q else None
     return (
-        next(iter(replay([record], header, drafter, law, [k], draft_sampling=draft_sampling)))
+        next(iter(replay([record], header, drafter, law, [k], target=target, draft_sampling=draft_sampling)))
         .distributions(k)[0]
         .expected()
     )
@@ -221,14 +237,62 @@ def test_a_draft_may_sample_in_its_own_way(law: str) -> None:
     _assert_exact(by_start, law, 4, 2, temperature=0.5, top_k=2)
 
 
-def _inverted(logs: renewal.Floats, k: int) -> renewal.Floats:
+LATER = 0.3 * TARGET + random_table(3, 7)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@SIZES
+def test_expectations_of_a_draft_that_depends_on_its_beginning_are_exact(rule: str, num_tokens: int, k: int) -> None:
+    """From the second token of a round on it drafts with another table. The log needs no p."""
+    by_start = _rounds_by_rule(rule, DRAFT.softmax(-1).tolist(), k, LATER.softmax(-1).tolist())
+    _assert_exact(by_start, rule, num_tokens, k, has_probs=False, drafter=two_tables(DRAFT, LATER))
+
+
+def _one_ratio_for_each_place(rule: str, logs: renewal.Floats) -> renewal.Floats:
+    """As if q did not depend on where the round began."""
+    return renewal.survival(rule, renewal.by_offset(logs[:, 0], logs.shape[1]))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_one_ratio_for_each_place_is_wrong(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    by_start = _rounds_by_rule(rule, DRAFT.softmax(-1).tolist(), 2, LATER.softmax(-1).tolist())
+    monkeypatch.setattr(module, "survival", _one_ratio_for_each_place)
+    with pytest.raises(AssertionError):
+        _assert_exact(by_start, rule, 4, 2, has_probs=False, drafter=two_tables(DRAFT, LATER))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("law", [*RULES, MATCH])
+@pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy draft", "sampled draft"])
+def test_forcing_a_draft_model_changes_nothing(pair: str, law: str, is_greedy: bool) -> None:
+    """One ratio for each place is a case of one for each place and offset."""
+    target, drafter = PAIRS[pair]()
+    drafter = dataclasses.replace(drafter, is_greedy=is_greedy)
+    header, records = written(target, PROMPTS, target.vocab_size, temperature=0.9, top_p=0.9, max_new_tokens=12)
+    want, got = (
+        list(replay(records, header, one, law, [1, 3], target=target, batch_size=3))
+        for one in (drafter, in_rounds(drafter))
+    )
+    for a, b in zip(want, got, strict=True):
+        for k in (1, 3):
+            law_a, law_b = a.distributions(k)[0], b.distributions(k)[0]
+            np.testing.assert_array_equal(law_a.num_drafted, law_b.num_drafted)
+            np.testing.assert_allclose(law_a.probs, law_b.probs, rtol=0, atol=1e-9)
+        is_drafted = a.distributions(1)[0].num_drafted > 0
+        for x, y in zip(a.overlap, b.overlap, strict=True):
+            np.testing.assert_allclose(x[is_drafted[: len(x)]], y, rtol=0, atol=1e-9)
+
+
+def _inverted(logs: renewal.Floats) -> renewal.Floats:
     """p/q, which is what decides about a token that was *drafted*, not about one that stands in the text."""
-    return renewal.token_by_token(-logs, k)
+    return renewal.token_by_token(np.where(np.isfinite(logs), -logs, -np.inf))
 
 
-def _unordered_block(logs: renewal.Floats, k: int) -> renewal.Floats:
+def _unordered_block(logs: renewal.Floats) -> renewal.Floats:
     """min(1, rho_i), without the rho before it."""
-    products = np.cumsum(renewal._windows(logs, k), axis=1)
+    products = np.cumsum(logs, axis=1)
     return np.concatenate((np.ones((len(logs), 1)), np.exp(np.minimum(products, 0))), axis=1)
 
 
@@ -243,7 +307,7 @@ def _unordered_block(logs: renewal.Floats, k: int) -> renewal.Floats:
 )
 def test_wrong_formulas_show(rule: str, wrong: Callable[..., renewal.Floats], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr("outrider.replay.replay.survival", lambda name, logs, k: wrong(logs, k))
+    monkeypatch.setattr("outrider.replay.replay.survival", lambda name, logs: wrong(logs))
     with pytest.raises(AssertionError):
         for text, (_, want) in _enumerated(_rounds_by_rule(rule, DRAFT.softmax(-1).tolist(), 2), 4, 2).items():
             _assert_same(_replayed(text, rule, 4, 2), want)
@@ -266,7 +330,8 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
         for i, (output, pair, some) in enumerate(zip(outputs, pairs, probs, strict=True))
     ]
     differences = defaultdict(list)
-    for one, output in zip(replay(records, header, drafter, rule, [k], batch_size=500), outputs, strict=True):
+    replayed = replay(records, header, drafter, rule, [k], target=target, batch_size=500)
+    for one, output in zip(replayed, outputs, strict=True):
         assert one.is_exact(k)
         want, stats = one.distributions(k)[0].expected().to_json(), output.stats.to_json()
         for name in ("num_rounds", "num_truncated_rounds", "num_accepted_draft_tokens", "num_draft_tokens"):
@@ -297,16 +362,45 @@ def test_sampled_rounds_of_certain_drafts(rule: str, is_greedy: bool) -> None:
     assert set(scores.values()) == {0.0}
 
 
+def _head_pair(name: str) -> tuple[LM, Drafter]:
+    model = tiny_llama(vocab_size=30)
+    target = as_lm(model)
+    return target, parallel(as_lm(perturbed(model, 0.1), "draft")) if name == "parallel" else head(target)
+
+
+@pytest.mark.parametrize("name", ["parallel", "head"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("k", [3, 7])
+def test_sampled_rounds_of_heads_are_those_of_the_loop_on_average(name: str, rule: str, k: int) -> None:
+    """Twelve times four comparisons, each of which fails by chance with a probability below 4e-7."""
+    scores = _z_scores(rule, k, *_head_pair(name), 200)
+    assert all(abs(score) < Z for score in scores.values()), scores
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_one_ratio_for_each_place_shows_on_average(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: later tokens of a parallel draft are worse than the first."""
+    monkeypatch.setattr(module, "survival", _one_ratio_for_each_place)
+    assert abs(_z_scores(rule, 3, *_head_pair("parallel"), 200)["num_rounds"]) > 1.5 * Z
+
+
+def test_a_head_is_refused_without_the_target() -> None:
+    target, drafter = _head_pair("head")
+    header, records = written(target, PROMPTS[:1], 1, max_new_tokens=3)
+    with pytest.raises(OptionError, match="draft = 'head'.*--target"):
+        list(replay(records, header, drafter, "rejection", [1]))
+
+
 def test_a_wrong_agreement_shows_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: ``gumbel`` keeps fewer tokens than ``rejection``, whose formula it does not follow."""
     target, drafter = table_pair(8)
     assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) < Z
-    score = module._score
+    score = module.score_records
 
-    def wrong(*arguments: object) -> list[module._Places]:
+    def wrong(*arguments: object) -> list[ScoredRecord]:
         return [dataclasses.replace(one, agreement=(one.log_ratios, one.log_ratios)) for one in score(*arguments)]
 
-    monkeypatch.setattr(module, "_score", wrong)
+    monkeypatch.setattr(module, "score_records", wrong)
     assert abs(_z_scores("gumbel", 4, target, drafter, 3000)["num_rounds"]) > 1.5 * Z
 
 
@@ -377,12 +471,12 @@ def test_an_impossible_token_is_no_accident() -> None:
     """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
     not make up for a small q/p after it."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
-    law = RoundDistribution.of(renewal.by_block(logs, 2), np.array([2, 1, 0]))
+    law = RoundDistribution.of(renewal.by_block(renewal.by_offset(logs, 2)), np.array([2, 1, 0]))
     assert law.expected().acceptance_histogram == pytest.approx((1.0, 1.0, 0.0))
     assert not torch.tensor(law.probs).isnan().any()
     logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
     for survival in (renewal.by_block, renewal.token_by_token):
-        assert survival(logs, 2)[0] == pytest.approx((1.0, 1.0, 0.25))
+        assert survival(renewal.by_offset(logs, 2))[0] == pytest.approx((1.0, 1.0, 0.25))
 
 
 def test_a_repetition_penalty_is_seen() -> None:

@@ -8,9 +8,10 @@ import torch
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
-from outrider.scoring.alpha import measure_alpha, overlap, sampling_grid
+from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, overlap, sampling_grid
 from outrider.scoring.teacher_forcing import Text, force
-from toys import as_lm, perturbed, random_table, table_lm, tiny_llama
+from round_drafters import in_rounds, two_tables
+from toys import as_lm, llama_pair, perturbed, random_table, table_lm, tiny_llama
 
 TEXTS = [Text([3, 1, 4, 1, 5, 9, 2, 6], 3), Text(list(range(2, 55)) * 3, 1), Text([7, 7], 1), Text([5], 1)]
 
@@ -54,6 +55,35 @@ def test_alpha_is_the_mean_overlap() -> None:
         assert got.alpha.value == pytest.approx(float(want), abs=1e-12)
         assert (got.num_tokens, got.sampling) == (8, sampling)
     assert measure_alpha(target, target, texts, [Sampling()])[0].alpha.value == pytest.approx(1, abs=1e-12)
+
+
+def test_alpha_of_each_token_of_a_round() -> None:
+    """A drafter with one table for the first token and another for the rest; the second has no text after the last
+    place, the third after the last two."""
+    tables = [random_table(5, seed) for seed in range(3)]
+    target, drafter = table_lm(tables[0]), two_tables(*tables[1:])
+    texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2), Text([3])]
+    before = [[[0, 1, 2, 3, 4, 0], [4, 1]], [[1, 2, 3, 4, 0], [1]], [[2, 3, 4, 0], []]]  # by offset and text
+    samplings = [Sampling(), Sampling(temperature=0.5, top_p=0.8)]
+    measured = measure_forced_alpha(target, drafter, texts, samplings, 3, batch_size=1)
+    for got, sampling in zip(measured, samplings, strict=True):
+        settings = Settings.of([sampling], 5, torch.device("cpu"))
+        p, first, later = (to_probs(table[None], settings)[0] for table in tables)
+        assert got.by_offset is not None and got.alpha == got.by_offset[0] and got.num_tokens == 8
+        for alpha, q, places in zip(got.by_offset, (first, later, later), before, strict=True):
+            want = torch.minimum(p, q).sum(-1)[[token for row in places for token in row]].mean()
+            assert alpha.value == pytest.approx(float(want), abs=1e-12)
+
+
+def test_forced_alpha_of_a_draft_model_is_its_alpha() -> None:
+    """At the first offset; the others have fewer places."""
+    target, drafter = llama_pair(draft_context_len=100)
+    samplings = [Sampling(repetition_penalty=1.3), Sampling(temperature=0.7)]
+    want = measure_alpha(target, drafter.lm, TEXTS, samplings)
+    got = measure_forced_alpha(target, in_rounds(drafter), TEXTS, samplings, 2)
+    for a, b in zip(want, got, strict=True):
+        assert b.alpha.value == pytest.approx(a.alpha.value, abs=1e-9) and b.num_tokens == a.num_tokens
+        assert a.by_offset is None and b.by_offset is not None and b.by_offset[1].value != b.alpha.value
 
 
 def test_batches_change_nothing() -> None:

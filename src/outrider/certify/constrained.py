@@ -43,19 +43,25 @@ class UnenforcedConstraint:
             self._inner.pop(num_tokens - num_beyond)
 
 
+def walks_of(texts: Sequence[Text], new_constraint: NewConstraint) -> list[UnenforcedConstraint]:
+    """A constraint for each text, advanced to its first scored token; none at all if unconstrained."""
+    walks: list[UnenforcedConstraint] = []
+    for text in texts:
+        constraint = new_constraint()
+        if constraint is None:  # then none has one
+            return []
+        walk = UnenforcedConstraint(constraint)
+        for token_id in text.ids[text.num_prompt or text.num_given : text.num_given]:
+            walk.push(token_id)
+        walks.append(walk)
+    return walks
+
+
 class TextMasks:
     """Masks the logits of scored sequences, chunk by chunk."""
 
     def __init__(self, texts: Sequence[Text], new_constraint: NewConstraint) -> None:
-        self._walks: list[UnenforcedConstraint] = []
-        for text in texts:
-            constraint = new_constraint()
-            if constraint is None:  # then none has one
-                return
-            walk = UnenforcedConstraint(constraint)
-            for token_id in text.ids[text.num_prompt or text.num_given : text.num_given]:
-                walk.push(token_id)
-            self._walks.append(walk)
+        self._walks = walks_of(texts, new_constraint)
 
     def masked(self, *chunks: ForcedTokens) -> Sequence[ForcedTokens]:
         """Set the logits of forbidden tokens to minus infinity. (Logits processors leave these as they are.)

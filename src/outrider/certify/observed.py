@@ -1,7 +1,8 @@
 """Statistics of generated tokens under p and q: the input to the tests of outrider.stats.evidence.
 
 p comes from a teacher-forced pass of the target over the finished sequences, which shares no cache, no rollback and no
-rule with the loop that generated them; q likewise from the draft. Statistics of a token y:
+rule with the loop that generated them; q likewise from the draft. (A drafter that needs forcing is led along them: q is
+that of the token's place in its round.) Statistics of a token y:
 
 - ``pits``: P(v before y) + w p(y), where tokens are ordered by q - p and w is a uniform number of its own. A wrong rule
   tends to push towards the draft, that is, to large values.
@@ -18,7 +19,7 @@ occur by chance: it is counted, unless rounding may have moved it across the edg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import starmap
 from operator import itemgetter
 from typing import Any
@@ -27,12 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.certify.constrained import NewConstraint, TextMasks
+from outrider.certify.constrained import NewConstraint, TextMasks, walks_of
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.options import Sampling
+from outrider.records import Constraint
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised, one_hot
 from outrider.sampling.rules import REJECTION
+from outrider.scoring.forcing import ForcedRound, force_drafts, needs_forcing
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
 from outrider.scoring.tolerances import is_at_edge
@@ -129,6 +132,7 @@ def observe(
     seed: int,
     batch_size: int,
     new_constraint: NewConstraint = lambda: None,
+    num_draft_tokens: int = 1,
 ) -> ObservedTokens:
     """Compute the statistics of sequences under the target's own distribution with ``sampling``.
 
@@ -136,12 +140,13 @@ def observe(
         written: generated sequences, not longer than the context of either model.
         seed: for the w of the probability integral transforms.
         new_constraint: creates the constraint that was enforced.
+        num_draft_tokens: K of the rounds, for drafters that need forcing.
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
     columns: list[_Columns] = []
     for begin in range(0, len(written), batch_size):
         group = written[begin : begin + batch_size]
-        parts = list(_score(target, drafter, sampling, group, seed, new_constraint))
+        parts = list(_score(target, drafter, sampling, group, seed, new_constraint, num_draft_tokens))
         rows = torch.cat([part["rows"] for part in parts])
         order = rows.argsort(stable=True)  # chunks hold a piece of every sequence
         columns.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
@@ -197,6 +202,8 @@ def draft_rows(
     sampling: Sampling,
     texts: Sequence[Text],
     new_constraint: NewConstraint = lambda: None,
+    offsets: Sequence[Sequence[int]] | None = None,
+    num_draft_tokens: int = 1,
 ) -> Iterator[tuple[ForcedTokens, Tensor, Tensor]]:
     """Yield p and q for the scored tokens of sequences, chunk by chunk.
 
@@ -204,9 +211,12 @@ def draft_rows(
 
     Args:
         new_constraint: creates the constraint that masks p and q. (A look-up proposes without.)
+        offsets: of each scored token in its round, for drafters that need forcing; None for 0 (rounds that begin at
+            the token).
+        num_draft_tokens: K of these rounds; more than any offset.
 
     Yields:
-        The target's scored tokens; p and q in float64, q = p where a look-up proposes nothing. [M, V], [M, V]
+        The target's scored tokens; p and q in float64, q = p where nothing is drafted. [M, V], [M, V]
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
     masking = TextMasks(texts, new_constraint)
@@ -221,14 +231,27 @@ def draft_rows(
             q = normalised(draft.probs(draft_settings)).to(chunk.ids.device)
             yield chunk, normalised(chunk.probs(settings)), q
         return
-    if drafter.most_drafted == 0 or drafter.models:  # a head's q is not a function of the tokens alone
+    if drafter.most_drafted == 0:
         for (chunk,) in map(masking.masked, force(target, texts, [settings])):
             p = normalised(chunk.probs(settings))
             yield chunk, p, normalised(p.square())
         return
+    taken = [0] * len(texts)
+    if needs_forcing(drafter):
+        constraints = walks_of(texts, new_constraint) or None
+        forced = _ForcedRows(target, drafter, sampling, texts, offsets, num_draft_tokens, constraints)
+        for (chunk,) in map(masking.masked, force(target, texts, [settings])):
+            p = normalised(chunk.probs(settings))
+            q = p.clone()
+            for here, row in zip(q, chunk.rows.tolist(), strict=True):
+                found = forced.take(row, taken[row])
+                if found is not None:
+                    here.copy_(normalised(found))
+                taken[row] += 1
+            yield chunk, p, q
+        return
     wanted = [[1] * (len(text.ids) - text.num_given) for text in texts]
     proposed = proposals(drafter, texts, wanted, REJECTION, target.vocab_size)
-    taken = [0] * len(texts)
     for (chunk,) in map(masking.masked, force(target, texts, [settings])):
         p = normalised(chunk.probs(settings))
         ids = []
@@ -239,6 +262,45 @@ def draft_rows(
         yield chunk, p, torch.where(drafted >= 0, one_hot(drafted.clamp_min(0), p)[:, 0], p)
 
 
+class _ForcedRows:
+    """q at an offset for each scored token of texts, by forcing. Rounds run when their rows are asked for."""
+
+    def __init__(
+        self,
+        target: LM,
+        drafter: Drafter,
+        sampling: Sampling,
+        texts: Sequence[Text],
+        offsets: Sequence[Sequence[int]] | None,
+        k: int,
+        constraints: Sequence[Constraint] | None,
+    ) -> None:
+        self._offsets = offsets or [[0] * (len(text.ids) - text.num_given) for text in texts]
+        # All rounds draft K tokens, also near the end.
+        samplings = [replace(sampling, max_new_tokens=len(text.ids) + k) for text in texts]
+        self._rounds = force_drafts(target, drafter, texts, samplings, k, constraints=constraints)
+        self._num_rounds = 0
+        self._held: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, row: int, token: int) -> Tensor | None:
+        """q of a scored token of a text, once. [V]
+
+        Returns:
+            None if nothing was drafted there.
+        """
+        while self._num_rounds <= token:  # all texts run at once, and each round begins one token later
+            self._keep(next(self._rounds))
+            self._num_rounds += 1
+        return self._held.pop((row, token), None)
+
+    def _keep(self, one: ForcedRound) -> None:
+        for at, offset in one.is_scored.nonzero().tolist():
+            row = int(one.rows[at])
+            token = int(one.places[at]) + offset
+            if self._offsets[row][token] == offset:
+                self._held[row, token] = one.q[at, offset]
+
+
 def _score(
     target: LM,
     drafter: Drafter,
@@ -246,12 +308,15 @@ def _score(
     written: Sequence[GeneratedText],
     seed: int,
     new_constraint: NewConstraint,
+    num_draft_tokens: int,
 ) -> Iterator[_Columns]:
     texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in written]
     # By sequence and token, so that they do not depend on the batch.
     spread = [np.random.default_rng([seed, one.index]).random(len(one.token_ids)) for one in written]
     taken = [0] * len(written)
-    for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint):
+    # The place of a token is known before it is drawn, so q may depend on it.
+    offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in written]
+    for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
         w = []
         for row in chunk.rows.tolist():
             w.append(spread[row][taken[row]])

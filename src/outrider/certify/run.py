@@ -71,6 +71,7 @@ class TokenSample:
                 seed=job.seed,
                 batch_size=job.batch_size,
                 new_constraint=job.new_constraint,
+                num_draft_tokens=job.num_draft_tokens,
             )
             self.written += batch
             self._parts.append(part)

@@ -42,6 +42,16 @@ class Bounds:
     agreement: tuple[Tensor, Tensor]  # [M], [M]
 
 
+def agreement(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> Tensor:
+    """g where p is known in full. [M, V], [M, V], [M] -> [M]"""
+    ids = token_ids[:, None]
+    p_x, q_x = target_probs.gather(1, ids).clamp_min(_TINY), draft_probs.gather(1, ids)
+    can_agree = q_x > 0
+    c = p_x / torch.where(can_agree, q_x, 1.0)
+    total = torch.maximum(target_probs, c * draft_probs).sum(dim=1, keepdim=True)
+    return torch.where(can_agree, (1.0 / total).clamp_max(1.0), 0.0)[:, 0]
+
+
 def bounds(draft_probs: Tensor, token_ids: Tensor, known: TopProbs) -> Bounds:
     """Bound the overlap and g.
 

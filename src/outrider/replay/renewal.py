@@ -8,6 +8,9 @@ sequence*, that a round beginning after t tokens accepts at least i drafted ones
 - ``gumbel``: S_i = prod_{j<=i} g_j, with g_j as in outrider.replay.bounds.
 - ``match``, which accepts a drafted token if the target independently draws the same: S_i = prod_{j<=i} q(x_{t+j}).
 
+The q of a token may depend on where the round began: so each r, g and q is a number for a *place* t and an *offset* j.
+Where it does not, the numbers of a place are those of the tokens after it (``by_offset``).
+
 A round that accepts i tokens commits i+1, and the next one begins there. Noise is independent between rounds, so the
 beginnings of rounds form a renewal process, and every expectation follows from u(t), the probability that a round
 begins at t. The proofs are in docs/record-and-replay.md. Greedy decoding is the case where every r is 0 or 1.
@@ -18,7 +21,6 @@ This module knows no models and no files.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +33,7 @@ Integers = npt.NDArray[np.int64]
 
 
 def log_ratios(draft_probs: Floats, target_probs: Floats) -> Floats:
-    """log(q/p) of the sequence's tokens. [n], [n] -> [n]
+    """log(q/p) of the sequence's tokens. [...], [...] -> [...]
 
     A p of zero can only be rounding (the token was sampled, perhaps at the edge of a filter). The true q/p is unknown;
     an infinite ratio would let ``block`` accept anything that follows. So it counts as 1, or as 0 if q is 0.
@@ -41,33 +43,34 @@ def log_ratios(draft_probs: Floats, target_probs: Floats) -> Floats:
     return np.where(target_probs > 0, logs, np.where(draft_probs > 0, 0.0, -np.inf))
 
 
-def token_by_token(logs: Floats, k: int) -> Floats:
+def by_offset(values: Floats, k: int) -> Floats:
+    """View numbers of tokens as numbers of places and offsets: at [t, j] the value of token t + j; -inf beyond the end.
+    [n] -> [n, K]"""
+    windows: Floats = sliding_window_view(np.concatenate((values, np.full(k, -np.inf))), k)[: len(values)]
+    return windows
+
+
+def token_by_token(logs: Floats) -> Floats:
     """S of a rule that accepts each token independently with probability min(1, exp(log)).
 
     Args:
-        logs: of each token of the sequence. [n]
+        logs: at each place and offset; -inf beyond the end. [n, K]
 
     Returns:
         At [t, i] the probability that a round beginning after t tokens accepts at least i; 0 beyond the end. [n, K+1]
     """
-    return _with_none(np.exp(np.cumsum(np.minimum(_windows(logs, k), 0.0), axis=1)))
+    return _with_none(np.exp(np.cumsum(np.minimum(logs, 0.0), axis=1)))
 
 
-def by_block(logs: Floats, k: int) -> Floats:
-    """S of ``block``: min(1, rho_1, ..., rho_i). [n] -> [n, K+1]"""
-    return _with_none(np.exp(np.minimum(np.minimum.accumulate(np.cumsum(_windows(logs, k), axis=1), axis=1), 0.0)))
+def by_block(logs: Floats) -> Floats:
+    """S of ``block``: min(1, rho_1, ..., rho_i). [n, K] -> [n, K+1]"""
+    return _with_none(np.exp(np.minimum(np.minimum.accumulate(np.cumsum(logs, axis=1), axis=1), 0.0)))
 
 
 def by_matches(num_matching: Integers, k: int) -> Floats:
     """S for a known number of accepted tokens. [n] -> [n, K+1]"""
     is_accepted: Floats = (np.arange(k + 1) <= num_matching[:, None]).astype(np.float64)
     return is_accepted
-
-
-def _windows(logs: Floats, k: int) -> Floats:
-    """Sliding windows: at [t, j] the value of token t + j. [n] -> [n, K]"""
-    windows: Floats = sliding_window_view(np.concatenate((logs, np.full(k, -np.inf))), k)[: len(logs)]
-    return windows
 
 
 def _with_none(survival: Floats) -> Floats:
@@ -142,6 +145,7 @@ class RoundDistribution:
         return rounds, False
 
 
-def survival(rule: str, values: Any, k: int) -> Floats:
-    """S of a rule by name, from log(q/p) of each token (``gumbel``: log g; ``match``: log q). [n] -> [n, K+1]"""
-    return by_block(values, k) if rule == "block" else token_by_token(values, k)
+def survival(rule: str, logs: Floats) -> Floats:
+    """S of a rule by name, from log(q/p) at each place and offset (``gumbel``: log g; ``match``: log q).
+    [n, K] -> [n, K+1]"""
+    return by_block(logs) if rule == "block" else token_by_token(logs)

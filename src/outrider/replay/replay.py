@@ -1,8 +1,9 @@
-"""Replay: evaluate drafts on a target's recorded output, without running the target.
+"""Replay: evaluate drafts on a target's recorded output, without generating it again.
 
 A draft model reads each recorded sequence once; that gives q for every token. With the recorded p it determines the
 distribution of rounds over this sequence, for every K at once (see outrider.replay.renewal). A look-up drafter
-proposes after every token of the sequence, by its own code.
+proposes after every token of the sequence, by its own code. A drafter whose q is known in rounds only is led along the
+sequence beside the target, for each K (see outrider.scoring.forcing).
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
@@ -27,14 +26,15 @@ from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
 from outrider.options import Sampling
 from outrider.records import Stats
-from outrider.replay.bounds import Bounds, bounds
-from outrider.replay.log_format import Header, Record, TopProbs
-from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, log_ratios, survival
+from outrider.replay.forced import ForcedRecord, force_records
+from outrider.replay.log_format import Header, Record
+from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, by_offset, survival
+from outrider.replay.teacher_forced import score_records
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
+from outrider.scoring.forcing import needs_forcing
 from outrider.scoring.lookups import proposals
-from outrider.scoring.teacher_forcing import Text, force
+from outrider.scoring.teacher_forcing import Text
 from outrider.stats.counts import tau_interval, total
 from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
@@ -56,7 +56,8 @@ class ReplayedRecord:
             object if p is known well enough. Computed on demand: all K up to 1024 would take gigabytes for a long
             sequence.
         overlap: for each scored token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
-            itself, which has the same mean over the tokens drawn there; None without a q or a p.
+            itself, which has the same mean over the tokens drawn there; None without a q or a p. (By forcing: at the
+            beginnings of rounds that draft.)
     """
 
     index: int
@@ -180,6 +181,7 @@ def replay(
     acceptance: str,
     ks: Sequence[int],
     *,
+    target: LM | None = None,
     draft_sampling: Sampling | None = None,
     batch_size: int = 8,
 ) -> Iterator[ReplayedRecord]:
@@ -187,18 +189,25 @@ def replay(
 
     Args:
         acceptance: one of PREDICTED_RULES.
+        target: of the log; run for drafters that need forcing, and only for these.
         draft_sampling: options of a draft model, if they differ from the target's.
 
     Raises:
-        OptionError: the rule is unknown, there is no draft, or the log lacks the probabilities needed.
+        OptionError: the rule is unknown, there is no draft, the log lacks the probabilities needed, or the target is
+            needed and not given.
     """
     if acceptance not in PREDICTED_RULES:
         raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
         raise OptionError("draft", drafter.name, _NO_DRAFT)
-    if drafter.models and drafter.lm is None:
-        raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
-    needs_probs = not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
+    is_forced = needs_forcing(drafter)
+    if is_forced and target is None:
+        raise OptionError(
+            "draft",
+            drafter.name,
+            "its q depends on the target's hidden states, or on where a round began: give the log's target (--target)",
+        )
+    needs_probs = not is_forced and not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
     if needs_probs and header.num_probs is None:
         raise OptionError(
             "draft",
@@ -209,7 +218,10 @@ def replay(
         )
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
-        if drafter.lm is not None:
+        if is_forced:
+            assert target is not None and draft_sampling is None, "the loop has one kind of options for p and q"
+            yield from _replay_forced(group, header, target, drafter, acceptance, ks)
+        elif drafter.lm is not None:
             sampling = q_sampling(drafter, draft_sampling or header.sampling)
             yield from _replay_model(group, header, drafter.lm, acceptance, sampling, drafter.is_one_hot)
         else:
@@ -245,7 +257,7 @@ def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
 def _replay_model(
     records: Sequence[Record], header: Header, lm: LM, acceptance: str, sampling: Sampling, is_one_hot: bool
 ) -> Iterator[ReplayedRecord]:
-    scored = _score(records, header, lm, sampling)
+    scored = score_records(records, header, lm, sampling)
     for record, places in zip(records, scored, strict=True):
         low, high = places.log_ratios, places.log_ratios
         if is_one_hot or acceptance == MATCH:  # a one-hot q is accepted where it equals the recorded token
@@ -266,96 +278,43 @@ def _distributions(
     """See ``ReplayedRecord``.
 
     Args:
-        low, high: arguments of ``survival``. [n], [n]
+        low, high: of each token, for the argument of ``survival``. [n], [n]
         room: draft limit of a round. [n]
     """
     num_drafted = np.minimum(k, room)
-    least = RoundDistribution.of(survival(acceptance, low, k), num_drafted)
-    most = least if np.array_equal(low, high) else RoundDistribution.of(survival(acceptance, high, k), num_drafted)
-    return least, most
+    least = RoundDistribution.of(survival(acceptance, by_offset(low, k)), num_drafted)
+    if np.array_equal(low, high):
+        return least, least
+    return least, RoundDistribution.of(survival(acceptance, by_offset(high, k)), num_drafted)
+
+
+def _replay_forced(
+    records: Sequence[Record], header: Header, target: LM, drafter: Drafter, acceptance: str, ks: Sequence[int]
+) -> Iterator[ReplayedRecord]:
+    """Replay by forcing, for each K by itself, since q may depend on how many tokens are drafted."""
+    by_k = {k: force_records(records, header, target, drafter, acceptance, k) for k in ks}
+    for i, record in enumerate(records):
+        forced = {k: found[i] for k, found in by_k.items()}
+        overlap, estimate = forced[ks[0]].overlap
+        yield ReplayedRecord(
+            record.index,
+            record.category,
+            partial(_forced_distributions, acceptance, forced),
+            (overlap, overlap, estimate),
+        )
+
+
+def _forced_distributions(
+    acceptance: str, forced: Mapping[int, ForcedRecord], k: int
+) -> tuple[RoundDistribution, RoundDistribution]:
+    rounds = RoundDistribution.of(survival(acceptance, forced[k].logs), forced[k].num_drafted)
+    return rounds, rounds
 
 
 def _room(record: Record, header: Header) -> Integers:
     """Draft limit of a round beginning after each number of tokens. [n]"""
     room: Integers = header.max_new_tokens(len(record.prompt_ids)) - np.arange(len(record.token_ids)) - 1
     return room
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """log q, log(q/p), bounds of log g for each recorded token, and the overlap as in ``ReplayedRecord``. Beyond the
-    draft's context the logarithms are -inf, and there is no overlap."""
-
-    log_probs: Floats  # [n]
-    log_ratios: Floats  # [n]
-    agreement: tuple[Floats, Floats]  # [n], [n]
-    overlap: tuple[Floats, Floats, Floats] | None  # [at most n], ...
-
-
-def _score(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling) -> list[_Places]:
-    """Score the recorded sequences with a draft model under its options."""
-    settings = Settings.of([sampling.with_ends(header.eos_ids)], header.vocab_size, lm.device)
-    own_logs = [np.full(len(record.token_ids), -np.inf) for record in records]
-    logs = [np.full_like(one, -np.inf) for one in own_logs]
-    agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
-    overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
-    num_done = [0] * len(records)
-    # The last token is not fed, so it may lie one beyond the draft's context, as in the loop.
-    cut = [(*record.prompt_ids, *record.token_ids)[: lm.context_len + 1] for record in records]
-    places = [row for row, record in enumerate(records) if len(cut[row]) > len(record.prompt_ids)]
-    texts = [Text(cut[row], len(records[row].prompt_ids)) for row in places]
-    chunks = force(lm, texts, [settings]) if texts else iter(())
-    for chunk in chunks:
-        q_rows = normalised(chunk.probs(settings))
-        for at in sorted(set(chunk.rows.tolist())):
-            row, is_here = places[at], chunk.rows == at
-            q, ids = q_rows[is_here], chunk.ids[is_here]
-            part = slice(num_done[row], num_done[row] + len(ids))
-            num_done[row] = part.stop
-            q_x = _numpy(q.gather(1, ids[:, None])[:, 0])
-            with np.errstate(divide="ignore"):
-                own_logs[row][part] = np.log(q_x)
-            known = _known(records[row], header, part, ids)
-            if known is not None:
-                logs[row][part] = log_ratios(q_x, _numpy(known.token_probs))
-                _keep(bounds(q, ids, known), agreements[row], overlaps[row], part)
-    places_of = zip(own_logs, logs, agreements, overlaps, num_done, strict=True)
-    has_p = header.sampling.temperature == 0 or header.num_probs is not None
-    return [
-        _Places(
-            own_log,
-            log,
-            agreement,
-            (_joined(low), _joined(high), np.exp(np.minimum(log[:num], 0.0))) if has_p else None,
-        )
-        for own_log, log, agreement, (low, high), num in places_of
-    ]
-
-
-def _keep(
-    found: Bounds, agreement: tuple[Floats, Floats], overlap: tuple[list[Floats], list[Floats]], part: slice
-) -> None:
-    with np.errstate(divide="ignore"):
-        for place in (0, 1):
-            agreement[place][part] = np.log(_numpy(found.agreement[place]))
-            overlap[place].append(_numpy(found.overlap[place]))
-
-
-def _joined(parts: Sequence[Floats]) -> Floats:
-    return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def _known(record: Record, header: Header, part: slice, ids: Tensor) -> TopProbs | None:
-    """Recorded part of p, if any. At temperature 0 it is one-hot at the recorded token."""
-    if header.sampling.temperature == 0:
-        ones = torch.ones(len(ids), dtype=torch.float64, device=ids.device)
-        return TopProbs(ones, ids[:, None], ones[:, None], torch.zeros_like(ones))
-    return None if record.probs is None else record.probs.at(part, ids.device)
-
-
-def _numpy(values: Tensor) -> Floats:
-    array: Floats = values.to("cpu", torch.float64).numpy()
-    return array
 
 
 def _replay_look_up(

@@ -2,34 +2,43 @@
 
 At one position, sum_v min(p(v), q(v)) = 1 - TV(p, q) is the probability that a token drawn from q is accepted under
 ``rejection`` (Leviathan et al. 2211.17192, corollary 3.6). Its mean over the positions of a text is alpha. Nothing is
-generated: both models score existing texts.
+generated: both models score existing texts. If q depends on where the round began, alpha is that of a round's first
+token, and the later tokens have one each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
+from outrider.scoring.forcing import measure_drafts
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 from outrider.stats.intervals import Interval, bounded_mean
 
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """alpha of a pair under some sampling options, with an interval over the texts, and the number of scored tokens."""
+    """alpha of a pair under some sampling options, with an interval over the texts, and the number of scored tokens.
+
+    Attributes:
+        by_offset: of the tokens of a round, the first one first; None if all have the same.
+    """
 
     sampling: Sampling
     alpha: Interval
     num_tokens: int
+    by_offset: tuple[Interval, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -37,6 +46,7 @@ class Alpha:
             "top_p": self.sampling.top_p,
             "alpha": self.alpha.to_json(),
             "num_tokens": self.num_tokens,
+            "by_offset": self.by_offset and [one.to_json() for one in self.by_offset],
         }
 
 
@@ -63,10 +73,7 @@ def measure_alpha(
     Raises:
         PromptError: there is nothing to score.
     """
-    most = min(target.context_len, draft.context_len)
-    texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
-    if not texts:
-        raise PromptError("no text has two tokens or more, so there is no token to score")
+    texts = _cut(texts, min(target.context_len, draft.context_len))
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
 
     def agreement(p: ForcedTokens, q: ForcedTokens) -> Tensor:
@@ -78,6 +85,59 @@ def measure_alpha(
         Alpha(sampling, bounded_mean(row.tolist(), counts, (0.0, 1.0)), sum(counts))
         for sampling, row in zip(samplings, sums, strict=True)
     ]
+
+
+def measure_forced_alpha(
+    target: LM,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    samplings: Sequence[Sampling],
+    k: int,
+    *,
+    batch_size: int = 8,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Alpha]:
+    """Measure alpha of a drafter that needs forcing, at each of K offsets after the texts' own tokens.
+
+    Args, Raises: see ``measure_alpha``.
+    """
+    texts = _cut(texts, min(target.context_len, drafter.context_len or target.context_len))
+    sums = np.zeros((len(samplings), k, len(texts)))
+    counts = np.zeros_like(sums)
+    for begin in range(0, len(texts), batch_size):
+        batch = texts[begin : begin + batch_size]
+        for of_sums, of_counts, sampling in zip(sums, counts, samplings, strict=True):
+            # All rounds draft K tokens, also near the end.
+            options = [replace(sampling, max_new_tokens=len(text.ids) + k) for text in batch]
+            measured = measure_drafts(target, drafter, batch, options, k, lambda p, q, _: overlap(p, q)[None], 1)
+            for i, one in enumerate(measured, start=begin):
+                of_sums[:, i] = np.nansum(one.values[0], axis=0)
+                of_counts[:, i] = np.isfinite(one.values[0]).sum(axis=0)
+        if on_done is not None:
+            on_done(len(batch))
+    found = []
+    for of_sums, of_counts, sampling in zip(sums, counts, samplings, strict=True):
+        by_offset = tuple(
+            bounded_mean(values[num > 0].tolist(), num[num > 0].tolist(), (0.0, 1.0))
+            for values, num in zip(of_sums, of_counts, strict=True)
+            if num.any()
+        )
+        if not by_offset:
+            raise PromptError(f"{drafter.name} drafts nothing on these texts")
+        found.append(Alpha(sampling, by_offset[0], int(of_counts[0].sum()), by_offset))
+    return found
+
+
+def _cut(texts: Sequence[Text], most: int) -> list[Text]:
+    """Texts of at most so many tokens, without those that have none to score.
+
+    Raises:
+        PromptError: none is left.
+    """
+    cut = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
+    if not cut:
+        raise PromptError("no text has two tokens or more, so there is no token to score")
+    return cut
 
 
 def sampling_grid(temperatures: Sequence[float], top_ps: Sequence[float]) -> Iterator[Sampling]:

@@ -19,6 +19,7 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError
 from outrider.offline.prompt_file import read_prompts
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from outrider.scoring.alpha import Alpha
@@ -44,7 +45,7 @@ def alpha(
 
     from outrider.bench.plots import check_plot_file, plot_alpha
     from outrider.bench.report import interval_text, new_table
-    from outrider.scoring.alpha import measure_alpha, sampling_grid
+    from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, sampling_grid
     from outrider.scoring.teacher_forcing import Text
     from outrider.text.example_prompts import PROMPTS
     from outrider.text.tokenizer import encode
@@ -58,24 +59,32 @@ def alpha(
     results: dict[str, list[Alpha]] = {}
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
-        if drafter.lm is None or drafter.is_one_hot:
+        if drafter.is_one_hot:
             raise OptionError(
                 "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
             )
         with progress_bar(name, len(texts)) as advance:
-            results[name] = measure_alpha(
-                decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance
-            )
+            if drafter.lm is None:
+                k = drafter.most_drafted or DEFAULT_NUM_DRAFT_TOKENS
+                results[name] = measure_forced_alpha(
+                    decoder.target, drafter, texts, samplings, k, batch_size=batch_size, on_done=advance
+                )
+            else:
+                results[name] = measure_alpha(
+                    decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance
+                )
     console = console_for(json_target)
     num_tokens = results[pair.draft_names[0]][0].num_tokens
-    table = new_table(
-        f"{decoder.target.name}, {num_tokens} tokens", "draft", "temperature", "top-p", "alpha, 95%", "TV"
-    )
+    has_offsets = any(one.by_offset is not None for alphas in results.values() for one in alphas)
+    columns = "draft", "temperature", "top-p", "alpha, 95%", "TV", *["of each token of a round"] * has_offsets
+    table = new_table(f"{decoder.target.name}, {num_tokens} tokens", *columns)
     for name, alphas in results.items():
         for one in alphas:
             value, sampling = one.alpha.value, one.sampling
             top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # no effect at temperature 0
-            row = f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"
+            row = [f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"]
+            if has_offsets:
+                row.append("-" if one.by_offset is None else " ".join(f"{part.value:.3f}" for part in one.by_offset))
             table.add_row(name, *row)
     print_table(console, table)
     console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")

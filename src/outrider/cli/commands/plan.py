@@ -134,7 +134,7 @@ def plan(
         records, header = list(recording), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts, is_bounded = _counts(drafters, records, header, acceptance, ks)
+    counts, is_bounded = _counts(decoder, drafters, records, header, acceptance, ks)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
@@ -201,7 +201,12 @@ def _texts(prompts: Path | None) -> list[str]:
 
 
 def _counts(
-    drafters: Mapping[str, Drafter], records: Sequence[Record], header: Header, acceptance: str, ks: Sequence[int]
+    decoder: Decoder,
+    drafters: Mapping[str, Drafter],
+    records: Sequence[Record],
+    header: Header,
+    acceptance: str,
+    ks: Sequence[int],
 ) -> tuple[dict[tuple[str, int], Sequence[Stats]], bool]:
     """Expected rounds of each draft and K. If p is known in part only, assumes the lowest possible acceptance; also
     returns whether it does."""
@@ -211,7 +216,7 @@ def _counts(
     is_bounded = False
     with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
-            replayed = replay(records, header, drafter, acceptance, ks)
+            replayed = replay(records, header, drafter, acceptance, ks, target=decoder.target)
             expected = summarise(counted(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
             is_bounded |= any(one.upper is not None for one in expected.values())

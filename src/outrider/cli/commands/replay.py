@@ -1,15 +1,16 @@
-"""``outrider replay``: evaluates drafts on a log, without running the target."""
+"""``outrider replay``: evaluates drafts on a log, without generating it again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from outrider.cli.shared.options import (
+    MODELS_PANEL,
     BatchSizeOption,
     JsonOption,
     NumDraftTokensListOption,
@@ -27,9 +28,11 @@ from outrider.cli.shared.output import (
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.pair_options import DraftOptions, set_threads
+from outrider.cli.shared.own_text import recorded
+from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
+from outrider.options import DEFAULT_ACCEPTANCE
 from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 
@@ -48,6 +51,14 @@ _OUTPUT_FORMATS = ("outrider", "cumulative")
 def replay(
     drafts: DraftOptions,
     log: Annotated[Path, typer.Argument(help="Log written by outrider record.")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Target of the log, for drafts that need it: heads, which read its hidden states, and drafts whose "
+            "tokens depend on where a round began.",
+            rich_help_panel=MODELS_PANEL,
+        ),
+    ] = None,
     num_draft_tokens: NumDraftTokensListOption = "1-8",
     batch_size: BatchSizeOption = 8,
     output: Annotated[Path | None, typer.Option(help="Write the rounds as JSON lines, for outrider analyze.")] = None,
@@ -76,7 +87,7 @@ def replay(
     plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Compute tokens per round for every draft and K from a log, without running the target."""
+    """Compute tokens per round for every draft and K from a log, without generating it again."""
     check_batch_size(batch_size)
     ks = parse_constant_k(num_draft_tokens)
     for option, value, known in (
@@ -86,6 +97,8 @@ def replay(
         if value not in known:
             raise OptionError(option, value, f"choose {' or '.join(known)}")
     given = [prompts is not None, tokenizer_of is not None]
+    if target is not None and log_format == "tensors":
+        raise OptionError("--target", target, "tensors do not name the model that wrote them: record a log")
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
         raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
     if output_format == "cumulative" and output is None:
@@ -111,12 +124,16 @@ def replay(
     if plot is not None:
         check_plot_file(plot)
     set_threads(drafts.threads)
+    decoder = pair = None
+    if target is not None:
+        pair = PairOptions(target, **asdict(replace(drafts, acceptance=DEFAULT_ACCEPTANCE)))
+        decoder = pair.load()
     header: Header
     records: Log | Sequence[Record]
     if prompts is not None and tokenizer_of is not None:
         header, records = _foreign(log, prompts, tokenizer_of, drafts.models)
     else:
-        records = Log.open(log)
+        records = Log.open(log) if decoder is None else recorded(log, decoder.target.name, decoder.tokenizer)
         header = records.header
     if not len(records):
         raise FileError(f"{log} has no records yet: resume outrider record")
@@ -125,14 +142,20 @@ def replay(
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
     device, dtype, models, corpus = drafts.device, drafts.dtype, drafts.models, drafts.corpus or ()
     loaded: list[tuple[str, Drafter]] = [
-        (name, load_draft(name, header, device=device, dtype=dtype, models_file=models, corpus=corpus))
+        (
+            name,
+            load_draft(name, header, device=device, dtype=dtype, models_file=models, corpus=corpus)
+            if pair is None or decoder is None
+            else pair.load_draft(decoder, name),
+        )
         for name in names
     ]
     rounds = _Rounds(drafts.acceptance, ks, seed)
     summaries: list[Summary] = []
     with progress_bar("prompts", len(loaded) * len(records)) as advance:
         for name, drafter in loaded:
-            replayed = judge(records, header, drafter, drafts.acceptance, ks, batch_size=batch_size)
+            lm = None if decoder is None else decoder.target
+            replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)
             if output is not None:
                 replayed = rounds.drawn(replayed, name)
             summaries.append(summarise(counted(replayed, advance), ks))
@@ -167,6 +190,7 @@ def replay(
     }
     settings = {
         **asdict(drafts),
+        "target": target,
         "draft": names,
         "num_draft_tokens": ks,
         "log": str(log),

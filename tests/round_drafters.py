@@ -1,0 +1,164 @@
+"""Drafters whose q is known in rounds only: it depends on where the round began, or on the target's hidden states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.model import ModelDrafter
+from outrider.records import Draft
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import to_probs
+from outrider.sampling.rules import Rule
+from toys import table_lm
+
+HEAD_FEATURES = (1, 2)  # of a target with two layers: the input of the second, and the last hidden state
+
+
+@dataclass(frozen=True)
+class HeadDrafter:
+    """Opens a session of one of the kinds below."""
+
+    name: str
+    models: tuple[LM, ...]
+    session: Callable[[tuple[LM, ...], int, int], Session]
+    features: tuple[int, ...] = ()
+    context_len: int | None = None
+    is_one_hot: bool = False
+
+    lm: ClassVar[LM | None] = None
+    most_drafted: ClassVar[int | None] = None
+    reads_on_host: ClassVar[bool] = False
+
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        return self.session(self.models, num_slots, capacity)
+
+    def with_models(self, change: Callable[[LM], LM]) -> "HeadDrafter":
+        return replace(self, models=tuple(map(change, self.models)))
+
+
+def in_rounds(drafter: ModelDrafter) -> HeadDrafter:
+    """A draft model that does not tell its ``lm``."""
+
+    def session(models: tuple[LM, ...], num_slots: int, capacity: int) -> Session:
+        return replace(drafter, lm=models[0]).open(num_slots, capacity, models[0].device, 8)
+
+    context_len, is_one_hot = drafter.context_len, drafter.is_one_hot
+    return HeadDrafter(drafter.name, drafter.models, session, context_len=context_len, is_one_hot=is_one_hot)
+
+
+def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int, Tensor], Tensor]) -> Draft:
+    """Draw K tokens.
+
+    Args:
+        logits_at: (offset, the tokens before it [B]) -> [B, V]
+    """
+    if not any(rows.most_wanted):
+        return empty_draft(rows)
+    ids, probs, history = [rows.last_ids[:, -1]], [], rows.history
+    for i in range(k):
+        logits = logits_at(i, ids[-1])[:, None]
+        probs.append(to_probs(logits, rows.settings, history.map(lambda values: values[:, None]))[:, 0])
+        ids.append(rule.draw(probs[-1], noise.at(i)))
+        history = history.then(ids[-1])
+    return Draft(torch.stack(ids[1:], dim=1), torch.stack(probs, dim=1), rows.num_wanted)
+
+
+class _TableSession(Session):
+    """A Markov chain for the first token of a round, and another for the rest."""
+
+    def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int) -> None:
+        self.tables = [lm.model.table for lm in models]
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        return _drawn(rows, k, rule, noise, lambda i, last: self.tables[min(i, 1)][last])
+
+
+def two_tables(first: Tensor, later: Tensor) -> HeadDrafter:
+    return HeadDrafter("two tables", (table_lm(first), table_lm(later)), _TableSession)
+
+
+class _ParallelSession(Session):
+    """Reads the sequence and K - 1 mask tokens in one forward, anew in each round. The mask is the last token."""
+
+    def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int) -> None:
+        (self.lm,) = models
+        self.capacity = capacity
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        lm, width = self.lm, rows.longest
+        positions = rows.lengths[:, None] - width + torch.arange(width + k - 1)  # [B, T]
+        ids = rows.ids.gather(1, positions[:, :width].clamp_min(0))
+        ids = torch.cat((ids, torch.full((len(rows), k - 1), lm.vocab_size - 1)), dim=1)
+        cache = lm.new_cache(len(rows), self.capacity + k)
+        logits = lm.forward(ids, positions.clamp_min(-1), cache, lm.view_len(width + k, cache), num_logits=k)
+        return _drawn(rows, k, rule, noise, lambda i, last: logits[:, i])
+
+
+def parallel(lm: LM) -> HeadDrafter:
+    return HeadDrafter("parallel", (lm,), _ParallelSession)
+
+
+class _HeadSession(Session):
+    """A linear map of the target's hidden states at the beginning of the round, whose sign turns after the first token,
+    and of the last token.
+
+    Args:
+        weights: [F + V, V]
+    """
+
+    def __init__(self, weights: Tensor, num_slots: int, capacity: int) -> None:
+        self.of_state, self.of_token = weights[: -weights.shape[1]], weights[-weights.shape[1] :]
+        # The last place takes padding, and is read where there is no state yet.
+        self.states = torch.zeros(num_slots, capacity + 1, len(self.of_state), dtype=torch.float64)
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        if source is None:
+            self.states[slot, num_tokens:] = 0
+        else:
+            self.states[slot, :num_tokens] = self.states[source, :num_tokens].clone()
+
+    def prefill(self, chunk: Prefill) -> None:
+        if chunk.features is None:  # nothing was fed
+            return
+        for row, (start, end) in enumerate(zip(chunk.starts, chunk.ends, strict=True)):
+            self.states[chunk.first_slot + row, start:end] = chunk.features[row, : end - start]
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        num_rows, num_columns, _ = committed.features.shape
+        columns = torch.arange(num_columns)
+        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
+        places = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, self.states.shape[1] - 1)
+        self.states[torch.arange(num_rows)[:, None], places] = committed.features
+        self.states[:, -1] = 0
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        state = self.states[torch.arange(len(rows)), rows.lengths - 2] @ self.of_state  # [B, V]
+        return _drawn(rows, k, rule, noise, lambda i, last: (state if i == 0 else -state) + self.of_token[last])
+
+
+def head(target: LM) -> HeadDrafter:
+    """Reads features of a target, to which it is fitted: its logits along random sequences, by least squares."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(target.vocab_size, (200, 12), generator=generator)
+    cache = target.new_cache(*ids.shape)
+    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+    view_len = target.view_len(ids.shape[1], cache)
+    with torch.inference_mode():
+        logits, states = target.forward_with_features(ids, positions, cache, view_len, HEAD_FEATURES)
+    assert states is not None
+    tokens = torch.nn.functional.one_hot(ids[:, 1:], target.vocab_size).double()
+    x = torch.cat((states[:, :-1], tokens), dim=-1).flatten(0, 1)
+    squares = x.T @ x + torch.eye(x.shape[1], dtype=x.dtype)
+    weights = torch.linalg.solve(squares, x.T @ logits[:, 1:].flatten(0, 1)).clone()
+
+    def session(models: tuple[LM, ...], num_slots: int, capacity: int) -> Session:
+        return _HeadSession(weights, num_slots, capacity)
+
+    return HeadDrafter("head", (), session, HEAD_FEATURES)
