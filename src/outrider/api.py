@@ -18,7 +18,7 @@ import torch
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.corpus import read_corpus
-from outrider.drafters.model import ModelDrafter, split_name
+from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
@@ -126,7 +126,8 @@ def load_drafter(
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
     model, is_greedy = split_name(draft)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
-    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
+    lm = build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint))
+    return model_drafter(lm, is_greedy=is_greedy)
 
 
 def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:

@@ -120,6 +120,14 @@ def test_so_does_it_under_each_option(rule: Rule, drafter: str, settings: str) -
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_tokens_drafted_in_one_forward_leave_the_law_alone(rule: Rule) -> None:
+    """False alarm: 1e-6 each."""
+    target, drafter = table_pair(4)
+    parallel = replace(drafter, mask_id=2)
+    assert _pvalue(target, parallel, rule, _law("all"), **SETTINGS["all"]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_a_greedy_draft_leaves_the_law_alone(rule: Rule) -> None:
     """False alarm: 1e-6 each."""
     target, drafter = table_pair(4)

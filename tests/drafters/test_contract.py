@@ -31,6 +31,12 @@ def _greedy() -> tuple[LM, Drafter]:
     return target, ModelDrafter(drafter.models[0], is_greedy=True)
 
 
+def _parallel() -> tuple[LM, Drafter]:
+    """The mask token is not of the vocabulary."""
+    lm = as_lm(tiny_llama(1, vocab_size=FEW + 1), "draft").with_vocabulary(FEW, ())
+    return as_lm(tiny_llama(vocab_size=FEW)), ModelDrafter(lm, mask_id=FEW)
+
+
 def _other_tokens() -> tuple[LM, Drafter]:
     """The draft has another token at 1, and none at 3."""
     lm = as_lm(tiny_llama(1, vocab_size=FEW - 1), "draft")
@@ -56,6 +62,7 @@ def _suffix() -> tuple[LM, Drafter]:
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
+    "parallel": _parallel,
     "other tokens": _other_tokens,
     "short context": _short_context,
     "ngram": _ngram,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
-from outrider.drafters.model import ModelDrafter, split_name
+from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.loading import load_tokenizer
@@ -155,7 +155,7 @@ def load_draft(
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
         lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
-    return ModelDrafter(lm, is_greedy)
+    return model_drafter(lm, is_greedy=is_greedy)
 
 
 def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
