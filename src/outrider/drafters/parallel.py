@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.drawing import draw_next
+from outrider.drafters.drawing import draw_all
 from outrider.errors import UnsupportedModel
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -84,10 +84,5 @@ def draft_at_once(
 ) -> tuple[Tensor, ...]:
     """Draft K tokens in one forward. Arguments and results: see ``draft_steps``."""
     logits, cached = parallel_logits(lm, view_len, k, mask_id, cache, fed, cached, lengths, num_drafted)
-    drawn: list[tuple[Tensor, Tensor, Tensor]] = []
-    for i in range(k):
-        if drawn:
-            history = history.then(drawn[-1][0])
-        drawn.append(draw_next(rule, logits[:, i], settings, history, None, noise.at(i), is_greedy=is_greedy))
-    ids, probs, finite = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
+    ids, probs, finite = draw_all(rule, logits, settings, history, noise, is_greedy=is_greedy)
     return (ids, finite, cached) if is_greedy else (ids, finite, cached, probs)
