@@ -49,6 +49,11 @@ def _short_context() -> tuple[LM, Drafter]:
     )
 
 
+def _parallel_short_context() -> tuple[LM, Drafter]:
+    target, drafter = _short_context()
+    return target, ModelDrafter(drafter.models[0], mask_id=2)
+
+
 def _ngram() -> tuple[LM, Drafter]:
     return as_lm(tiny_llama(vocab_size=FEW)), NgramDrafter()
 
@@ -65,6 +70,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "parallel": _parallel,
     "other tokens": _other_tokens,
     "short context": _short_context,
+    "parallel, short context": _parallel_short_context,
     "ngram": _ngram,
     "suffix": _suffix,
 }
@@ -94,7 +100,10 @@ def test_a_draft_is_a_function_of_the_sequence(name: str) -> None:
 def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     """Its recurrences compute in float32."""
     target = as_lm(tiny_llama(vocab_size=V))
-    check_state(target, ModelDrafter(hybrid_lm(hybrid("qwen3_5_text"), "draft")), _sequences(V)[:3], K, atol=1e-4)
+    draft = hybrid_lm(hybrid("qwen3_5_text"), "draft")
+    check_state(target, ModelDrafter(draft), _sequences(V)[:3], K, atol=1e-4)
+    draft.context_len = 12
+    check_state(target, ModelDrafter(draft), _sequences(V)[:2], K, atol=1e-4)
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
 from outrider.drafters.drawing import draw_next, one_by_one
 from outrider.drafters.parallel import draft_at_once, mask_token_of, parallel_logits
+from outrider.drafters.window import WindowSession
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -76,7 +77,8 @@ class ModelDrafter:
         return self.draft_lm.context_len
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return ModelSession(self, num_slots, capacity, device, max_k)
+        session = ModelSession(self, num_slots, capacity, device, max_k)
+        return session if capacity <= self.context_len else WindowSession(session, self.context_len, num_slots)
 
     def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
         return replace(self, draft_lm=change(self.draft_lm))
@@ -181,12 +183,9 @@ class ModelSession(Session):
         self._num_left[slot], self._num_late[slot] = num_left, num_late
 
     def prefill(self, chunk: Prefill) -> None:
-        """Feed a chunk of prompts, except those longer than the draft's context: nothing is drafted for them. While no
-        row is drafted for, short prompts are deferred until drafting starts."""
+        """Feed a chunk of prompts. While no row is drafted for, short ones are deferred until drafting starts."""
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
-        is_fed = [length <= self._lm.context_len for length in chunk.lengths]
-        starts = self._filled[begin:end]
-        ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
+        starts, ends = self._filled[begin:end], chunk.ends
         num_new = [to - start for start, to in zip(starts, ends, strict=True)]
         self._num_late[begin:end] = [0] * len(ends)
         if self._is_idle and max(num_new) <= self._most_left and not self._lm.has_states:
@@ -216,13 +215,17 @@ class ModelSession(Session):
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
         ends = torch.where(rows.num_wanted > 0, rows.lengths - 1, starts)
-        latest = min(rows.longest, self._lm.context_len)
         begin = 0
         while begin < len(lacking):
             end = begin + num_together(lacking[begin:], self._lm.device)
             cache, num_columns = self._cache.rows(begin, end), max(lacking[begin:end])
             self._lm.prefill(
-                rows.ids[begin:end], starts[begin:end], ends[begin:end], cache, latest=latest, num_columns=num_columns
+                rows.ids[begin:end],
+                starts[begin:end],
+                ends[begin:end],
+                cache,
+                latest=rows.longest,
+                num_columns=num_columns,
             )
             begin = end
         cached.copy_(ends)
@@ -242,7 +245,7 @@ class ModelSession(Session):
         if lm.has_states:
             known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
-        view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
+        view_len = lm.view_len(rows.longest + k - 1, cache)
         shape = rule, self._is_greedy, view_len
         if rows.masks is not None:
             draft_masked = self._one_by_one if self._mask_id is None else self._masked_at_once
@@ -336,4 +339,4 @@ class ModelSession(Session):
         if num_owed <= 1:
             return rows.last_ids[:, 1 - num_owed :]
         columns = rows.lengths[:, None] - 1 + torch.arange(-num_owed, 1, device=rows.lengths.device)
-        return rows.ids.gather(1, columns.clamp_min(0))
+        return rows.ids.gather(1, columns.clamp(0, rows.ids.shape[1] - 1))

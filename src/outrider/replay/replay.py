@@ -22,6 +22,7 @@ from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
@@ -34,7 +35,7 @@ from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.lookups import proposals
-from outrider.scoring.teacher_forcing import Text, force
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
 from outrider.stats.counts import tau_interval, total
 from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
@@ -252,9 +253,10 @@ def _replay_model(
             low, high = places.log_probs, places.log_probs
         elif acceptance == GUMBEL.name:
             low, high = places.agreement
-        # A row drafts fewer tokens near its end, and where the draft's context ends; see engine.py and model.py.
-        lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
-        room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
+        # A row drafts fewer tokens near its end, and at the end of a window that the draft reads.
+        lengths = range(len(record.prompt_ids), len(record.prompt_ids) + len(record.token_ids))
+        window_ends = np.array([window_start(n, lm.context_len) + lm.context_len for n in lengths], dtype=np.int64)
+        room = np.minimum(_room(record, header), window_ends + 1 - np.array(lengths, dtype=np.int64))
         yield ReplayedRecord(
             record.index, record.category, partial(_distributions, acceptance, low, high, room), places.overlap
         )
@@ -283,13 +285,33 @@ def _room(record: Record, header: Header) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """log q, log(q/p), bounds of log g for each recorded token, and the overlap as in ``ReplayedRecord``. Beyond the
-    draft's context the logarithms are -inf, and there is no overlap."""
+    """log q, log(q/p), bounds of log g for each recorded token, and the overlap as in ``ReplayedRecord``."""
 
     log_probs: Floats  # [n]
     log_ratios: Floats  # [n]
     agreement: tuple[Floats, Floats]  # [n], [n]
-    overlap: tuple[Floats, Floats, Floats] | None  # [at most n], ...
+    overlap: tuple[Floats, Floats, Floats] | None  # [n], ...
+
+
+def _windows(record: Record, context_len: int) -> Iterator[Text]:
+    """The parts of a sequence that a draft reads for its tokens: one, unless the sequence exceeds the draft's
+    context."""
+    ids, num_prompt = (*record.prompt_ids, *record.token_ids), len(record.prompt_ids)
+    place = num_prompt
+    while place < len(ids):
+        start = window_start(place, context_len)
+        end = min(len(ids), start + context_len + 1)  # the last token is not fed
+        yield Text(ids[start:end], place - start, num_prompt, ids[:start])
+        place = end
+
+
+def _forced(records: Sequence[Record], lm: LM, settings: Settings) -> Iterator[tuple[list[int], ForcedTokens]]:
+    """Force the windows of all sequences, the first ones first. Yields the records of a chunk's rows with it."""
+    windows = [list(_windows(record, lm.context_len)) for record in records]
+    for nth in range(max(map(len, windows), default=0)):
+        places = [i for i, own in enumerate(windows) if len(own) > nth]
+        for chunk in force(lm, [windows[i][nth] for i in places], [settings]):
+            yield places, chunk
 
 
 def _score(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling) -> list[_Places]:
@@ -300,12 +322,7 @@ def _score(records: Sequence[Record], header: Header, lm: LM, sampling: Sampling
     agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
     overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
     num_done = [0] * len(records)
-    # The last token is not fed, so it may lie one beyond the draft's context, as in the loop.
-    cut = [(*record.prompt_ids, *record.token_ids)[: lm.context_len + 1] for record in records]
-    places = [row for row, record in enumerate(records) if len(cut[row]) > len(record.prompt_ids)]
-    texts = [Text(cut[row], len(records[row].prompt_ids)) for row in places]
-    chunks = force(lm, texts, [settings]) if texts else iter(())
-    for chunk in chunks:
+    for places, chunk in _forced(records, lm, settings):
         q_rows = normalised(chunk.probs(settings))
         for at in sorted(set(chunk.rows.tolist())):
             row, is_here = places[at], chunk.rows == at
