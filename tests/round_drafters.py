@@ -44,7 +44,7 @@ def in_rounds(drafter: ModelDrafter) -> HeadDrafter:
     """A draft model that does not tell its ``lm``."""
 
     def session(models: tuple[LM, ...], num_slots: int, capacity: int) -> Session:
-        return replace(drafter, lm=models[0]).open(num_slots, capacity, models[0].device, 8)
+        return replace(drafter, draft_lm=models[0]).open(num_slots, capacity, models[0].device, 8)
 
     context_len, is_one_hot = drafter.context_len, drafter.is_one_hot
     return HeadDrafter(drafter.name, drafter.models, session, context_len=context_len, is_one_hot=is_one_hot)

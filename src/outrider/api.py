@@ -19,7 +19,7 @@ from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.corpus import read_corpus
-from outrider.drafters.model import ModelDrafter, split_name
+from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
@@ -138,7 +138,8 @@ def load_drafter(
             _check_placement(placement.over(spec), decoder.target)
             return ChainDrafter(load_head(spec, decoder.target), is_greedy)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
-    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
+    lm = build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint))
+    return model_drafter(lm, is_greedy=is_greedy)
 
 
 def _check_placement(placement: Placement, target: LM) -> None:

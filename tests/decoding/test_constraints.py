@@ -85,7 +85,13 @@ def test_the_text_is_that_of_plain_decoding(
     target, drafter = pair
     size = target.vocab_size
     options, texts = plain
-    drafters = drafter, replace(drafter, is_greedy=True), NgramDrafter(), ModelDrafter(target)
+    drafters = (
+        drafter,
+        replace(drafter, is_greedy=True),
+        replace(drafter, mask_id=2),
+        NgramDrafter(),
+        ModelDrafter(target),
+    )
     for one in drafters:
         assert tokens(target, one, _requests(size, **options), GUMBEL, k) == texts
     if k == 4:

@@ -75,7 +75,7 @@ def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) 
 
 @LOOKAHEADS
 def test_a_draft_with_a_shorter_context(lookahead: int) -> None:
-    """It stops in the middle of a text, whose length the host does not know then. One prompt is longer at once."""
+    """Its windows end in the middle of a text, and the host reads the length then. One prompt is longer at once."""
 
     def rounds(lookahead: int) -> list[RowRound]:
         target, drafter = _pair(lookahead, context_len=64, draft_context_len=20)

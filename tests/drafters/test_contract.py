@@ -17,7 +17,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.records import Draft
 from outrider.runtime.lm import LM
-from round_drafters import head, parallel
+from round_drafters import head
 from toys import as_lm, llama_pair, table_pair, tiny_llama
 
 K = 3
@@ -33,6 +33,12 @@ def _greedy() -> tuple[LM, Drafter]:
     return target, ModelDrafter(drafter.models[0], is_greedy=True)
 
 
+def _parallel() -> tuple[LM, Drafter]:
+    """The mask token is not of the vocabulary."""
+    lm = as_lm(tiny_llama(1, vocab_size=FEW + 1), "draft").with_vocabulary(FEW, ())
+    return as_lm(tiny_llama(vocab_size=FEW)), ModelDrafter(lm, mask_id=FEW)
+
+
 def _other_tokens() -> tuple[LM, Drafter]:
     """The draft has another token at 1, and none at 3."""
     lm = as_lm(tiny_llama(1, vocab_size=FEW - 1), "draft")
@@ -43,6 +49,11 @@ def _short_context() -> tuple[LM, Drafter]:
     return as_lm(tiny_llama(vocab_size=FEW)), ModelDrafter(
         as_lm(tiny_llama(1, vocab_size=FEW), "draft", context_len=16)
     )
+
+
+def _parallel_short_context() -> tuple[LM, Drafter]:
+    target, drafter = _short_context()
+    return target, ModelDrafter(drafter.models[0], mask_id=2)
 
 
 def _ngram() -> tuple[LM, Drafter]:
@@ -61,10 +72,6 @@ def _eagle3() -> tuple[LM, Drafter]:
     return target, eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, fc_norm=True, norm_output=True)
 
 
-def _parallel() -> tuple[LM, Drafter]:
-    return as_lm(tiny_llama(vocab_size=FEW)), parallel(as_lm(tiny_llama(1, vocab_size=FEW), "draft"))
-
-
 def _head() -> tuple[LM, Drafter]:
     target = as_lm(tiny_llama(vocab_size=FEW))
     return target, head(target)
@@ -73,12 +80,13 @@ def _head() -> tuple[LM, Drafter]:
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
+    "parallel": _parallel,
     "other tokens": _other_tokens,
     "short context": _short_context,
+    "parallel, short context": _parallel_short_context,
     "eagle3": _eagle3,
     "ngram": _ngram,
     "suffix": _suffix,
-    "parallel": _parallel,
     "head": _head,
 }
 
@@ -107,7 +115,10 @@ def test_a_draft_is_a_function_of_the_sequence(name: str) -> None:
 def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     """Its recurrences compute in float32."""
     target = as_lm(tiny_llama(vocab_size=V))
-    check_state(target, ModelDrafter(hybrid_lm(hybrid("qwen3_5_text"), "draft")), _sequences(V)[:3], K, atol=1e-4)
+    draft = hybrid_lm(hybrid("qwen3_5_text"), "draft")
+    check_state(target, ModelDrafter(draft), _sequences(V)[:3], K, atol=1e-4)
+    draft.context_len = 12
+    check_state(target, ModelDrafter(draft), _sequences(V)[:2], K, atol=1e-4)
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:

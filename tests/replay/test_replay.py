@@ -3,8 +3,9 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,15 +56,22 @@ PAIRS: dict[str, Callable[[], tuple[LM, ModelDrafter]]] = {
 }
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"frequency_penalty": 0.7}])
+def test_penalties_count_tokens_before_the_window_of_a_draft(options: dict[str, float]) -> None:
+    test_greedy_rounds_are_those_of_the_loop("draft context shorter than a prompt", "block", True, options)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("has_model", [True, False], ids=["model", "ngram"])
-def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, has_model: bool) -> None:
+def test_greedy_rounds_are_those_of_the_loop(
+    pair: str, rule: str, has_model: bool, more: Mapping[str, float] = MappingProxyType({})
+) -> None:
     """One by one, for every K, to the ends of texts, limits and contexts; and so are the counts."""
     target, drafter = PAIRS[pair]()
     chosen: Drafter = drafter if has_model else NgramDrafter()
-    options = {"temperature": 0.0, "max_new_tokens": 30}
+    options = {"temperature": 0.0, "max_new_tokens": 30, **more}
     header, records = written(target, PROMPTS, **options)
     assert {record.finish_reason for record in records} <= {"eos", "length"}
     replayed = list(replay(records, header, chosen, rule, KS, batch_size=2))
@@ -345,7 +353,8 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("pair", "k"), [("table", 1), ("table", 4), ("llama", 4)])
 def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, pair: str, k: int) -> None:
-    """The real loop with real noise; texts end at an end token or the limit, and the draft's context at 11 tokens. Nine
+    """The real loop with real noise; texts end at an end token or the limit, and windows of the draft
+    at 11 tokens. Nine
     times four comparisons, each of which fails by chance with a probability below 4e-7."""
     target, drafter = table_pair(8, draft_context_len=11) if pair == "table" else llama_pair(draft_context_len=11)
     scores = _z_scores(rule, k, target, drafter, 1500 if pair == "table" else 400)

@@ -14,6 +14,7 @@ from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelSession
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.window import WindowSession, window_start
 from outrider.records import Request
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache
@@ -94,13 +95,35 @@ def test_the_targets_cache_without_a_draft_model(drafter: Drafter) -> None:
             _assert_holds(target, engine._cache, row.slot, row.token_ids[:-1])
 
 
-def test_a_draft_of_shorter_context_keeps_its_cache_right() -> None:
-    """Up to its last place, and while other rows still draft."""
-    target, drafter = llama_pair(draft_context_len=33)
+def test_a_draft_of_shorter_context_keeps_its_window() -> None:
+    """Its cache holds the window of each row that was just drafted for, from position 0 on, while windows begin anew
+    and prompts are longer than the context."""
+    target, drafter = llama_pair(draft_context_len=16)
     engine = _engine(target, drafter, RULES["block"], ConstantSchedule(4))
+    session = engine._session
+    assert isinstance(session, WindowSession) and isinstance(session._inner, ModelSession)
+    starts = set()
     for rows in _open_rows(engine, _requests()):
         for row in rows:
-            assert _assert_draft_holds(engine, drafter.lm, row) <= 33
+            start = session._starts[row.slot]
+            starts.add(start)
+            num_cached = min(int(session._inner._cached[row.slot]), row.length - 1 - start)
+            assert 0 <= num_cached <= 16
+            ids = row.token_ids[start : start + num_cached]
+            _assert_holds(drafter.draft_lm, session._inner._cache, row.slot, ids)
+    assert starts == {0, 8, 16, 24, 32, 40, 48, 56}
+
+
+@pytest.mark.parametrize("context_len", [1, 2, 3, 16, 17])
+def test_windows_follow_from_the_length(context_len: int) -> None:
+    """They hold the last tokens, at most the context, more than half of it once there are tokens before; and seldom
+    move."""
+    starts = [window_start(length, context_len) for length in range(1, 100)]
+    for length, start in enumerate(starts, 1):
+        assert length - start <= context_len
+        assert start == 0 if length <= context_len else length - start > context_len // 2
+    assert starts == sorted(starts)
+    assert len(set(starts)) <= 2 + 100 // ((context_len + 1) // 2)
 
 
 def test_slots_are_views_copies_and_zeros() -> None:

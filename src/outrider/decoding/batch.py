@@ -45,7 +45,6 @@ class Row:
         token_ids: prompt and output, as far as it was read.
         limit: the length at which the row ends.
         room: the length that its rounds may reach; more than the limit where drafts are not shortened for it.
-        draft_context: the longest sequence that the drafter can draft for; None for no limit.
         slot: its slot; -1 while it waits.
         num_cached: prompt tokens found in the slot's cache.
         num_filled: prompt tokens in the target's cache.
@@ -57,7 +56,6 @@ class Row:
     request: Request
     limit: int
     room: int
-    draft_context: int | None = None
     slot: int = -1
     num_cached: int = 0
     num_filled: int = 0
@@ -79,10 +77,8 @@ class Row:
 
     @property
     def draft_end(self) -> int:
-        """The most tokens, drafted ones included. A round commits one more than it drafts, and the last drafted token
-        is never fed to the draft."""
-        most = self.room - 1
-        return most if self.draft_context is None else min(most, self.draft_context + 1)
+        """The most tokens, drafted ones included. A round commits one more than it drafts."""
+        return self.room - 1
 
     @property
     def num_missing(self) -> int:

@@ -162,7 +162,7 @@ class Engine:
         room = min(final_room(self._target, request, self._schedule.max_k), self._capacity)
         with self._lock:
             index = next(self._indices)
-            self._waiting.append(Row(index, request, limit, room, self._drafter.context_len))
+            self._waiting.append(Row(index, request, limit, room))
         return index
 
     def cancel(self, index: int) -> None:

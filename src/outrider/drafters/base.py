@@ -155,7 +155,7 @@ class Drafter(Protocol):
 
     @property
     def context_len(self) -> int | None:
-        """Most tokens of a sequence that it can draft for; None for no limit."""
+        """Most tokens that it reads at a time: of longer sequences the last ones. None for no limit."""
         ...
 
     @property

@@ -50,6 +50,31 @@ def draw_next(
     return q.argmax(dim=-1) if is_greedy else rule.draw(q, noise), q, is_finite(logits)
 
 
+def draw_all(
+    rule: Rule, logits: Tensor, settings: Settings, history: History, noise: Any, *, is_greedy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw K tokens for each row, whose logits do not depend on each other. Arguments: see ``draw_next``.
+
+    Args:
+        logits: [B, K, V]
+        noise: of all tokens.
+
+    Returns:
+        ids [B, K]; q [B, K, V]; whether the logits are finite [B, K]
+    """
+    num_tokens = logits.shape[1]
+    if not any(True for _ in history.tensors):  # all rows of q at once: most of the time is spent in calls
+        q = to_probs(logits, settings.greedy() if is_greedy else settings)
+        drawn = [q[:, i].argmax(dim=-1) if is_greedy else rule.draw(q[:, i], noise.at(i)) for i in range(num_tokens)]
+        return torch.stack(drawn, dim=1), q, is_finite(logits)
+    steps: list[tuple[Tensor, ...]] = []
+    for i in range(num_tokens):
+        steps.append(draw_next(rule, logits[:, i], settings, history, None, noise.at(i), is_greedy=is_greedy))
+        history = history.then(steps[-1][0])
+    ids, q, finite = (torch.stack(parts, dim=1) for parts in zip(*steps, strict=True))
+    return ids, q, finite
+
+
 def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> list[Tensor]:
     """Draft each token in a step of its own: the host must read a token to mask the next one.
 

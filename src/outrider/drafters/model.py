@@ -11,6 +11,8 @@ from torch import Tensor
 
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
 from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.drafters.parallel import draft_at_once, mask_token_of, parallel_logits
+from outrider.drafters.window import WindowSession
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -22,6 +24,11 @@ from outrider.sampling.rules import Rule
 
 GREEDY_SUFFIX = ":greedy"
 """Suffix of the name of a draft model that drafts its most probable tokens."""
+
+
+def model_drafter(lm: LM, *, is_greedy: bool = False) -> ModelDrafter:
+    """The drafter of a loaded model. Raises UnsupportedModel."""
+    return ModelDrafter(lm, is_greedy, mask_token_of(lm.name, lm.model))
 
 
 def split_name(name: Any) -> tuple[Any, bool]:
@@ -37,10 +44,13 @@ class ModelDrafter:
     Attributes:
         is_greedy: draft the most probable tokens instead, so that q is one-hot and tokens are accepted with probability
             p instead of min(1, p/q). Several inference engines draft like this.
+        mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see parallel.py); None for the
+            usual models, which draft one token after the other.
     """
 
-    lm: LM
+    draft_lm: LM
     is_greedy: bool = False
+    mask_id: int | None = None
 
     most_drafted: ClassVar[int | None] = None
     reads_on_host: ClassVar[bool] = False
@@ -48,7 +58,11 @@ class ModelDrafter:
 
     @property
     def name(self) -> str:
-        return self.lm.name + GREEDY_SUFFIX * self.is_greedy
+        return self.draft_lm.name + GREEDY_SUFFIX * self.is_greedy
+
+    @property
+    def lm(self) -> LM | None:
+        return self.draft_lm if self.mask_id is None else None
 
     @property
     def is_one_hot(self) -> bool:
@@ -56,20 +70,21 @@ class ModelDrafter:
 
     @property
     def models(self) -> tuple[LM, ...]:
-        return (self.lm,)
+        return (self.draft_lm,)
 
     @property
     def context_len(self) -> int:
-        return self.lm.context_len
+        return self.draft_lm.context_len
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return ModelSession(self.lm, self.is_greedy, num_slots, capacity, device)
+        session = ModelSession(self, num_slots, capacity, device, max_k)
+        return session if capacity <= self.context_len else WindowSession(session, self.context_len, num_slots)
 
     def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
-        return replace(self, lm=change(self.lm))
+        return replace(self, draft_lm=change(self.draft_lm))
 
 
-def _draft_steps(
+def draft_steps(
     lm: LM,
     rule: Rule,
     is_greedy: bool,
@@ -135,12 +150,16 @@ class ModelSession(Session):
     later the length has grown, and would hide the rejected token.
 
     So the cache of a row lacks one token if its last draft was fully accepted, since the last drafted token was never
-    fed, and one more for each round without drafts since then. The draft reads a prompt only when drafting starts, so
-    that it costs nothing where drafts do not pay. ``catch_up`` feeds the missing tokens.
+    fed, and one more for each round without drafts since then. A model that drafts all tokens in one forward feeds no
+    drafted token: its cache lacks all tokens that the last round committed. A few missing tokens are fed with the
+    drafts, more by ``catch_up``. The draft reads a prompt only when drafting starts, so that it costs nothing where
+    drafts do not pay.
     """
 
-    def __init__(self, lm: LM, is_greedy: bool, num_slots: int, capacity: int, device: torch.device) -> None:
-        self._lm, self._is_greedy = lm, is_greedy
+    def __init__(self, drafter: ModelDrafter, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
+        lm = drafter.draft_lm
+        self._lm, self._is_greedy, self._mask_id = lm, drafter.is_greedy, drafter.mask_id
+        self._most_owed = 1 if drafter.mask_id is None else max_k  # by a round with drafts, besides the last token
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
@@ -164,12 +183,9 @@ class ModelSession(Session):
         self._num_left[slot], self._num_late[slot] = num_left, num_late
 
     def prefill(self, chunk: Prefill) -> None:
-        """Feed a chunk of prompts, except those longer than the draft's context: nothing is drafted for them. While no
-        row is drafted for, short prompts are deferred until drafting starts."""
+        """Feed a chunk of prompts. While no row is drafted for, short ones are deferred until drafting starts."""
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
-        is_fed = [length <= self._lm.context_len for length in chunk.lengths]
-        starts = self._filled[begin:end]
-        ends = [to if fed else start for start, to, fed in zip(starts, chunk.ends, is_fed, strict=True)]
+        starts, ends = self._filled[begin:end], chunk.ends
         num_new = [to - start for start, to in zip(starts, ends, strict=True)]
         self._num_late[begin:end] = [0] * len(ends)
         if self._is_idle and max(num_new) <= self._most_left and not self._lm.has_states:
@@ -189,23 +205,27 @@ class ModelSession(Session):
         self._cached[begin:end] = torch.tensor(ends, device=device)
 
     def catch_up(self, rows: Rows) -> bool:
-        """Feed the tokens that a row lacks beyond the one that is fed with its drafts."""
+        """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
         lacking = [
             left + late if num else 0
             for num, left, late in zip(rows.most_wanted, self._num_left, self._num_late, strict=False)
         ]
-        if max(lacking) <= 1:
+        if max(lacking) <= self._most_owed:
             return False
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
         ends = torch.where(rows.num_wanted > 0, rows.lengths - 1, starts)
-        latest = min(rows.longest, self._lm.context_len)
         begin = 0
         while begin < len(lacking):
             end = begin + num_together(lacking[begin:], self._lm.device)
             cache, num_columns = self._cache.rows(begin, end), max(lacking[begin:end])
             self._lm.prefill(
-                rows.ids[begin:end], starts[begin:end], ends[begin:end], cache, latest=latest, num_columns=num_columns
+                rows.ids[begin:end],
+                starts[begin:end],
+                ends[begin:end],
+                cache,
+                latest=rows.longest,
+                num_columns=num_columns,
             )
             begin = end
         cached.copy_(ends)
@@ -225,14 +245,18 @@ class ModelSession(Session):
         if lm.has_states:
             known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
-        view_len = lm.view_len(min(rows.longest + k - 1, lm.context_len), cache)
+        view_len = lm.view_len(rows.longest + k - 1, cache)
         shape = rule, self._is_greedy, view_len
-        if rows.masks is None:
-            state = cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
-            arguments = cache, fed, *state, None, noise
-            results = lm.run(_draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable)
+        if rows.masks is not None:
+            draft_masked = self._one_by_one if self._mask_id is None else self._masked_at_once
+            results = draft_masked(rows, rows.masks, shape, k, cache, fed, cached, noise)
         else:
-            results = self._one_by_one(rows, rows.masks, shape, k, cache, fed, cached, noise)
+            arguments = cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
+            if self._mask_id is None:
+                results = lm.run(draft_steps, (*shape, k), *arguments, None, noise, is_repeatable=rows.is_repeatable)
+            else:
+                static = *shape, k, self._mask_id
+                results = lm.run(draft_at_once, static, *arguments, noise, is_repeatable=rows.is_repeatable)
         ids, is_good, now_cached, *probs = results
         cached.copy_(now_cached)
         self._count_late(rows)
@@ -257,7 +281,7 @@ class ModelSession(Session):
         ) -> tuple[Tensor, ...]:
             nonlocal states, fed, cached
             arguments = states, fed, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-            results = self._lm.run(_draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
+            results = self._lm.run(draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
             fed, cached = results[0].clone(), results[2].clone()
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
@@ -267,19 +291,52 @@ class ModelSession(Session):
         ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
         return ids, is_good, cached, *probs
 
+    def _masked_at_once(
+        self,
+        rows: Rows,
+        masks: Masks,
+        shape: tuple[Any, ...],
+        k: int,
+        cache: SlotCache,
+        fed: Tensor,
+        cached: Tensor,
+        noise: Any,
+    ) -> tuple[Tensor, ...]:
+        """Compute all logits in one forward, then draw and mask the tokens one by one."""
+        rule, is_greedy, view_len = shape
+        arguments = cache, fed, cached, rows.lengths, rows.num_wanted
+        static = view_len, k, self._mask_id
+        logits, now_cached = self._lm.run(parallel_logits, static, *arguments, is_repeatable=rows.is_repeatable)
+
+        def draft(
+            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+        ) -> tuple[Tensor, ...]:
+            drawn = draw_next(rule, logits[:, i], rows.settings, history, allowed, noise.at(0), is_greedy=is_greedy)
+            ids, q, is_good = (part[:, None] for part in drawn)
+            return (ids, is_good) if is_greedy else (ids, is_good, q)
+
+        ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
+        return ids, is_good, now_cached, *probs
+
     def _count_late(self, rows: Rows) -> None:
-        """Update the bounds for a round. The last drafted token is never fed."""
+        """Update the bounds for a round."""
         for slot, num in enumerate(rows.most_wanted):
-            self._num_late[slot] = 1 if num else self._num_late[slot] + 1
+            self._num_late[slot] = min(num, self._most_owed) if num else self._num_late[slot] + 1
             if num:
                 self._num_left[slot] = 0
 
     def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
-        """The first tokens to feed: the last committed one, and the one before it if a row's cache lacks it (always, if
-        shapes must be prepared).
+        """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (as many as it
+        may lack, if shapes must be prepared).
 
         Returns:
-            [B, 1 or 2]
+            [B, T]
         """
-        is_owed = (cached < rows.lengths - 1) & (rows.num_wanted > 0)
-        return rows.last_ids if self._lm.execution.is_prepared or bool(is_owed.any()) else rows.last_ids[:, 1:]
+        num_owed = self._most_owed
+        if not self._lm.execution.is_prepared:
+            owed = torch.where(rows.num_wanted > 0, rows.lengths - 1 - cached, 0)
+            num_owed = int(owed.amax().clamp(0, num_owed))
+        if num_owed <= 1:
+            return rows.last_ids[:, 1 - num_owed :]
+        columns = rows.lengths[:, None] - 1 + torch.arange(-num_owed, 1, device=rows.lengths.device)
+        return rows.ids.gather(1, columns.clamp(0, rows.ids.shape[1] - 1))

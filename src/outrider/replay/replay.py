@@ -19,8 +19,9 @@ import numpy as np
 
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
-from outrider.drafters.model import ModelDrafter, split_name
+from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
@@ -156,7 +157,7 @@ def load_draft(
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
         lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
-    return ModelDrafter(lm, is_greedy)
+    return model_drafter(lm, is_greedy=is_greedy)
 
 
 def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
@@ -264,9 +265,10 @@ def _replay_model(
             low, high = places.log_probs, places.log_probs
         elif acceptance == GUMBEL.name:
             low, high = places.agreement
-        # A row drafts fewer tokens near its end, and where the draft's context ends; see engine.py and model.py.
-        lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
-        room = np.minimum(_room(record, header), (lm.context_len + 1 - lengths).clip(0))
+        # A row drafts fewer tokens near its end, and at the end of a window that the draft reads.
+        lengths = range(len(record.prompt_ids), len(record.prompt_ids) + len(record.token_ids))
+        window_ends = np.array([window_start(n, lm.context_len) + lm.context_len for n in lengths], dtype=np.int64)
+        room = np.minimum(_room(record, header), window_ends + 1 - np.array(lengths, dtype=np.int64))
         yield ReplayedRecord(
             record.index, record.category, partial(_distributions, acceptance, low, high, room), places.overlap
         )

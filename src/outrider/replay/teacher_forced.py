@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.window import window_start
 from outrider.options import Sampling
 from outrider.replay.bounds import Bounds, bounds
 from outrider.replay.log_format import Header, Record, TopProbs
 from outrider.replay.renewal import Floats, log_ratios
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
-from outrider.scoring.teacher_forcing import Text, force
+from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRecord:
-    """Logarithms for each recorded token, -inf beyond the draft's context.
+    """Logarithms for each recorded token.
 
     Attributes:
         log_probs: log q. [n]
         log_ratios: log(q/p). [n]
         agreement: bounds of log g. [n], [n]
-        overlap: see ``outrider.replay.replay.ReplayedRecord``; within the draft's context. [at most n] each
+        overlap: see ``outrider.replay.replay.ReplayedRecord``. [n] each
     """
 
     log_probs: Floats
@@ -43,12 +44,7 @@ def score_records(records: Sequence[Record], header: Header, lm: LM, sampling: S
     agreements = [(np.full_like(one, -np.inf), np.full_like(one, -np.inf)) for one in logs]
     overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
     num_done = [0] * len(records)
-    # The last token is not fed, so it may lie one beyond the draft's context, as in the loop.
-    cut = [(*record.prompt_ids, *record.token_ids)[: lm.context_len + 1] for record in records]
-    places = [row for row, record in enumerate(records) if len(cut[row]) > len(record.prompt_ids)]
-    texts = [Text(cut[row], len(records[row].prompt_ids)) for row in places]
-    chunks = force(lm, texts, [settings]) if texts else iter(())
-    for chunk in chunks:
+    for places, chunk in _forced(records, lm, settings):
         q_rows = normalised(chunk.probs(settings))
         for at in sorted(set(chunk.rows.tolist())):
             row, is_here = places[at], chunk.rows == at
@@ -73,6 +69,27 @@ def score_records(records: Sequence[Record], header: Header, lm: LM, sampling: S
         )
         for own_log, log, agreement, (low, high), num in places_of
     ]
+
+
+def _windows(record: Record, context_len: int) -> Iterator[Text]:
+    """The parts of a sequence that a draft reads for its tokens: one, unless the sequence exceeds the draft's
+    context."""
+    ids, num_prompt = (*record.prompt_ids, *record.token_ids), len(record.prompt_ids)
+    place = num_prompt
+    while place < len(ids):
+        start = window_start(place, context_len)
+        end = min(len(ids), start + context_len + 1)  # the last token is not fed
+        yield Text(ids[start:end], place - start, num_prompt, ids[:start])
+        place = end
+
+
+def _forced(records: Sequence[Record], lm: LM, settings: Settings) -> Iterator[tuple[list[int], ForcedTokens]]:
+    """Force the windows of all sequences, the first ones first. Yields the records of a chunk's rows with it."""
+    windows = [list(_windows(record, lm.context_len)) for record in records]
+    for nth in range(max(map(len, windows), default=0)):
+        places = [i for i, own in enumerate(windows) if len(own) > nth]
+        for chunk in force(lm, [windows[i][nth] for i in places], [settings]):
+            yield places, chunk
 
 
 def _keep(

@@ -27,11 +27,13 @@ class Text:
 
     Attributes:
         num_prompt: tokens from here on count as output for penalties; None for ``num_given``.
+        before: tokens before it, which the model does not read; penalties count them. ``num_prompt`` counts them, too.
     """
 
     ids: Sequence[int]
     num_given: int = 1
     num_prompt: int | None = None
+    before: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         assert 1 <= self.num_given <= len(self.ids)
@@ -94,13 +96,18 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     ids = ids.to(device)
     ends = torch.tensor([len(text.ids) for text in texts], device=device)[:, None]
     num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
-    num_prompt = torch.tensor([text.num_prompt or text.num_given for text in texts], device=device)[:, None]
+    num_prompts = [text.num_given if text.num_prompt is None else text.num_prompt - len(text.before) for text in texts]
+    num_prompt = torch.tensor(num_prompts, device=device)[:, None]
     cache = lm.new_cache(len(texts), length)
     is_spoilt = torch.zeros_like(ends, dtype=torch.bool)
     history = NO_HISTORY
     for one in settings:
         history = one.with_room(history, len(texts), lm.vocab_size)
     history = history.map(lambda values: values.to(device))
+    for row, text in enumerate(texts):
+        if text.before:
+            num_earlier = min(len(text.before), len(text.before) + num_prompts[row])
+            history.begin(row, torch.as_tensor(text.before, device=device), num_earlier)
     width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
     for begin in range(0, length - 1, width):
         columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)

@@ -191,7 +191,7 @@ def _predict(
             specs[1].name, header, device=machine.device, dtype=machine.dtype, models_file=machine.models
         )
     assert isinstance(drafter, ModelDrafter)
-    expected = {key: rule.expected(records, header, drafter.lm, KS) for key, rule in engine.rules.items()}
+    expected = {key: rule.expected(records, header, drafter.draft_lm, KS) for key, rule in engine.rules.items()}
     if decoder is not None:
         context = min(_CONTEXT, decoder.context_len - tokens_needed(max(KS)))
         settings = [Setting(rows, context) for rows in _ROWS]

@@ -117,10 +117,9 @@ def plan(
     if num_draft_tokens is None and decoder.target.execution.is_prepared:
         ks = [k for k in decoder.target.execution.favoured_k if k > 0]
     drafters = {name: pair.load_draft(decoder, name) for name in names}
-    lms = [decoder.target, *(lm for drafter in drafters.values() for lm in drafter.models)]
-    for lm in lms:
-        if max(contexts) + tokens_needed(max(ks)) > lm.context_len:
-            raise OptionError("--context", max(contexts), f"{lm.name} accepts {lm.context_len} tokens")
+    if max(contexts) + tokens_needed(max(ks)) > decoder.target.context_len:
+        remedy = f"{decoder.target.name} accepts {decoder.target.context_len} tokens"
+        raise OptionError("--context", max(contexts), remedy)
     if log is None:
         # One number per token suffices if a rule needs p and q of that token only.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if acceptance == "gumbel" else 1
