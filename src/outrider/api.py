@@ -18,6 +18,7 @@ import torch
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.corpus import read_corpus
+from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -25,7 +26,14 @@ from outrider.errors import OptionError
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
-from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.options import (
+    DEFAULT_ACCEPTANCE,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    HYBRID,
+    NumDraftTokens,
+    looks_up,
+    reads_corpus,
+)
 from outrider.system.ranks import join
 from outrider.text.tokenizer import check_same_tokens, differing_tokens, examples_of, tokenizer_of
 
@@ -61,7 +69,8 @@ def load(
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens; or "ngram" or
-            "suffix", which look up the text so far; or "none" or None for plain decoding.
+            "suffix", which look up the text so far; or "suffix+" and the name of a model, which drafts where "suffix"
+            promises less; or "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -116,7 +125,7 @@ def load_drafter(
     """Load a drafter for the decoder's target. Arguments and errors: see ``load``."""
     if isinstance(corpus, (str, Path)):
         raise OptionError("corpus", str(corpus), "give a list of files")
-    if corpus and draft != "suffix":
+    if corpus and not reads_corpus(draft):
         raise OptionError("corpus", [str(path) for path in corpus], "only the draft 'suffix' reads one")
     if draft is None or draft == "none":
         return NoDrafter()
@@ -124,6 +133,13 @@ def load_drafter(
         return NgramDrafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
+    if isinstance(draft, str) and draft.startswith(HYBRID):
+        name = draft.removeprefix(HYBRID)
+        if looks_up(name) or name in ("", "none"):
+            raise OptionError("draft", draft, f"give the name of a model after {HYBRID!r}")
+        other = load_drafter(decoder, name, tokenizer=tokenizer, placement=placement, models_file=models_file)
+        vocab_size = decoder.target.vocab_size
+        return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, is_greedy = split_name(draft)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)

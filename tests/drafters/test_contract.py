@@ -1,6 +1,6 @@
 """Every drafter keeps the contract of drafters, and mistakes in drafters break it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from contract import check_no_look_ahead, check_state
 from hybrids import V, hybrid, hybrid_lm
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
+from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -53,6 +54,20 @@ def _suffix() -> tuple[LM, Drafter]:
     )
 
 
+def _hybrid(corpus: Sequence[int]) -> tuple[LM, Drafter]:
+    target, model = _model()
+    return target, HybridDrafter(SuffixDrafter(Corpus([corpus]), min_prob=0.02), model, FEW, rival_acceptance=0.3)
+
+
+def _hybrid_matching() -> tuple[LM, Drafter]:
+    """Its corpus continues the prompt whose drafts are all forced."""
+    return _hybrid([3, 1, 2, 0, 1, 2, 2, 0, 1])
+
+
+def _hybrid_without() -> tuple[LM, Drafter]:
+    return _hybrid([3, 3, 3])
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -60,6 +75,8 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "short context": _short_context,
     "ngram": _ngram,
     "suffix": _suffix,
+    "hybrid": _hybrid_matching,
+    "hybrid, no match": _hybrid_without,
 }
 
 

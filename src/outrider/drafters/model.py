@@ -281,8 +281,8 @@ class ModelSession(Session):
 
     def _count_late(self, rows: Rows) -> None:
         """Update the bounds for a round. The last drafted token is never fed."""
-        for slot, num in enumerate(rows.most_wanted):
-            self._num_late[slot] = 1 if num else self._num_late[slot] + 1
+        for slot, (num, most) in enumerate(zip(rows.most_wanted, rows.most_committed, strict=True)):
+            self._num_late[slot] = 1 if num else self._num_late[slot] + most
             if num:
                 self._num_left[slot] = 0
 

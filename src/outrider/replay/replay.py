@@ -25,7 +25,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
-from outrider.options import Sampling
+from outrider.options import Sampling, looks_up
 from outrider.records import Stats
 from outrider.replay.bounds import Bounds, bounds
 from outrider.replay.log_format import Header, Record, TopProbs
@@ -45,6 +45,7 @@ for any draft, and no better than ``rejection``; some other engines accept like 
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
 _NO_DRAFT = "a log is plain decoding already: name a draft to replay"
+_NO_MODEL = "its q is not that of a language model with the target's tokens: measure it, with outrider compare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ def load_draft(
         return NgramDrafter()
     if name == "suffix":
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
+    if looks_up(name):
+        raise OptionError("--draft", name, _NO_MODEL)
     model, is_greedy = split_name(name)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
@@ -197,7 +200,7 @@ def replay(
     if drafter.most_drafted == 0:
         raise OptionError("draft", drafter.name, _NO_DRAFT)
     if drafter.models and drafter.lm is None:
-        raise OptionError("draft", drafter.name, "it needs the target's hidden states, which a log does not hold")
+        raise OptionError("draft", drafter.name, _NO_MODEL)
     needs_probs = not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
     if needs_probs and header.num_probs is None:
         raise OptionError(
