@@ -8,7 +8,7 @@ for chunk in decoder.stream("Once upon a time", seed=1):
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.errors import OptionError
+from outrider.drafters.translated import TranslatedDrafter
+from outrider.errors import OptionError, TokenizerMismatch
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
@@ -35,11 +36,14 @@ from outrider.options import (
     reads_corpus,
 )
 from outrider.system.ranks import join
-from outrider.text.tokenizer import check_same_tokens, differing_tokens, examples_of, tokenizer_of
+from outrider.text.example_prompts import PROMPTS
+from outrider.text.spelling import Spelling, spelling_of
+from outrider.text.tokenizer import differing_tokens, encode, examples_of, tokenizer_of
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
-_MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft need not know
+_MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family need not know
+_LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
 
 
 def load(
@@ -87,7 +91,7 @@ def load(
 
     Raises:
         ModelError: a model cannot be loaded, or its cache cannot be rolled back.
-        TokenizerMismatch: 5% or more of the target's tokens are others in the draft. (Fewer are never drafted.)
+        TokenizerMismatch: the draft has too few of the target's tokens. (Those that it lacks are never drafted.)
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
     by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
@@ -142,24 +146,50 @@ def load_drafter(
         return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, is_greedy = split_name(draft)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
-    return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
+    num_tokens = decoder.target.vocab_size
+    differing = _differing(decoder, checkpoint)
+    if len(differing) >= _MOST_UNKNOWN * num_tokens:
+        spelling = _spelling(decoder, checkpoint, differing)
+        return TranslatedDrafter.of(build_lm(checkpoint, num_tokens_of(checkpoint)), spelling, is_greedy)
+    return ModelDrafter(build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing)), is_greedy)
 
 
-def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:
-    """Tokens of the target that are others in the draft, or missing there. A few are reported and never drafted.
+def _differing(decoder: Decoder, draft: Checkpoint) -> dict[int, tuple[str, str]]:
+    """The ids of the target with another token in the draft, with both tokens."""
+    if decoder.tokenizer is None or draft.tokenizer is None:
+        return {}
+    found = differing_tokens(decoder.tokenizer, draft.tokenizer)
+    return {i: tokens for i, tokens in found.items() if i < decoder.target.vocab_size}
+
+
+def _spelling(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tuple[str, str]]) -> Spelling:
+    """The tokens of the target in those of a draft of another family, whose share is reported.
 
     Raises:
-        TokenizerMismatch: there are more.
+        TokenizerMismatch: it is too small.
     """
     target, num_tokens = decoder.target, decoder.target.vocab_size
-    differing: dict[int, tuple[str, str]] = {}
-    if decoder.tokenizer is not None and draft.tokenizer is not None:
-        differing = differing_tokens(decoder.tokenizer, draft.tokenizer)
-    differing = {i: tokens for i, tokens in differing.items() if i < num_tokens}
+    spelling = spelling_of(decoder.tokenizer, draft.tokenizer, num_tokens, num_tokens_of(draft))
+    reason = "they cannot be read as bytes"
+    if spelling is not None:
+        share = spelling.share_of(encode(decoder.tokenizer, " ".join(PROMPTS)))
+        found = f"{spelling.num_equal} of the {num_tokens} tokens of {target.name}, {share:.0%} of those of a text"
+        if share >= _LEAST_SHARED:
+            _LOG.warning("the draft %s has another tokenizer, with %s: it never drafts others", draft.name, found)
+            return spelling
+        reason = f"it has {found}"
+    raise TokenizerMismatch(
+        f"{target.name} and {draft.name} have different tokenizers: {len(differing)} of {num_tokens} tokens differ "
+        f"({examples_of(differing)}), and {reason}; choose a draft of the same family, or the draft 'ngram', which "
+        "needs none"
+    )
+
+
+def _unknown_ids(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tuple[str, str]]) -> tuple[int, ...]:
+    """Tokens of the target that are others in the draft, or missing there. A few are reported and never drafted."""
+    target, num_tokens = decoder.target, decoder.target.vocab_size
     unknown = tuple(sorted(differing.keys() | range(width_of(draft), num_tokens)))
     if len(unknown) >= _MOST_UNKNOWN * num_tokens:
-        if len(differing) >= _MOST_UNKNOWN * num_tokens:
-            check_same_tokens(decoder.tokenizer, draft.tokenizer, target.name, draft.name)
         return ()  # too few logits, which is reported where the model is built
     if unknown:
         examples = examples_of(differing) or f"it has logits for {width_of(draft)}"

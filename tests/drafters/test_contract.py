@@ -15,8 +15,10 @@ from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.translated import TranslatedDrafter
 from outrider.records import Draft
 from outrider.runtime.lm import LM
+from outrider.text.spelling import Spelling
 from toys import as_lm, llama_pair, table_pair, tiny_llama
 
 K = 3
@@ -68,6 +70,20 @@ def _hybrid_without() -> tuple[LM, Drafter]:
     return _hybrid([3, 3, 3])
 
 
+def _translated(
+    spelled: Sequence[tuple[int, ...]] = ((2,), (1, 4), (0,), (4, 3, 1)), **options: Any
+) -> tuple[LM, Drafter]:
+    """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
+    spelling = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))
+    draft = as_lm(tiny_llama(1, vocab_size=5), "draft", **options)
+    return as_lm(tiny_llama(vocab_size=FEW)), TranslatedDrafter.of(draft, spelling)
+
+
+def _translated_short() -> tuple[LM, Drafter]:
+    """The draft's context ends within its spellings."""
+    return _translated(context_len=24)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -75,6 +91,8 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "short context": _short_context,
     "ngram": _ngram,
     "suffix": _suffix,
+    "translated": _translated,
+    "translated, short context": _translated_short,
     "hybrid": _hybrid_matching,
     "hybrid, no match": _hybrid_without,
 }

@@ -74,6 +74,13 @@ def test_the_output_is_the_targets(rule: Any, seen: list[tuple[Rows, Rows, Draft
     assert any(map(all, of_suffix)) and any(any(row) and not all(row) for row in of_suffix)
 
 
+@pytest.mark.each_execution
+def test_every_execution_drafts_the_same() -> None:
+    target, model = llama_pair()
+    requests = [request(prompt, temperature=0.0, max_new_tokens=24) for prompt in PROMPTS[:2]]
+    assert tokens(target, _hybrid(model), requests, REJECTION, 2) == tokens(target, model, requests, REJECTION, 0)
+
+
 @ALL_RULES
 def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
     """By enumeration. The suffix drafts in the first two, with other p than q = 1, the model in the third."""

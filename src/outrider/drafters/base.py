@@ -33,7 +33,7 @@ class Rows:
     Attributes:
         ids: column j holds the token at position j; columns from a row's length on are undefined. [B, N]
         lengths: tokens so far, prompt included. [B]
-        last_ids: the last two tokens of each row; the first is arbitrary in sequences of one token. [B, 2]
+        last_ids: the last tokens of each row, two or more; those before the first are arbitrary. [B, 2]
         num_wanted: most tokens to draft for each row; 0 in inactive slots. [B]
         settings: sampling options.
         history: of the sequences, as far as the settings need it.

@@ -156,6 +156,18 @@ class ModelSession(Session):
         self._is_idle = True  # nothing was drafted in the last round, or there was none
         self._most_left = PREFILL_TOKENS // num_slots  # deferred tokens per prompt: one forward reads all of them
 
+    def forget(self, ends: Tensor) -> None:
+        """Drop the tokens of the first rows from a place on. [B]"""
+        cached = self._cached[: len(ends)]
+        cached.copy_(torch.minimum(cached, ends))
+
+    def count_lacking(self, rows: Rows) -> None:
+        """Read on the host how many tokens the rows lack, for a sequence that grows by other numbers of tokens than
+        rounds commit."""
+        lacking = (rows.lengths - 1 - self._cached[: len(rows)]).tolist()
+        for slot, num in enumerate(lacking):
+            self._num_late[slot] = max(0, num - self._num_left[slot])
+
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         num_left = num_late = 0
         if source is None:
@@ -196,12 +208,12 @@ class ModelSession(Session):
         self._cached[begin:end] = torch.tensor(ends, device=device)
 
     def catch_up(self, rows: Rows) -> bool:
-        """Feed the tokens that a row lacks beyond the one that is fed with its drafts."""
+        """Feed the tokens that a row lacks, if these are more than can be fed with its drafts."""
         lacking = [
             left + late if num else 0
             for num, left, late in zip(rows.most_wanted, self._num_left, self._num_late, strict=False)
         ]
-        if max(lacking) <= 1:
+        if max(lacking) < rows.last_ids.shape[1]:
             return False
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
@@ -287,11 +299,13 @@ class ModelSession(Session):
                 self._num_left[slot] = 0
 
     def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
-        """The first tokens to feed: the last committed one, and the one before it if a row's cache lacks it (always, if
-        shapes must be prepared).
+        """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (always all of
+        ``last_ids``, if shapes must be prepared).
 
         Returns:
-            [B, 1 or 2]
+            [B, 1 to N]
         """
-        is_owed = (cached < rows.lengths - 1) & (rows.num_wanted > 0)
-        return rows.last_ids if self._lm.execution.is_prepared or bool(is_owed.any()) else rows.last_ids[:, 1:]
+        if self._lm.execution.is_prepared:
+            return rows.last_ids
+        num_owed = torch.where(rows.num_wanted > 0, rows.lengths - cached, 1)
+        return rows.last_ids[:, -max(1, int(num_owed.amax())) :]

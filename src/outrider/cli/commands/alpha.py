@@ -59,9 +59,8 @@ def alpha(
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
         if drafter.lm is None or drafter.is_one_hot:
-            raise OptionError(
-                "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
-            )
+            remedy = "alpha compares two models with the same tokens (for ngram, suffix and greedy drafts use outrider"
+            raise OptionError("--draft", name, f"{remedy} replay, for others outrider compare)")
         with progress_bar(name, len(texts)) as advance:
             results[name] = measure_alpha(
                 decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance
