@@ -12,18 +12,21 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+import toys
 from contract import check_state
 from hybrids import V as HYBRID_V
 from hybrids import hybrid, hybrid_lm
 from outrider.api import load
 from outrider.certify.exact import check_exactly
+from outrider.compile.compiled import CompiledExecution
+from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter, ModelSession
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
-from outrider.errors import OptionError, TokenizerMismatch
+from outrider.errors import CompileError, OptionError, TokenizerMismatch
 from outrider.options import Sampling
 from outrider.replay.record import header_of
 from outrider.replay.replay import replay
@@ -101,8 +104,15 @@ def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
     assert report.is_ok, report
 
 
+def test_it_is_not_compiled() -> None:
+    with pytest.raises(CompileError, match="it has another tokenizer than the target"):
+        compiled_lm(_toy()[1].model)
+
+
 @pytest.mark.each_execution
 def test_every_execution_drafts_the_same() -> None:
+    if toys.execution is CompiledExecution:
+        pytest.skip("drafts with other tokens are not compiled")
     target, drafter = _toy()
     requests = [request([i, 3, 2 * i, 41], temperature=0.0, max_new_tokens=24) for i in range(1, 4)]
     assert tokens(target, drafter, requests, BLOCK, 2) == tokens(target, drafter, requests, BLOCK, 0)
