@@ -31,8 +31,8 @@ def compiled_lm(lm: LM, *, waits: bool = True, service: CompileService | None = 
         )
     if lm.own_ids and lm.device.type != "cuda":
         raise CompileError(
-            f"{lm.name} cannot be compiled: it has another tokenizer than the target, and programs cannot hold the table "
-            "of its tokens yet (leave out --compile: it then runs eagerly)"
+            f"{lm.name} cannot be compiled: it has another tokenizer than the target, and programs cannot hold the "
+            "table of its tokens yet (leave out --compile: it then runs eagerly)"
         )
     lm.mixers  # noqa: B018 - found now, or that forward would be captured with a step
     return lm.with_execution(
