@@ -108,15 +108,18 @@ def check_no_look_ahead(target: LM, drafter: Drafter, prompt: Sequence[int], voc
     by_beginning: dict[tuple[int, ...], list[Tensor | None]] = {}
     for i, path in enumerate(paths):
         _, ids, q = led.drafts.get((i, len(prompt)), (k, [], None))
-        assert drafter.is_one_hot or ids == [*path[: len(ids)]], "it is not drawn by the rule"
+        # Not those that were looked up; a hybrid reports them with a one-hot q.
+        is_drawn = q is not None and led.drawn[i, len(prompt)] != []
+        assert not is_drawn or ids == [*path[: len(ids)]], "it is not drawn by the rule"
+        assert is_drawn or q is None or bool((q[range(len(ids)), ids] == 1).all())
         for offset in range(k):
-            is_reached = len(ids) >= offset and (not drafter.is_one_hot or ids[:offset] == [*path[:offset]])
+            is_reached = len(ids) >= offset and (is_drawn or ids[:offset] == [*path[:offset]])
             if not is_reached:
                 continue
             here = None
             if len(ids) > offset:
                 here = torch.tensor(ids[offset]) if q is None else q[offset]
-                if q is not None:
+                if is_drawn:
                     assert torch.equal(here, led.drawn[i, len(prompt)][offset]), "it is drawn from another q"
                     assert abs(float(here.sum()) - 1) < 1e-6, "q does not sum to 1"
             by_beginning.setdefault(path[:offset], []).append(here)

@@ -8,7 +8,7 @@ for chunk in decoder.stream("Once upon a time", seed=1):
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,34 @@ from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.corpus import read_corpus
+from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.errors import OptionError
+from outrider.drafters.translated import TranslatedDrafter
+from outrider.errors import OptionError, TokenizerMismatch
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import DTYPES, Placement
 from outrider.models.registry import resolve
-from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.options import (
+    DEFAULT_ACCEPTANCE,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    HYBRID,
+    NumDraftTokens,
+    looks_up,
+    reads_corpus,
+)
 from outrider.runtime.lm import LM
 from outrider.system.ranks import join
-from outrider.text.tokenizer import check_same_tokens, differing_tokens, examples_of, tokenizer_of
+from outrider.text.example_prompts import PROMPTS
+from outrider.text.spelling import Spelling, spelling_of
+from outrider.text.tokenizer import differing_tokens, encode, examples_of, tokenizer_of
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
-_MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft need not know
+_MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family need not know
+_LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
 
 
 def load(
@@ -63,9 +75,10 @@ def load(
     Args:
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
-        draft: likewise, or a folder or hub id of an EAGLE-3 head for the target; a name that ends in ":greedy" drafts
-            the most probable tokens; or "mtp", the layer for it in the target's own checkpoint; or "ngram" or "suffix",
-            which look up the text so far; or "none" or None for plain decoding.
+        draft: likewise, or a folder or hub id of a head for the target; a name that ends in ":greedy" drafts the most
+            probable tokens; or "mtp", the layer for it in the target's own checkpoint; or "ngram" or "suffix", which
+            look up the text so far; or "suffix+" and one of these names, which drafts where "suffix" promises less; or
+            "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -82,7 +95,7 @@ def load(
 
     Raises:
         ModelError: a model cannot be loaded, or its cache cannot be rolled back.
-        TokenizerMismatch: 5% or more of the target's tokens are others in the draft. (Fewer are never drafted.)
+        TokenizerMismatch: the draft has too few of the target's tokens. (Those that it lacks are never drafted.)
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
     by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
@@ -120,7 +133,7 @@ def load_drafter(
     """Load a drafter for the decoder's target. Arguments and errors: see ``load``."""
     if isinstance(corpus, (str, Path)):
         raise OptionError("corpus", str(corpus), "give a list of files")
-    if corpus and draft != "suffix":
+    if corpus and not reads_corpus(draft):
         raise OptionError("corpus", [str(path) for path in corpus], "only the draft 'suffix' reads one")
     if draft is None or draft == "none":
         return NoDrafter()
@@ -128,6 +141,13 @@ def load_drafter(
         return NgramDrafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
+    if isinstance(draft, str) and draft.startswith(HYBRID):
+        name = draft.removeprefix(HYBRID)
+        if looks_up(name) or name in ("", "none"):
+            raise OptionError("draft", draft, f"give the name of a model after {HYBRID!r}")
+        other = load_drafter(decoder, name, tokenizer=tokenizer, placement=placement, models_file=models_file)
+        vocab_size = decoder.target.vocab_size
+        return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, is_greedy = split_name(draft)
     if model == MTP:
         _check_placement(placement, decoder.target)
@@ -138,7 +158,12 @@ def load_drafter(
             _check_placement(placement.over(spec), decoder.target)
             return ChainDrafter(load_head(spec, decoder.target), is_greedy)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
-    lm = build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint))
+    num_tokens = decoder.target.vocab_size
+    differing = _differing(decoder, checkpoint)
+    if len(differing) >= _MOST_UNKNOWN * num_tokens:
+        spelling = _spelling(decoder, checkpoint, differing)
+        return TranslatedDrafter.of(build_lm(checkpoint, num_tokens_of(checkpoint)), spelling, is_greedy)
+    lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
     return model_drafter(lm, is_greedy=is_greedy)
 
 
@@ -156,21 +181,42 @@ def _check_placement(placement: Placement, target: LM) -> None:
             raise OptionError(f"draft {option}", value, "a head has the device and the type of its target")
 
 
-def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:
-    """Tokens of the target that are others in the draft, or missing there. A few are reported and never drafted.
+def _differing(decoder: Decoder, draft: Checkpoint) -> dict[int, tuple[str, str]]:
+    """The ids of the target with another token in the draft, with both tokens."""
+    if decoder.tokenizer is None or draft.tokenizer is None:
+        return {}
+    found = differing_tokens(decoder.tokenizer, draft.tokenizer)
+    return {i: tokens for i, tokens in found.items() if i < decoder.target.vocab_size}
+
+
+def _spelling(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tuple[str, str]]) -> Spelling:
+    """The tokens of the target in those of a draft of another family, whose share is reported.
 
     Raises:
-        TokenizerMismatch: there are more.
+        TokenizerMismatch: it is too small.
     """
     target, num_tokens = decoder.target, decoder.target.vocab_size
-    differing: dict[int, tuple[str, str]] = {}
-    if decoder.tokenizer is not None and draft.tokenizer is not None:
-        differing = differing_tokens(decoder.tokenizer, draft.tokenizer)
-    differing = {i: tokens for i, tokens in differing.items() if i < num_tokens}
+    spelling = spelling_of(decoder.tokenizer, draft.tokenizer, num_tokens, num_tokens_of(draft))
+    reason = "they cannot be read as bytes"
+    if spelling is not None:
+        share = spelling.share_of(encode(decoder.tokenizer, " ".join(PROMPTS)))
+        found = f"{spelling.num_equal} of the {num_tokens} tokens of {target.name}, {share:.0%} of those of a text"
+        if share >= _LEAST_SHARED:
+            _LOG.warning("the draft %s has another tokenizer, with %s: it never drafts others", draft.name, found)
+            return spelling
+        reason = f"it has {found}"
+    raise TokenizerMismatch(
+        f"{target.name} and {draft.name} have different tokenizers: {len(differing)} of {num_tokens} tokens differ "
+        f"({examples_of(differing)}), and {reason}; choose a draft of the same family, or the draft 'ngram', which "
+        "needs none"
+    )
+
+
+def _unknown_ids(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tuple[str, str]]) -> tuple[int, ...]:
+    """Tokens of the target that are others in the draft, or missing there. A few are reported and never drafted."""
+    target, num_tokens = decoder.target, decoder.target.vocab_size
     unknown = tuple(sorted(differing.keys() | range(width_of(draft), num_tokens)))
     if len(unknown) >= _MOST_UNKNOWN * num_tokens:
-        if len(differing) >= _MOST_UNKNOWN * num_tokens:
-            check_same_tokens(decoder.tokenizer, draft.tokenizer, target.name, draft.name)
         return ()  # too few logits, which is reported where the model is built
     if unknown:
         examples = examples_of(differing) or f"it has logits for {width_of(draft)}"

@@ -20,6 +20,8 @@ MAX_NUM_DRAFT_TOKENS = 1024
 DEFAULT_NUM_SLOTS = 8
 LOOKUPS = ("ngram", "suffix")
 """Drafts without a model."""
+HYBRID = "suffix+"
+"""Before the name of a draft: ``suffix`` where its score is high, else that draft."""
 
 NumDraftTokens = int | Literal["auto"]
 """K, or ``auto``: chosen each round for the most tokens per second (see outrider.decoding.schedule)."""
@@ -236,6 +238,16 @@ def own_name(name: str, known: Collection[str]) -> str | None:
 def instead_of(name: str) -> str | None:
     """The remedy for an option that only other programs have."""
     return next((remedy for remedy, others in _INSTEAD.items() if name in others.split()), None)
+
+
+def looks_up(draft: object) -> bool:
+    """Whether a draft looks up tokens, alone or before another draft."""
+    return draft in LOOKUPS or isinstance(draft, str) and draft.startswith(HYBRID)
+
+
+def reads_corpus(draft: object) -> bool:
+    """Whether a draft looks up tokens in a corpus."""
+    return looks_up(draft) and draft != "ngram"
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, is_low_open: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Every drafter keeps the contract of drafters, and mistakes in drafters break it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,14 @@ from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
+from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.translated import TranslatedDrafter
 from outrider.records import Draft
 from outrider.runtime.lm import LM
+from outrider.text.spelling import Spelling
 from round_drafters import head
 from toys import as_lm, llama_pair, table_pair, tiny_llama
 
@@ -77,6 +80,34 @@ def _head() -> tuple[LM, Drafter]:
     return target, head(target)
 
 
+def _hybrid(corpus: Sequence[int]) -> tuple[LM, Drafter]:
+    target, model = _model()
+    return target, HybridDrafter(SuffixDrafter(Corpus([corpus]), min_prob=0.02), model, FEW, rival_acceptance=0.3)
+
+
+def _hybrid_matching() -> tuple[LM, Drafter]:
+    """Its corpus continues the prompt whose drafts are all forced."""
+    return _hybrid([3, 1, 2, 0, 1, 2, 2, 0, 1])
+
+
+def _hybrid_without() -> tuple[LM, Drafter]:
+    return _hybrid([3, 3, 3])
+
+
+def _translated(
+    spelled: Sequence[tuple[int, ...]] = ((2,), (1, 4), (0,), (4, 3, 1)), **options: Any
+) -> tuple[LM, Drafter]:
+    """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
+    spelling = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))
+    draft = as_lm(tiny_llama(1, vocab_size=5), "draft", **options)
+    return as_lm(tiny_llama(vocab_size=FEW)), TranslatedDrafter.of(draft, spelling)
+
+
+def _translated_short() -> tuple[LM, Drafter]:
+    """The draft's context ends within its spellings."""
+    return _translated(context_len=24)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -88,6 +119,10 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "head": _head,
+    "translated": _translated,
+    "translated, short context": _translated_short,
+    "hybrid": _hybrid_matching,
+    "hybrid, no match": _hybrid_without,
 }
 
 

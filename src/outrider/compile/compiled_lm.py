@@ -17,7 +17,7 @@ def compiled_lm(lm: LM, *, waits: bool = True, service: CompileService | None = 
         service: compiles the programs; None for the one of this process.
 
     Raises:
-        CompileError: on the CPU, several processes share the model, or it has recurrent states.
+        CompileError: on the CPU, several processes share the model, or it has recurrent states, or other tokens.
     """
     if lm.num_shares > 1 and lm.device.type != "cuda":
         raise CompileError(
@@ -28,6 +28,11 @@ def compiled_lm(lm: LM, *, waits: bool = True, service: CompileService | None = 
         raise CompileError(
             f"{lm.name} cannot be compiled: it has recurrent states, whose programs take many minutes to compile "
             "(leave out --compile: it then runs eagerly)"
+        )
+    if lm.own_ids and lm.device.type != "cuda":
+        raise CompileError(
+            f"{lm.name} cannot be compiled: it has another tokenizer than the target, and programs cannot hold the "
+            "table of its tokens yet (leave out --compile: it then runs eagerly)"
         )
     lm.mixers  # noqa: B018 - found now, or that forward would be captured with a step
     return lm.with_execution(

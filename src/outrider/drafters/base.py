@@ -41,6 +41,8 @@ class Rows:
         longest: its upper bound of the lengths of active rows.
         masks: the tokens that constraints allow; None if no row has a constraint.
         is_repeatable: one of the rows has to be (see ``Request``).
+        most_drafted: where this drafter is one of several, the host's upper bounds of the tokens that all of them draft
+            for each row; None: ``most_wanted``. B numbers
     """
 
     ids: Tensor
@@ -53,9 +55,15 @@ class Rows:
     longest: int
     masks: Masks | None = None
     is_repeatable: bool = False
+    most_drafted: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.most_wanted)
+
+    @property
+    def most_committed(self) -> list[int]:
+        """The host's upper bounds of the tokens that this round commits. B numbers"""
+        return [1 + num for num in self.most_drafted or self.most_wanted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ class ModelDrafter:
         return self.draft_lm.context_len
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        session = ModelSession(self, num_slots, capacity, device, max_k)
+        most_owed = 1 if self.mask_id is None else max_k
+        session = ModelSession(self, num_slots, capacity, device, most_owed)
         return session if capacity <= self.context_len else WindowSession(session, self.context_len, num_slots)
 
     def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
@@ -156,10 +157,16 @@ class ModelSession(Session):
     drafts do not pay.
     """
 
-    def __init__(self, drafter: ModelDrafter, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
+    def __init__(
+        self, drafter: ModelDrafter, num_slots: int, capacity: int, device: torch.device, most_owed: int
+    ) -> None:
+        """
+        Args:
+            most_owed: the most tokens, besides the last one, that a row's cache lacks after a round with drafts.
+        """
         lm = drafter.draft_lm
         self._lm, self._is_greedy, self._mask_id = lm, drafter.is_greedy, drafter.mask_id
-        self._most_owed = 1 if drafter.mask_id is None else max_k  # by a round with drafts, besides the last token
+        self._most_owed = most_owed
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
@@ -167,6 +174,18 @@ class ModelSession(Session):
         self._num_late = [0] * num_slots  # tokens committed since, besides the last, that the cache lacks at most
         self._is_idle = True  # nothing was drafted in the last round, or there was none
         self._most_left = PREFILL_TOKENS // num_slots  # deferred tokens per prompt: one forward reads all of them
+
+    def forget(self, ends: Tensor) -> None:
+        """Drop the tokens of the first rows from a place on. [B]"""
+        cached = self._cached[: len(ends)]
+        cached.copy_(torch.minimum(cached, ends))
+
+    def count_lacking(self, rows: Rows) -> None:
+        """Read on the host how many tokens the rows lack, for a sequence that grows by other numbers of tokens than
+        rounds commit."""
+        lacking = (rows.lengths - 1 - self._cached[: len(rows)]).tolist()
+        for slot, num in enumerate(lacking):
+            self._num_late[slot] = max(0, num - self._num_left[slot])
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         num_left = num_late = 0
@@ -185,7 +204,8 @@ class ModelSession(Session):
     def prefill(self, chunk: Prefill) -> None:
         """Feed a chunk of prompts. While no row is drafted for, short ones are deferred until drafting starts."""
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
-        starts, ends = self._filled[begin:end], chunk.ends
+        starts = self._filled[begin:end]
+        ends = [max(start, to) for start, to in zip(starts, chunk.ends, strict=True)]  # prompts may be left out
         num_new = [to - start for start, to in zip(starts, ends, strict=True)]
         self._num_late[begin:end] = [0] * len(ends)
         if self._is_idle and max(num_new) <= self._most_left and not self._lm.has_states:
@@ -320,8 +340,8 @@ class ModelSession(Session):
 
     def _count_late(self, rows: Rows) -> None:
         """Update the bounds for a round."""
-        for slot, num in enumerate(rows.most_wanted):
-            self._num_late[slot] = min(num, self._most_owed) if num else self._num_late[slot] + 1
+        for slot, (num, most) in enumerate(zip(rows.most_wanted, rows.most_committed, strict=True)):
+            self._num_late[slot] = min(num, self._most_owed) if num else self._num_late[slot] + most
             if num:
                 self._num_left[slot] = 0
 

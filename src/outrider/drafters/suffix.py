@@ -55,11 +55,22 @@ class SuffixDrafter:
         """With a digest of the corpus, on which the output of a seed depends."""
         return "suffix" if self.corpus is None else f"suffix+{self.corpus.digest}"
 
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> SuffixSession:
         return SuffixSession(self, num_slots)
 
     def with_models(self, change: Callable[[LM], LM]) -> SuffixDrafter:
         return self
+
+
+def looked_up(rows: Rows, drafts: Sequence[Sequence[int]]) -> Draft:
+    """A draft of tokens that the host has found."""
+    width = max(map(len, drafts))
+    if width == 0:
+        return empty_draft(rows)
+    device = rows.ids.device
+    ids = torch.tensor([[*draft, *[0] * (width - len(draft))] for draft in drafts], device=device)
+    num_drafted = torch.tensor([len(draft) for draft in drafts], device=device)
+    return Draft(ids=ids, probs=None, num_drafted=torch.minimum(num_drafted, rows.num_wanted))
 
 
 class SuffixSession(Session):
@@ -88,25 +99,23 @@ class SuffixSession(Session):
         return has_prompts
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        drafts = [
-            self._draft(self._indices[slot], min(k, num_wanted)) if num_wanted > 0 else []
+        return looked_up(rows, [ids for _, ids in self.scored(rows)])
+
+    def scored(self, rows: Rows) -> list[tuple[float, list[int]]]:
+        """For each row, the expected number of accepted tokens, and the draft."""
+        return [
+            self._best(self._indices[slot], num_wanted) if num_wanted > 0 else (0.0, [])
             for slot, num_wanted in enumerate(rows.most_wanted)
         ]
-        width = max(map(len, drafts))
-        if width == 0:
-            return empty_draft(rows)
-        device = rows.ids.device
-        ids = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts], device=device)
-        num_drafted = torch.tensor([len(draft) for draft in drafts], device=device)
-        return Draft(ids=ids, probs=None, num_drafted=torch.minimum(num_drafted, rows.num_wanted))
 
-    def _draft(self, index: SuffixIndex, k: int) -> list[int]:
-        score, ids = self._likely(index.continuation(), k)
+    def _best(self, index: SuffixIndex, k: int) -> tuple[float, list[int]]:
+        """The better one of the drafts from sequence and corpus."""
+        found = self._likely(index.continuation(), k)
         if self._corpus is not None:
-            other, others = self._likely(self._corpus.continuation(index.last_ids), k)
-            if other > score:
-                return others
-        return ids
+            other = self._likely(self._corpus.continuation(index.last_ids), k)
+            if other[0] > found[0]:
+                return other
+        return found
 
     def _likely(self, continuation: Iterable[tuple[int, int, int, int]], k: int) -> tuple[float, list[int]]:
         """Cut a continuation at k tokens, and where it becomes unlikely.

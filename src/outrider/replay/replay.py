@@ -25,7 +25,7 @@ from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
-from outrider.options import Sampling
+from outrider.options import Sampling, looks_up
 from outrider.records import Stats
 from outrider.replay.forced import ForcedRecord, force_records
 from outrider.replay.log_format import Header, Record
@@ -46,6 +46,7 @@ for any draft, and no better than ``rejection``; some other engines accept like 
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
 _NO_DRAFT = "a log is plain decoding already: name a draft to replay"
+_NO_MODEL = "its q is not that of a language model with the target's tokens: measure it, with outrider compare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,8 @@ def load_draft(
         return NgramDrafter()
     if name == "suffix":
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
+    if looks_up(name):
+        raise OptionError("--draft", name, _NO_MODEL)
     model, is_greedy = split_name(name)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
@@ -206,7 +209,7 @@ def replay(
         raise OptionError(
             "draft",
             drafter.name,
-            "its q depends on the target's hidden states, or on where a round began: give the log's target (--target)",
+            "its q is known in rounds with the target only: give the log's target (--target)",
         )
     needs_probs = not is_forced and not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
     if needs_probs and header.num_probs is None:

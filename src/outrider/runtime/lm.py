@@ -42,6 +42,7 @@ class LM:
         name: for messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
+        own_ids: where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
         context_len: maximum sequence length.
         device: of its first layer.
         dtype: of its activations.
@@ -73,6 +74,7 @@ class LM:
         self.name = name
         self.vocab_size = vocab_size
         self.unknown_ids = unknown_ids
+        self.own_ids: tuple[int, ...] = ()
         self.context_len = context_len
         self.execution: Execution = EagerExecution()
         self.lock = threading.RLock()
@@ -102,6 +104,13 @@ class LM:
         vars(lm).pop("_unknown", None)
         return lm
 
+    def with_tokens(self, own_ids: tuple[int, ...]) -> LM:
+        """This model as the draft of a target with other tokens. Logits are those of the target's tokens; the ones that
+        it lacks get -10,000. It is fed with these tokens, too, or with its own: V + i is its token i."""
+        lm = copy.copy(self)
+        lm.vocab_size, lm.own_ids = len(own_ids), own_ids
+        return lm
+
     def eager(self) -> LM:
         """This model with eager execution."""
         return self.with_execution(EagerExecution())
@@ -112,7 +121,7 @@ class LM:
         learned about it (there, a forward to learn it would be traced with the step)."""
         names = ("model", "name", "vocab_size", "context_len", "unknown_ids")
         made_of = {name: getattr(self, name) for name in names}
-        learned = dict(layer_shapes=self.layer_shapes, least_columns=self.least_columns, is_stepped=self.is_stepped)
+        learned = {name: getattr(self, name) for name in ("own_ids", "layer_shapes", "least_columns", "is_stepped")}
         return made_of, learned
 
     @classmethod
@@ -130,6 +139,18 @@ class LM:
     @cached_property
     def _unknown(self) -> Tensor:
         return torch.tensor(self.unknown_ids, device=self.device)
+
+    @cached_property
+    def _own(self) -> Tensor:
+        """[V]"""
+        return torch.tensor(self.own_ids, device=self.device)
+
+    @cached_property
+    def _fed(self) -> Tensor:
+        """The model's ids of the tokens that it is fed with (``with_tokens``). [V + its own]"""
+        model: Any = self.model
+        num_own = len(model.get_input_embeddings().weight)
+        return torch.cat((self._own.clamp_min(0), torch.arange(num_own, device=self.device)))
 
     @cached_property
     def has_states(self) -> bool:
@@ -269,6 +290,8 @@ class LM:
         model: Any = self.model
         if self.unknown_ids:
             ids = ids.clamp_max(len(model.get_input_embeddings().weight) - 1)
+        if self.own_ids:
+            ids = self._fed[ids]
         is_single = self.is_stepped or positions.shape[1] == 1
         cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
         # One forward at a time: hooks and tracing change the model for all threads.
@@ -293,7 +316,11 @@ class LM:
                 logits_to_keep=num_logits,
                 **arguments,
             )
-        logits: Tensor = output.logits[..., : self.vocab_size]
+        logits: Tensor = output.logits
+        if self.own_ids:
+            own = self._own.to(logits.device)
+            logits = logits.index_select(-1, own.clamp_min(0)).masked_fill(own < 0, UNKNOWN)
+        logits = logits[..., : self.vocab_size]
         if self.unknown_ids:
             logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]))
             logits = logits.index_fill(-1, self._unknown.to(logits.device), UNKNOWN)

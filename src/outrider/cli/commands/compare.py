@@ -30,7 +30,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import OptionError, PromptError
-from outrider.options import LOOKUPS
+from outrider.options import looks_up
 from outrider.records import Timing
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import current_ranks
@@ -240,7 +240,7 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     checks = []
     for name in pair.draft_names:
         model, is_greedy = split_name(name)
-        if name == "none" or name in LOOKUPS or is_greedy:  # q is not p, even for the same model
+        if name == "none" or looks_up(name) or is_greedy:  # q is not p, even for the same model
             continue
         draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):

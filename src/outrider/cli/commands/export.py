@@ -15,7 +15,7 @@ from outrider.cli.shared.output import check_json_target, console_for, progress_
 from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.errors import OptionError
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, LOOKUPS, Sampling
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling, looks_up
 from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def export(
     check_json_target(json_target)
     set_threads(machine.threads)
     names = target, draft or ("fable-draft" if target == "fable" else "none")
-    if names[1] == "none" or names[1] in LOOKUPS:
+    if names[1] == "none" or looks_up(names[1]):
         raise OptionError("--draft", names[1], "name a draft model")
     described = []
     for option, name in zip(("--target", "--draft"), names, strict=True):

@@ -10,7 +10,7 @@ import typer
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
 from outrider.errors import OptionError, OutriderError
-from outrider.options import LOOKUPS, check_num_draft_tokens
+from outrider.options import check_num_draft_tokens, looks_up
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,8 +53,10 @@ def models(
     check_num_draft_tokens(num_draft_tokens)
     if draft is not None and target is None:
         raise OptionError("--draft", draft, "give --target too")
-    if draft in LOOKUPS or (draft or "").endswith(":greedy"):
-        raise OptionError("--draft", draft, "give a model: a look-up has no weights, NAME:greedy those of NAME")
+    if looks_up(draft) or (draft or "").endswith(":greedy"):
+        raise OptionError(
+            "--draft", draft, "give a model: a look-up has no weights, NAME:greedy and suffix+NAME those of NAME"
+        )
     check_json_target(json_target)
     console = console_for(json_target)
     options: dict[str, Any] = {"models": models, "batch_size": batch_size, "dtype": dtype}

@@ -19,7 +19,7 @@ from outrider.cli.shared.options import (
     parse_k,
 )
 from outrider.errors import CompileError, OptionError
-from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
@@ -72,8 +72,8 @@ class PairOptions:
         typer.Option(
             metavar="NAME",
             help="Model (known name, folder or hub id); 'ngram' or 'suffix', which look up the text so far; or 'none'. "
-            "NAME:greedy drafts the most probable tokens. Repeatable where drafts are compared. Default: fable-draft "
-            "for fable, else ngram.",
+            "NAME:greedy drafts the most probable tokens, suffix+NAME looks them up where that promises more. "
+            "Repeatable where drafts are compared. Default: fable-draft for fable, else ngram.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
@@ -169,7 +169,7 @@ class PairOptions:
             OptionError: a corpus was given, and no draft reads it.
         """
         names = list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
-        if self.corpus and "suffix" not in names:
+        if self.corpus and not any(map(reads_corpus, names)):
             raise OptionError("--corpus", str(self.corpus[0]), "only the draft 'suffix' reads one: add --draft suffix")
         return names
 
@@ -267,7 +267,7 @@ class PairOptions:
         from outrider.api import load_drafter
         from outrider.compile.compiled_lm import compiled_lm
 
-        corpus = (self.corpus or ()) if name == "suffix" else ()
+        corpus = (self.corpus or ()) if reads_corpus(name) else ()
         drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
         if not decoder.target.execution.is_prepared:
             return drafter

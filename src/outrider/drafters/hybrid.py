@@ -1,0 +1,143 @@
+"""Drafts by suffix decoding where its score is high, else by another drafter.
+
+The suffix takes a row if it expects more accepted tokens than a rival, each of whose tokens would be accepted with a
+constant probability. That is a function of the tokens before the draft, so every rule stays lossless. (The recent
+acceptance of the other drafter is not: a sequence that is cut and resumed would go on with other drafts.) The other
+drafter gets the remaining rows; in those of the suffix none of its tokens are wanted.
+
+Source: SuffixDecoding, Oliaro et al. 2411.04975, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, padded
+from outrider.drafters.suffix import SuffixDrafter, SuffixSession, looked_up
+from outrider.records import Draft
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import one_hot
+from outrider.sampling.rules import Rule
+
+RIVAL_ACCEPTANCE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class HybridDrafter:
+    """Drafts with ``suffix`` or with ``other``, row by row.
+
+    Attributes:
+        vocab_size: of the target.
+        rival_acceptance: probability with which each token of the suffix's rival is accepted.
+    """
+
+    suffix: SuffixDrafter
+    other: Drafter
+    vocab_size: int
+    rival_acceptance: float = RIVAL_ACCEPTANCE
+
+    lm: ClassVar[LM | None] = None
+    context_len: ClassVar[int | None] = None
+    most_drafted: ClassVar[int | None] = None
+    reads_on_host: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.suffix.name}+{self.other.name}"
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return self.other.models
+
+    @property
+    def is_one_hot(self) -> bool:
+        return self.other.is_one_hot
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.other.features
+
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        sizes = num_slots, capacity, device, max_k
+        return HybridSession(self, self.suffix.open(*sizes), self.other.open(*sizes))
+
+    def with_models(self, change: Callable[[LM], LM]) -> HybridDrafter:
+        return replace(self, other=self.other.with_models(change))
+
+
+class HybridSession(Session):
+    """The sessions of both drafters. Each reads the tokens of all rows."""
+
+    def __init__(self, drafter: HybridDrafter, suffix: SuffixSession, other: Session) -> None:
+        self._drafter, self._suffix, self._other = drafter, suffix, other
+        self._found: list[list[int]] = []  # this round's drafts of the suffix, empty in rows that it does not take
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        self._suffix.assign(slot, source, num_tokens)
+        self._other.assign(slot, source, num_tokens)
+
+    def prefill(self, chunk: Prefill) -> None:
+        self._suffix.prefill(chunk)
+        self._other.prefill(chunk)
+
+    def observe(self, committed: CommittedTokens) -> None:
+        self._suffix.observe(committed)
+        self._other.observe(committed)
+
+    def catch_up(self, rows: Rows) -> bool:
+        """Decide who drafts for which row: the other drafter need not catch up in the rows of the suffix."""
+        has_prompts = self._suffix.catch_up(rows)
+        self._found = [
+            ids if score > self._rival_score(num_wanted) else []
+            for (score, ids), num_wanted in zip(self._suffix.scored(rows), rows.most_wanted, strict=True)
+        ]
+        return self._other.catch_up(self._rest(rows)) or has_prompts
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        other = self._other.propose(self._rest(rows), k, rule, noise)
+        return self._merged(looked_up(rows, self._found), other)
+
+    def _rival_score(self, k: int) -> float:
+        """Expected number of accepted tokens of k, each accepted with the rival's probability if the ones before it
+        were."""
+        return float(sum(self._drafter.rival_acceptance**i for i in range(1, k + 1)))
+
+    def _rest(self, rows: Rows) -> Rows:
+        """The rows as the other drafter sees them: it drafts where the suffix does not, within its own limits."""
+        drafter = self._drafter.other
+        most_wanted = [0 if ids else num for ids, num in zip(self._found, rows.most_wanted, strict=True)]
+        if drafter.most_drafted is not None:
+            most_wanted = [min(num, drafter.most_drafted) for num in most_wanted]
+        num_wanted = torch.minimum(rows.num_wanted, torch.tensor(most_wanted, device=rows.ids.device))
+        return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted, most_drafted=rows.most_wanted)
+
+    def _merged(self, found: Draft, other: Draft) -> Draft:
+        """Both drafts as one, of the same form whoever drafted: each form is a program of its own, and those for the
+        suffix could not be prepared before it finds something."""
+        if found.ids.shape[1] == 0:
+            return other
+        if other.ids.shape[1] == 0:
+            other = self._nothing(found.ids)
+        k = max(found.ids.shape[1], other.ids.shape[1])
+        found, other = padded(found, k), padded(other, k)
+        is_found = found.num_drafted > 0
+        ids = torch.where(is_found[:, None], found.ids, other.ids)
+        probs, is_finite = other.probs, other.is_finite
+        if probs is not None:
+            probs = torch.where(is_found[:, None, None], one_hot(ids, probs), probs)
+        if is_finite is not None:
+            is_finite = is_finite | is_found[:, None]
+        return Draft(ids, probs, torch.where(is_found, found.num_drafted, other.num_drafted), is_finite)
+
+    def _nothing(self, like: Tensor) -> Draft:
+        """A draft of the other drafter, with columns but without tokens."""
+        ids = torch.zeros_like(like)
+        probs = None if self._drafter.is_one_hot else functional.one_hot(ids, self._drafter.vocab_size).float()
+        is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
+        return Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)

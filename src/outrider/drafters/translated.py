@@ -1,0 +1,190 @@
+"""A draft model with a tokenizer of another family.
+
+The draft reads a sequence in its own tokens: each committed token of the target is spelled by a table on the device
+(text/spelling.py). So the draft's sequence is a function of the target's, and no text is tokenized. Its logits are
+those of the tokens that both have, by the target's ids (``LM.with_tokens``); q is their distribution under the row's
+options, and zero elsewhere. So every rule is lossless: the tokens are drawn from the q that is reported, whatever the
+draft has read.
+
+Source: token-level intersection, Timor et al. 2502.05202, algorithm 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session
+from outrider.drafters.model import GREEDY_SUFFIX, ModelDrafter, ModelSession
+from outrider.records import Draft
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import Rule
+from outrider.text.spelling import Spelling
+
+_SLACK = 64  # own tokens that a sequence may have beyond its share
+_LOST = 2**40  # length of a sequence that is too long for the draft, now and later
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedDrafter:
+    """Drafts with a language model of other tokens.
+
+    Attributes:
+        model: with the target's vocabulary (``LM.with_tokens``).
+        is_greedy: see ``ModelDrafter``.
+    """
+
+    model: LM
+    spelling: Spelling
+    is_greedy: bool = False
+
+    lm: ClassVar[LM | None] = None  # the tools would feed it the target's tokens
+    context_len: ClassVar[int | None] = None  # its limit is in its own tokens
+    most_drafted: ClassVar[int | None] = None
+    reads_on_host: ClassVar[bool] = True
+    features: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def of(cls, lm: LM, spelling: Spelling, is_greedy: bool = False) -> TranslatedDrafter:
+        """The drafter of a model with its own tokens."""
+        return cls(lm.with_tokens(spelling.equals), spelling, is_greedy)
+
+    @property
+    def name(self) -> str:
+        return self.model.name + GREEDY_SUFFIX * self.is_greedy
+
+    @property
+    def is_one_hot(self) -> bool:
+        return self.is_greedy
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return (self.model,)
+
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        return TranslatedSession(self, num_slots, capacity, device)
+
+    def with_models(self, change: Callable[[LM], LM]) -> TranslatedDrafter:
+        return replace(self, model=change(self.model))
+
+
+class TranslatedSession(Session):
+    """The session of a draft model over spelled sequences.
+
+    A spelled sequence may be longer than the target's, on average by the factor ``_most_per_token``, so that the
+    cache has a fixed size. One that once was longer, or exceeds the draft's context, is *lost*: nothing is drafted for
+    it from there on. (That is a function of its tokens, too.)
+    """
+
+    def __init__(self, drafter: TranslatedDrafter, num_slots: int, capacity: int, device: torch.device) -> None:
+        lm, spelled, prefix = drafter.model, drafter.spelling.spelled, drafter.spelling.prefix
+        self._context_len = lm.context_len
+        self._most = max(map(len, spelled))  # own tokens of one of the target's
+        self._most_per_token = 1 + math.ceil(sum(map(len, spelled)) / len(spelled))
+        rows = [[lm.vocab_size + i for i in ids] + [0] * (self._most - len(ids)) for ids in spelled]
+        self._spelled = torch.tensor(rows, device=device)  # [V, M]
+        self._nums = torch.tensor([len(ids) for ids in spelled], device=device)  # [V]
+        self._has_equal = torch.tensor(drafter.spelling.equals, device=device) >= 0  # [V]
+        own_capacity = min(self._limit(capacity), lm.context_len)
+        # The last column of each takes what is written beyond.
+        self._ids = torch.zeros(num_slots, own_capacity + 1, dtype=torch.long, device=device)
+        self._ids[:, : len(prefix)] = lm.vocab_size + torch.tensor(prefix, dtype=torch.long, device=device)
+        self._ends = torch.full((num_slots, capacity + 2), len(prefix), dtype=torch.long, device=device)
+        self._num_read = torch.zeros(num_slots, dtype=torch.long, device=device)  # tokens that are spelled
+        inner = ModelDrafter(lm, drafter.is_greedy)
+        self._inner = ModelSession(inner, num_slots, own_capacity, device, self._most)
+
+    def _limit(self, num_tokens: Any) -> Any:
+        """The most own tokens of a sequence."""
+        return self._most_per_token * num_tokens + _SLACK
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        origin = slot if source is None else source
+        num_read = min(num_tokens, int(self._num_read[origin]))
+        if origin != slot:
+            self._ids[slot], self._ends[slot] = self._ids[origin], self._ends[origin]
+        self._num_read[slot] = num_read
+        self._inner.assign(slot, source, int(self._ends[slot, num_read]))
+
+    def prefill(self, chunk: Prefill) -> None:
+        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
+        device = chunk.ids.device
+        lengths = torch.tensor(chunk.lengths, device=device)
+        read = self._num_read[begin:end]
+        columns = read[:, None] + torch.arange(int((lengths - read).amax()), device=device)
+        self._spell(begin, chunk.ids.gather(1, columns.clamp_max(chunk.ids.shape[1] - 1)), read.clone(), lengths)
+        fed = torch.tensor([chunk.starts, chunk.ends], device=device)
+        places = torch.cat((fed, lengths[None])).T
+        starts, ends, own_lengths = self._ends[begin:end].gather(1, places).T.tolist()
+        # All but the last of its own tokens, as the session of the model expects; none of sequences that are too long.
+        ends = [
+            0 if own > self._context_len else own - 1 if to == length - 1 else own_to
+            for own, own_to, to, length in zip(own_lengths, ends, chunk.ends, chunk.lengths, strict=True)
+        ]
+        self._inner.prefill(Prefill(self._ids[begin:end], begin, starts, ends, own_lengths, None))
+
+    def observe(self, committed: CommittedTokens) -> None:
+        """Spell the committed tokens. The cache holds those that were drafted, up to one that the draft does not have:
+        its spelling is another one than what was fed."""
+        begins, num_new = committed.old_lengths, committed.lengths - committed.old_lengths
+        self._spell(0, committed.ids, begins, committed.lengths)
+        offsets = torch.arange(committed.ids.shape[1], device=begins.device)
+        is_fed = self._has_equal[committed.ids] & (offsets < num_new[:, None] - 1)
+        num_fed = is_fed.long().cumprod(dim=1).sum(dim=1)
+        ends = self._ends[: len(begins)].gather(1, begins[:, None])[:, 0] + num_fed
+        self._inner.forget(torch.where(num_new > 0, ends, _LOST))
+
+    def _spell(self, first: int, ids: Tensor, begins: Tensor, ends: Tensor) -> None:
+        """Append tokens to the sequences of adjacent slots.
+
+        Args:
+            ids: column c is the token at position begins + c. [R, C]
+            begins, ends: lengths before and after. [R]
+        """
+        slots = slice(first, first + len(ids))
+        own_ids, own_ends = self._ids[slots], self._ends[slots]
+        counts = begins[:, None] + 1 + torch.arange(ids.shape[1], device=ids.device)  # tokens up to each one
+        is_new = counts <= ends[:, None]
+        nums = torch.where(is_new, self._nums[ids], 0)
+        after = own_ends.gather(1, begins[:, None]) + nums.cumsum(dim=1)
+        is_lost = (after > self._limit(counts).clamp_max(self._context_len)).long().cumsum(dim=1) > 0
+        after = torch.where(is_lost, _LOST, after)
+        own_ends.scatter_(1, torch.where(is_new, counts, own_ends.shape[1] - 1), after)
+        offsets = torch.arange(self._most, device=ids.device)
+        is_written = (offsets < nums[..., None]) & ~is_lost[..., None]  # [R, C, M]
+        places = torch.where(is_written, (after - nums)[..., None] + offsets, own_ids.shape[1] - 1)
+        own_ids.scatter_(1, places.flatten(1), self._spelled[ids].flatten(1))
+        self._num_read[slots] = torch.where(begins < ends, ends, self._num_read[slots])
+
+    def catch_up(self, rows: Rows) -> bool:
+        own = self._own(rows)
+        self._inner.count_lacking(own)
+        return self._inner.catch_up(own)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        return self._inner.propose(self._own(rows), k, rule, noise)
+
+    def _own(self, rows: Rows) -> Rows:
+        """The rows in own tokens. Drafted tokens are the target's, one own token each. Slots whose prompts were not
+        read yet are as long as can be, since the cache may hold a prefix of them."""
+        num_rows = len(rows)
+        is_read = self._num_read[:num_rows] >= rows.lengths
+        lengths = torch.where(is_read, self._ends[:num_rows].gather(1, rows.lengths[:, None])[:, 0], _LOST)
+        num_wanted = torch.minimum(rows.num_wanted, (self._context_len + 1 - lengths).clamp_min(0))
+        lengths = lengths.clamp(1, self._ids.shape[1] - 1)
+        most_wanted, own_lengths = torch.stack((num_wanted, lengths)).tolist()
+        columns = lengths[:, None] + torch.arange(-2, 0, device=lengths.device)
+        return replace(
+            rows,
+            ids=self._ids[:num_rows],
+            lengths=lengths,
+            last_ids=self._ids[:num_rows].gather(1, columns.clamp_min(0)),
+            num_wanted=num_wanted,
+            most_wanted=most_wanted,
+            longest=max((length for length, num in zip(own_lengths, most_wanted, strict=True) if num), default=1),
+        )

@@ -1,0 +1,190 @@
+"""The suffix drafts where its score is high, and another drafter in the other rows."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract import check_state
+from outrider.api import load, load_drafter
+from outrider.certify.exact import check_exactly
+from outrider.cli.shared.pair_options import PairOptions
+from outrider.drafters.base import Drafter, Rows
+from outrider.drafters.corpus import Corpus
+from outrider.drafters.hybrid import HybridDrafter, HybridSession
+from outrider.drafters.model import ModelDrafter, ModelSession
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.errors import OptionError
+from outrider.options import Sampling
+from outrider.records import Draft
+from outrider.replay.record import header_of
+from outrider.replay.replay import load_draft, replay
+from outrider.sampling.rules import REJECTION, RULES
+from outrider.scoring.teacher_forcing import Text
+from pairs import embedded
+from toys import InTurn, as_lm, llama_pair, request, run, tiny_llama, tokens
+
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+PROMPTS = [[1, 2, 3, 4] * 3, [7, 8, 9], [5] * 8, [10, 3, 10, 2]]
+V = 60  # tokens of the pair
+
+
+def _hybrid(other: Drafter, *, rival: float = 0.4, vocab_size: int = V, **options: Any) -> HybridDrafter:
+    return HybridDrafter(SuffixDrafter(**options), other, vocab_size, rival)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Rows, Rows, Draft]]:
+    """Of each round: the rows, as the model sees them, too; and the draft."""
+    rounds: list[tuple[Rows, Rows, Draft]] = []
+    asked: list[Rows] = []
+    of_model, of_hybrid = ModelSession.propose, HybridSession.propose
+
+    def ask(self: ModelSession, rows: Rows, *others: Any) -> Draft:
+        asked.append(rows)
+        return of_model(self, rows, *others)
+
+    def note(self: HybridSession, rows: Rows, *others: Any) -> Draft:
+        lengths = rows.lengths.clone()  # the loop updates them
+        draft = of_hybrid(self, rows, *others)
+        now = replace(rows, lengths=lengths)
+        rounds.append((now, replace(asked[-1], lengths=lengths), draft))
+        return draft
+
+    monkeypatch.setattr(ModelSession, "propose", ask)
+    monkeypatch.setattr(HybridSession, "propose", note)
+    return rounds
+
+
+@ALL_RULES
+def test_the_output_is_the_targets(rule: Any, seen: list[tuple[Rows, Rows, Draft]]) -> None:
+    """Greedy, and under ``gumbel`` with a seed; rows join, and both drafters draft, often in the same round."""
+    target, model = llama_pair()
+    drafter = _hybrid(model, corpus=Corpus([[7, 8, 9, 10, 3, 10, 2, 1, 2, 3]]))
+    for temperature in [0.0, 0.3] if rule.name == "gumbel" else [0.0]:
+        requests = [
+            request(prompt, seed=i, max_new_tokens=30 + 9 * i, temperature=temperature)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        want = tokens(target, drafter.other, requests, rule, 0)
+        for k in (3, InTurn(4, 0, 2)):
+            assert tokens(target, drafter, requests, rule, k) == want
+    of_suffix = [[ours > theirs for ours, theirs in zip(a.most_wanted, b.most_wanted, strict=True)] for a, b, _ in seen]
+    assert any(map(all, of_suffix)) and any(any(row) and not all(row) for row in of_suffix)
+
+
+@pytest.mark.each_execution
+def test_every_execution_drafts_the_same() -> None:
+    target, model = llama_pair()
+    requests = [request(prompt, temperature=0.0, max_new_tokens=24) for prompt in PROMPTS[:2]]
+    assert tokens(target, _hybrid(model), requests, REJECTION, 2) == tokens(target, model, requests, REJECTION, 0)
+
+
+@ALL_RULES
+def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
+    """By enumeration. The suffix drafts in the first two, with other p than q = 1, the model in the third."""
+    target, model = llama_pair()
+    sampling = Sampling(temperature=0.8, top_p=0.9)
+    texts = [Text([1, 2, 3, 1, 2, 3, 1, 2]), Text([7] * 6), Text([1, 2, 3])]
+    report = check_exactly(target, _hybrid(model), sampling, rule, texts)
+    assert report.is_ok, report
+
+
+def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows, Rows, Draft]]) -> None:
+    """Each form would be a program of its own. q is one-hot in rows of the suffix."""
+    target, model = llama_pair()
+    run(target, _hybrid(model), [request(prompt, max_new_tokens=40) for prompt in PROMPTS], REJECTION, 3)
+    num_of_suffix = 0
+    for rows, asked, draft in seen:
+        if draft.ids.shape[1] == 0:
+            continue
+        assert draft.probs is not None and draft.probs.shape == (*draft.ids.shape, V)
+        assert draft.is_finite is not None
+        for b, (ours, theirs) in enumerate(zip(rows.most_wanted, asked.most_wanted, strict=True)):
+            num = int(draft.num_drafted[b])
+            if ours > theirs:
+                assert theirs == int(asked.num_wanted[b]) == 0
+                assert bool((draft.probs[b, range(num), draft.ids[b, :num]] == 1).all())
+                num_of_suffix += num
+    assert num_of_suffix > 10
+
+
+def test_greedy_models_keep_no_probabilities(seen: list[tuple[Rows, Rows, Draft]]) -> None:
+    target, model = llama_pair()
+    drafter = _hybrid(ModelDrafter(model.lm, is_greedy=True))
+    assert drafter.is_one_hot and drafter.name == "suffix+draft:greedy"
+    run(target, drafter, [request(PROMPTS[0], max_new_tokens=40)], REJECTION, 3)
+    assert all(draft.probs is None for *_, draft in seen)
+
+
+def test_both_draft_beyond_the_context_of_the_model(seen: list[tuple[Rows, Rows, Draft]]) -> None:
+    target, model = llama_pair(draft_context_len=20)
+    requests = [request([1, 2, 3] * 6, max_new_tokens=200, temperature=0.0)]
+    assert tokens(target, _hybrid(model), requests, REJECTION, 3) == tokens(target, model, requests, REJECTION, 0)
+    beyond = [(asked.most_wanted[0], draft) for rows, asked, draft in seen if int(rows.lengths[0]) > 20]
+    assert {num > 0 for num, _ in beyond} == {True, False}
+    assert sum(int(draft.num_drafted[0]) for num, draft in beyond if num == 0) > 20
+
+
+def test_the_rival_decides(seen: list[tuple[Rows, Rows, Draft]]) -> None:
+    """With a rival that always agrees the suffix never drafts, and with one that never does it always drafts."""
+    target, model = llama_pair()
+    for rival, want in ((1.0, False), (0.0, True)):
+        seen.clear()
+        run(target, _hybrid(model, rival=rival), [request([5] * 12, max_new_tokens=10)], REJECTION, 3)
+        rows, asked, _ = seen[0]
+        assert (asked.most_wanted[0] < rows.most_wanted[0]) == want
+
+
+def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the contract: a round without drafts of the model commits more than one token here."""
+    target = as_lm(tiny_llama(vocab_size=4))
+    model = ModelDrafter(as_lm(tiny_llama(1, vocab_size=4), "draft"))
+    sequences = [
+        ([3, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 1, 0, 2]),
+        ([0, 2], [0, 2, 0, 2, 0, 2, 0, 1, 3, 2, 1]),
+    ]
+    drafter = _hybrid(model, vocab_size=4)
+    check_state(target, drafter, sequences, 3)
+    monkeypatch.setattr(Rows, "most_committed", property(lambda rows: [1] * len(rows)))
+    with pytest.raises(AssertionError, match="q is off by|is drafted, not"):
+        check_state(target, drafter, sequences, 3)
+
+
+def test_constraints() -> None:
+    """The model's drafts are masked; a forbidden token of the suffix is rejected."""
+    decoder = load("fable", "suffix+fable-draft", device="cpu", num_draft_tokens=4)
+    options: dict[str, Any] = {"regex": "(the (king|queen) and ){12}", "temperature": 0.0, "max_new_tokens": 40}
+    prompts = ["the king and the queen and the cat and the king and the queen and ", "Once upon a time "]
+    got, want = decoder.generate(prompts, **options), decoder.plain().generate(prompts, **options)
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    assert all(one.stats.num_accepted_draft_tokens > 10 for one in got)
+
+
+def test_names(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text("The old king lived in a castle by the sea.")
+    decoder = embedded()
+    drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
+    assert isinstance(drafter, HybridDrafter) and drafter.suffix.corpus is not None
+    assert drafter.name == f"suffix+{drafter.suffix.corpus.digest}+fable-draft"
+    assert drafter.with_models(lambda lm: lm) == drafter
+    assert drafter.models == drafter.other.models and drafter.lm is None and drafter.reads_on_host
+    loaded = load("fable", "suffix+fable-draft", device="cpu")
+    assert loaded.drafter.name == "suffix+fable-draft" and not loaded.drafter.is_one_hot
+    assert loaded.generate("Once", seed=1, max_new_tokens=8)[0].token_ids
+    pair = PairOptions(draft=["suffix+fable-draft"], corpus=[path])
+    assert pair.load_draft(decoder, pair.single_draft).name == drafter.name
+    for name in ("suffix+", "suffix+ngram", "suffix+suffix", "suffix+none", "suffix+suffix+fable-draft"):
+        with pytest.raises(OptionError, match="give the name of a model after 'suffix[+]'"):
+            load_drafter(decoder, name)
+
+
+def test_a_log_does_not_tell_its_drafts() -> None:
+    decoder = load("fable", "suffix+fable-draft", device="cpu")
+    header = header_of(decoder, {}, None)
+    with pytest.raises(OptionError, match="its q is not that of a language model"):
+        load_draft("suffix+fable-draft", header)
+    with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
+        next(replay([], header, decoder.drafter, "block", [2]))
