@@ -60,8 +60,9 @@ def load(
     Args:
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
-        draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens; or "ngram" or
-            "suffix", which look up the text so far; or "none" or None for plain decoding.
+        draft: likewise; a name that ends in ":greedy" drafts the model's most probable tokens, one with ":min-prob=P"
+            ends drafts before tokens of which the model is unsure; or "ngram" or "suffix", which look up the text so
+            far; or "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -124,10 +125,10 @@ def load_drafter(
         return NgramDrafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
-    model, is_greedy = split_name(draft)
+    model, options = split_name(draft)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     lm = build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint))
-    return model_drafter(lm, is_greedy=is_greedy)
+    return model_drafter(lm, **options)
 
 
 def _unknown_ids(decoder: Decoder, draft: Checkpoint) -> tuple[int, ...]:
