@@ -76,9 +76,10 @@ def load(
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: likewise, or a folder or hub id of a head for the target; a name that ends in ":greedy" drafts the most
-            probable tokens; or "mtp", the layer for it in the target's own checkpoint; or "ngram" or "suffix", which
-            look up the text so far; or "suffix+" and one of these names, which drafts where "suffix" promises less; or
-            "none" or None for plain decoding.
+            probable tokens, one with ":min-prob=P" ends drafts before tokens of which the model is unsure; or "mtp",
+            the layer for it in the target's own checkpoint; or "ngram" or "suffix", which look up the text so far; or
+            "suffix+" and one of these names, which drafts where "suffix" promises less; or "none" or None for plain
+            decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -148,23 +149,23 @@ def load_drafter(
         other = load_drafter(decoder, name, tokenizer=tokenizer, placement=placement, models_file=models_file)
         vocab_size = decoder.target.vocab_size
         return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
-    model, is_greedy = split_name(draft)
+    model, options = split_name(draft)
     if model == MTP:
         _check_placement(placement, decoder.target)
-        return ChainDrafter(load_mtp_of(decoder.target), is_greedy)
+        return ChainDrafter(load_mtp_of(decoder.target), **options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
-            return ChainDrafter(load_head(spec, decoder.target), is_greedy)
+            return ChainDrafter(load_head(spec, decoder.target), **options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)
     if len(differing) >= _MOST_UNKNOWN * num_tokens:
         spelling = _spelling(decoder, checkpoint, differing)
-        return TranslatedDrafter.of(build_lm(checkpoint, num_tokens_of(checkpoint)), spelling, is_greedy)
+        return TranslatedDrafter.of(build_lm(checkpoint, num_tokens_of(checkpoint)), spelling, **options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
-    return model_drafter(lm, is_greedy=is_greedy)
+    return model_drafter(lm, **options)
 
 
 def _check_placement(placement: Placement, target: LM) -> None:

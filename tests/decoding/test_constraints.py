@@ -89,6 +89,8 @@ def test_the_text_is_that_of_plain_decoding(
         drafter,
         replace(drafter, is_greedy=True),
         replace(drafter, mask_id=2),
+        replace(drafter, min_prob=0.4),
+        replace(drafter, mask_id=2, min_prob=0.4),
         NgramDrafter(),
         ModelDrafter(target),
     )
@@ -105,10 +107,11 @@ def test_the_text_is_that_of_plain_decoding(
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_row_does_not_depend_on_its_neighbours(pair: tuple[LM, ModelDrafter], rule: Rule, k: int) -> None:
     """Nor do those without a constraint, beside rows that have one."""
-    target, drafter = pair
-    together = tokens(target, drafter, _requests(target.vocab_size), rule, k)
-    alone = [tokens(target, drafter, [one], rule, k)[0] for one in _requests(target.vocab_size)]
-    assert together == alone
+    target, model = pair
+    for drafter in (model, replace(model, mask_id=2), replace(model, min_prob=0.4)):
+        together = tokens(target, drafter, _requests(target.vocab_size), rule, k)
+        alone = [tokens(target, drafter, [one], rule, k)[0] for one in _requests(target.vocab_size)]
+        assert together == alone
     assert all(_is_right(ids, target.vocab_size) for i, ids in enumerate(together) if i != 2)
 
 

@@ -127,6 +127,15 @@ def test_tokens_drafted_in_one_forward_leave_the_law_alone(rule: Rule) -> None:
     assert _pvalue(target, parallel, rule, _law("all"), **SETTINGS["all"]) > FALSE_ALARM
 
 
+@pytest.mark.parametrize("mask_id", [None, 2], ids=["one by one", "in one forward"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_ending_drafts_where_the_model_is_unsure_leaves_the_law_alone(rule: Rule, mask_id: int | None) -> None:
+    """Unlike dropping tokens that are unlikely (below). False alarm: 1e-6 each."""
+    target, drafter = table_pair(4)
+    sure = replace(drafter, mask_id=mask_id, min_prob=0.6)
+    assert _pvalue(target, sure, rule, _law("all"), **SETTINGS["all"]) > FALSE_ALARM
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_a_greedy_draft_leaves_the_law_alone(rule: Rule) -> None:
     """False alarm: 1e-6 each."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
-from outrider.drafters.drawing import draw_next, one_by_one
-from outrider.drafters.model import GREEDY_SUFFIX
+from outrider.drafters.drawing import draw_next, is_unsure, one_by_one
+from outrider.drafters.model import full_name
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -40,11 +40,12 @@ class ChainDrafter:
 
     Attributes:
         head: its module is a ``ChainHead``.
-        is_greedy: see ``ModelDrafter``.
+        is_greedy, min_prob: see ``ModelDrafter``.
     """
 
     head: LM
     is_greedy: bool = False
+    min_prob: float = 0.0
 
     lm: ClassVar[LM | None] = None
     context_len: ClassVar[int | None] = None
@@ -53,7 +54,7 @@ class ChainDrafter:
 
     @property
     def name(self) -> str:
-        return self.head.name + GREEDY_SUFFIX * self.is_greedy
+        return full_name(self.head.name, self.is_greedy, self.min_prob)
 
     @property
     def is_one_hot(self) -> bool:
@@ -112,6 +113,7 @@ def _draft_steps(
     head: LM,
     rule: Rule,
     is_greedy: bool,
+    min_prob: float,
     view_len: int,
     k: int,
     cache: SlotCache,
@@ -132,11 +134,12 @@ def _draft_steps(
         states: of the entries of these tokens; None for those of the cache. [B, T, H]
         cached: entries in the cache, which are not fed again. [B]
         lengths: [B]
-        num_drafted: the tokens to draft; rows without are not fed. [B]
+        num_drafted: the most tokens to draft; rows without are not fed. [B]
         allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
 
     Returns:
-        ids [B, K]; whether q is finite [B, K]; the head's last output [B, 1, H]; q [B, K, V] unless it is one-hot
+        ids [B, K]; whether q is finite [B, K]; the head's last output [B, 1, H]; the number of drafted tokens [B]; q
+        [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
     width = ids.shape[1]
@@ -151,12 +154,16 @@ def _draft_steps(
             history = history.then(drawn[-1][0])
         logits, states = _feed(head, view_len, cache, ids, states, positions)
         states = states[:, -1:]
+        if min_prob > 0:
+            num_sure = torch.where(is_unsure(logits[:, -1], min_prob, allowed), i, k)
+            num_drafted = torch.minimum(num_drafted, num_sure)
         one, q, is_good = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=is_greedy)
         drawn.append((one, is_good, q))
         ids = one[:, None]
         positions = torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
     found, is_finite, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
-    return (found, is_finite, states) if is_greedy else (found, is_finite, states, probs)
+    results = found, is_finite, states, num_drafted
+    return results if is_greedy else (*results, probs)
 
 
 class ChainSession(Session):
@@ -167,7 +174,7 @@ class ChainSession(Session):
     """
 
     def __init__(self, drafter: ChainDrafter, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
-        self._head, self._is_greedy = drafter.head, drafter.is_greedy
+        self._head, self._options = drafter.head, (drafter.is_greedy, drafter.min_prob)
         head = drafter.head
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
@@ -260,10 +267,10 @@ class ChainSession(Session):
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         ids = rows.ids.gather(1, columns.clamp_min(0))
         view_len = head.view_len(rows.longest + k, cache)
-        shape = rule, self._is_greedy, view_len
+        shape = rule, *self._options, view_len
         if rows.masks is None:
             arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
-            drafted, is_finite, _, *probs = head.run(
+            drafted, is_finite, _, num_drafted, *probs = head.run(
                 _draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable
             )
         else:
@@ -276,12 +283,15 @@ class ChainSession(Session):
                 given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
                 results = head.run(_draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
                 ids, states = results[0].clone(), results[2].clone()
-                return (*results[:2], *results[3:])
+                is_cut = results[3] < is_wanted
+                num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(i), num_drafted))
+                return (*results[:2], *results[4:])
 
-            wanted = replace(rows, num_wanted=num_wanted)
+            num_drafted = num_wanted.clone()
+            wanted = replace(rows, num_wanted=num_drafted)
             drafted, is_finite, *probs = one_by_one(wanted, rows.masks, k, noise, draft)
         cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
         self._num_late[:num_rows] = [
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
         ]
-        return Draft(drafted, probs[0] if probs else None, num_wanted, is_finite)
+        return Draft(drafted, probs[0] if probs else None, num_drafted, is_finite)

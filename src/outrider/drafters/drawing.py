@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,10 +76,29 @@ def draw_all(
     return ids, q, finite
 
 
+def is_unsure(logits: Tensor, min_prob: float, allowed: Tensor | None = None) -> Tensor:
+    """Whether the draft's most probable token has a probability below ``min_prob``, by its logits before any option: a
+    reason to end a draft before that token. It may depend on the tokens before it alone. A cut that looked at the drawn
+    token would bias the output, since the tokens that remain would not be drawn from q.
+
+    Args:
+        logits: [..., V]
+        allowed: the tokens that constraints allow; None for all. [..., V]
+
+    Returns:
+        [...]; False where the logits are not finite.
+    """
+    x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    if allowed is not None:
+        x = x.masked_fill(~allowed, -torch.inf)
+    return x.amax(dim=-1) - x.logsumexp(dim=-1) < math.log(min_prob)
+
+
 def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> list[Tensor]:
     """Draft each token in a step of its own: the host must read a token to mask the next one.
 
     Args:
+        rows: ``num_wanted`` may be reduced in place by ``draft``.
         draft: (i, rows that want token i [B], lengths with the tokens drafted so far [B], history, allowed tokens
             [B, V], noise from this token on) -> its id, and other results [B, 1, ...].
 

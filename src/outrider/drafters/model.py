@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
-from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.drafters.drawing import draw_next, is_unsure, one_by_one
 from outrider.drafters.parallel import draft_at_once, mask_token_of, parallel_logits
 from outrider.drafters.window import WindowSession
+from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -22,19 +24,36 @@ from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
-GREEDY_SUFFIX = ":greedy"
-"""Suffix of the name of a draft model that drafts its most probable tokens."""
+_GREEDY, _MIN_PROB = ":greedy", ":min-prob="  # options at the end of a draft's name
 
 
-def model_drafter(lm: LM, *, is_greedy: bool = False) -> ModelDrafter:
+def model_drafter(lm: LM, *, is_greedy: bool = False, min_prob: float = 0.0) -> ModelDrafter:
     """The drafter of a loaded model. Raises UnsupportedModel."""
-    return ModelDrafter(lm, is_greedy, mask_token_of(lm.name, lm.model))
+    return ModelDrafter(lm, is_greedy, mask_token_of(lm.name, lm.model), min_prob)
 
 
-def split_name(name: Any) -> tuple[Any, bool]:
-    """Split a draft's name into the model, and whether it drafts greedily."""
-    is_greedy = isinstance(name, str) and name.endswith(GREEDY_SUFFIX)
-    return (name.removesuffix(GREEDY_SUFFIX), True) if is_greedy else (name, False)
+def full_name(model: str, is_greedy: bool, min_prob: float) -> str:
+    """Name of a draft: the model and its options (see ``split_name``)."""
+    return model + (f"{_MIN_PROB}{min_prob:g}" if min_prob > 0 else "") + _GREEDY * is_greedy
+
+
+def split_name(name: Any) -> tuple[Any, dict[str, Any]]:
+    """Split a draft's name into the model, and the options of ``model_drafter``. Raises OptionError."""
+    options: dict[str, Any] = {}
+    if not isinstance(name, str):
+        return name, options
+    if name.endswith(_GREEDY):
+        name, options["is_greedy"] = name.removesuffix(_GREEDY), True
+    model, separator, number = name.rpartition(_MIN_PROB)
+    if not separator:
+        return name, options
+    try:
+        options["min_prob"] = float(number)
+    except ValueError:
+        options["min_prob"] = math.nan
+    if not 0 < options["min_prob"] < 1:
+        raise OptionError("draft", name, f"{_MIN_PROB[1:-1]} is a probability between 0 and 1")
+    return model, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +65,13 @@ class ModelDrafter:
             p instead of min(1, p/q). Several inference engines draft like this.
         mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see parallel.py); None for the
             usual models, which draft one token after the other.
+        min_prob: a draft ends before a token of which the model is unsure (``is_unsure``); 0 for never.
     """
 
     draft_lm: LM
     is_greedy: bool = False
     mask_id: int | None = None
+    min_prob: float = 0.0
 
     most_drafted: ClassVar[int | None] = None
     reads_on_host: ClassVar[bool] = False
@@ -58,11 +79,11 @@ class ModelDrafter:
 
     @property
     def name(self) -> str:
-        return self.draft_lm.name + GREEDY_SUFFIX * self.is_greedy
+        return full_name(self.draft_lm.name, self.is_greedy, self.min_prob)
 
     @property
     def lm(self) -> LM | None:
-        return self.draft_lm if self.mask_id is None else None
+        return self.draft_lm if self.mask_id is None and self.min_prob == 0 else None
 
     @property
     def is_one_hot(self) -> bool:
@@ -91,11 +112,13 @@ def draft_steps(
     is_greedy: bool,
     view_len: int,
     k: int,
+    min_prob: float,
+    stops_early: bool,
     cache: SlotCache,
     fed: Tensor,
     cached: Tensor,
     lengths: Tensor,
-    num_drafted: Tensor,
+    num_wanted: Tensor,
     settings: Settings,
     history: History,
     allowed: Tensor | None,
@@ -104,15 +127,18 @@ def draft_steps(
     """Draft K tokens, one after the other.
 
     Args:
+        min_prob: see ``ModelDrafter``.
+        stops_early: draft fewer than K tokens if no row has more, which needs reading on the host.
         allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
         fed: the first tokens to feed; the last one is the last committed token. Tokens in the cache (``cached``) are
             not fed again, and rows without drafts are not fed. [B, T]
         cached: tokens in the cache. [B]
         lengths: [B]
-        num_drafted: the tokens to draft. [B]
+        num_wanted: the most tokens to draft. [B]
 
     Returns:
-        ids [B, K], whether q is finite [B, K], the number of cached tokens [B], and q [B, K, V] unless it is one-hot
+        ids [B, K], whether q is finite [B, K], the number of cached tokens [B], the number of drafted tokens [B] if
+        ``min_prob`` is not 0, and q [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
@@ -121,6 +147,7 @@ def draft_steps(
     finite: list[Tensor] = []
     num_fed = fed.shape[1]
     positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
+    num_drafted = num_wanted
     is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
     positions = torch.where(is_owed, positions, -1)
     states = cache  # the first tokens are committed; drafts advance a copy
@@ -132,14 +159,30 @@ def draft_steps(
             states.settle(lengths + i)
             if i == 0 and k > 1:
                 states = cache.scratch()
+        if min_prob > 0:
+            num_sure = torch.where(is_unsure(logits[:, -1], min_prob, allowed), i, k)
+            num_drafted = torch.minimum(num_drafted, num_sure)
         drawn = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=is_greedy)
         for results, one in zip((ids, probs, finite), drawn, strict=True):
             results.append(one)
+        if stops_early and not bool((num_drafted > i + 1).any()):
+            break
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
-    cached = torch.where(num_drafted > 0, lengths + num_drafted - 1, cached)
-    stacked = torch.stack(ids, dim=1), torch.stack(finite, dim=1), cached
-    return stacked if is_greedy else (*stacked, torch.stack(probs, dim=1))
+    num_known = torch.minimum(num_drafted, num_wanted - 1)  # drafted tokens fed: the last one only if the next was cut
+    results = [
+        torch.stack(ids, dim=1),
+        torch.stack(finite, dim=1),
+        torch.where(num_wanted > 0, lengths + num_known, cached),
+    ]
+    if min_prob > 0:
+        results.append(num_drafted)
+    return tuple(results if is_greedy else [*results, torch.stack(probs, dim=1)])
+
+
+def _cut(num_drafted: Tensor, offset: int, is_cut: Tensor) -> None:
+    """End drafts before the token at this offset. In place. [B], [B]"""
+    num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(offset), num_drafted))
 
 
 class ModelSession(Session):
@@ -166,6 +209,8 @@ class ModelSession(Session):
         """
         lm = drafter.draft_lm
         self._lm, self._is_greedy, self._mask_id = lm, drafter.is_greedy, drafter.mask_id
+        self._min_prob = drafter.min_prob
+        self._stops_early = drafter.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
@@ -266,21 +311,30 @@ class ModelSession(Session):
             known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
         view_len = lm.view_len(rows.longest + k - 1, cache)
-        shape = rule, self._is_greedy, view_len
-        if rows.masks is not None:
+        shape: tuple[Any, ...] = rule, self._is_greedy, view_len
+        if (masks := rows.masks) is not None:
+            if self._min_prob > 0:
+                rows = replace(rows, num_wanted=rows.num_wanted.clone())  # reduced in place
             draft_masked = self._one_by_one if self._mask_id is None else self._masked_at_once
-            results = draft_masked(rows, rows.masks, shape, k, cache, fed, cached, noise)
+            results = draft_masked(rows, masks, shape, k, cache, fed, cached, noise)
         else:
             arguments = cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
+            shape = *shape, k, self._min_prob
             if self._mask_id is None:
-                results = lm.run(draft_steps, (*shape, k), *arguments, None, noise, is_repeatable=rows.is_repeatable)
+                static = *shape, self._stops_early
+                results = lm.run(draft_steps, static, *arguments, None, noise, is_repeatable=rows.is_repeatable)
             else:
-                static = *shape, k, self._mask_id
+                static = *shape, self._mask_id
                 results = lm.run(draft_at_once, static, *arguments, noise, is_repeatable=rows.is_repeatable)
-        ids, is_good, now_cached, *probs = results
+        ids, is_good, now_cached, *others = results
+        num_drafted = others.pop(0) if self._min_prob > 0 else rows.num_wanted
+        probs = others[0] if others else None
+        if self._stops_early:
+            width = max(1, int(num_drafted.amax()))
+            ids, is_good, probs = ids[:, :width], is_good[:, :width], None if probs is None else probs[:, :width]
         cached.copy_(now_cached)
         self._count_late(rows)
-        return Draft(ids=ids, probs=probs[0] if probs else None, num_drafted=rows.num_wanted, is_finite=is_good)
+        return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
 
     def _one_by_one(
         self,
@@ -295,21 +349,24 @@ class ModelSession(Session):
     ) -> tuple[Tensor, ...]:
         """See ``one_by_one``."""
         states, num_known = cache, cache.bound + fed.shape[1]
+        static = *shape, 1, self._min_prob, False
 
         def draft(
             i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
         ) -> tuple[Tensor, ...]:
             nonlocal states, fed, cached
             arguments = states, fed, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-            results = self._lm.run(draft_steps, (*shape, 1), *arguments, is_repeatable=rows.is_repeatable)
-            fed, cached = results[0].clone(), results[2].clone()
+            results = list(self._lm.run(draft_steps, static, *arguments, is_repeatable=rows.is_repeatable))
+            fed, cached = results[0].clone(), results.pop(2).clone()
+            if self._min_prob > 0:
+                _cut(rows.num_wanted, i, results.pop(2) < is_wanted)
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
                 states.bound = num_known + i
-            return (*results[:2], *results[3:])
+            return tuple(results)
 
         ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
-        return ids, is_good, cached, *probs
+        return ids, is_good, cached, *self._cut_numbers(rows), *probs
 
     def _masked_at_once(
         self,
@@ -331,12 +388,18 @@ class ModelSession(Session):
         def draft(
             i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
         ) -> tuple[Tensor, ...]:
+            if self._min_prob > 0:
+                _cut(rows.num_wanted, i, is_unsure(logits[:, i], self._min_prob, allowed))
             drawn = draw_next(rule, logits[:, i], rows.settings, history, allowed, noise.at(0), is_greedy=is_greedy)
             ids, q, is_good = (part[:, None] for part in drawn)
             return (ids, is_good) if is_greedy else (ids, is_good, q)
 
         ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
-        return ids, is_good, now_cached, *probs
+        return ids, is_good, now_cached, *self._cut_numbers(rows), *probs
+
+    def _cut_numbers(self, rows: Rows) -> tuple[Tensor, ...]:
+        """As steps return them."""
+        return (rows.num_wanted,) if self._min_prob > 0 else ()
 
     def _count_late(self, rows: Rows) -> None:
         """Update the bounds for a round."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.drawing import draw_all
+from outrider.drafters.drawing import draw_all, is_unsure
 from outrider.errors import UnsupportedModel
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -72,6 +72,7 @@ def draft_at_once(
     is_greedy: bool,
     view_len: int,
     k: int,
+    min_prob: float,
     mask_id: int,
     cache: SlotCache,
     fed: Tensor,
@@ -85,4 +86,8 @@ def draft_at_once(
     """Draft K tokens in one forward. Arguments and results: see ``draft_steps``."""
     logits, cached = parallel_logits(lm, view_len, k, mask_id, cache, fed, cached, lengths, num_drafted)
     ids, probs, finite = draw_all(rule, logits, settings, history, noise, is_greedy=is_greedy)
-    return (ids, finite, cached) if is_greedy else (ids, finite, cached, probs)
+    results = [ids, finite, cached]
+    if min_prob > 0:
+        num_sure = (is_unsure(logits, min_prob).long().cumsum(dim=1) == 0).sum(dim=1)
+        results.append(torch.minimum(num_drafted, num_sure))
+    return tuple(results if is_greedy else [*results, probs])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session
-from outrider.drafters.model import GREEDY_SUFFIX, ModelDrafter, ModelSession
+from outrider.drafters.model import ModelDrafter, ModelSession, full_name
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
@@ -36,12 +36,13 @@ class TranslatedDrafter:
 
     Attributes:
         model: with the target's vocabulary (``LM.with_tokens``).
-        is_greedy: see ``ModelDrafter``.
+        is_greedy, min_prob: see ``ModelDrafter``.
     """
 
     model: LM
     spelling: Spelling
     is_greedy: bool = False
+    min_prob: float = 0.0
 
     lm: ClassVar[LM | None] = None  # the tools would feed it the target's tokens
     context_len: ClassVar[int | None] = None  # its limit is in its own tokens
@@ -50,13 +51,13 @@ class TranslatedDrafter:
     features: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
-    def of(cls, lm: LM, spelling: Spelling, is_greedy: bool = False) -> TranslatedDrafter:
+    def of(cls, lm: LM, spelling: Spelling, *, is_greedy: bool = False, min_prob: float = 0.0) -> TranslatedDrafter:
         """The drafter of a model with its own tokens."""
-        return cls(lm.with_tokens(spelling.equals), spelling, is_greedy)
+        return cls(lm.with_tokens(spelling.equals), spelling, is_greedy, min_prob)
 
     @property
     def name(self) -> str:
-        return self.model.name + GREEDY_SUFFIX * self.is_greedy
+        return full_name(self.model.name, self.is_greedy, self.min_prob)
 
     @property
     def is_one_hot(self) -> bool:
@@ -96,7 +97,7 @@ class TranslatedSession(Session):
         self._ids[:, : len(prefix)] = lm.vocab_size + torch.tensor(prefix, dtype=torch.long, device=device)
         self._ends = torch.full((num_slots, capacity + 2), len(prefix), dtype=torch.long, device=device)
         self._num_read = torch.zeros(num_slots, dtype=torch.long, device=device)  # tokens that are spelled
-        inner = ModelDrafter(lm, drafter.is_greedy)
+        inner = ModelDrafter(lm, drafter.is_greedy, None, drafter.min_prob)
         self._inner = ModelSession(inner, num_slots, own_capacity, device, self._most)
 
     def _limit(self, num_tokens: Any) -> Any:

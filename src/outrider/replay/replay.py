@@ -148,7 +148,7 @@ def load_draft(
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     if looks_up(name):
         raise OptionError("--draft", name, _NO_MODEL)
-    model, is_greedy = split_name(name)
+    model, options = split_name(name)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
@@ -160,7 +160,7 @@ def load_draft(
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
         lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
-    return model_drafter(lm, is_greedy=is_greedy)
+    return model_drafter(lm, **options)
 
 
 def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:

@@ -239,8 +239,8 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     target = resolve(pair.target, pair.models)
     checks = []
     for name in pair.draft_names:
-        model, is_greedy = split_name(name)
-        if name == "none" or looks_up(name) or is_greedy:  # q is not p, even for the same model
+        model, options = split_name(name)
+        if name == "none" or looks_up(name) or "is_greedy" in options:  # q is not p, even for the same model
             continue
         draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):

@@ -72,8 +72,9 @@ class PairOptions:
         typer.Option(
             metavar="NAME",
             help="Model (known name, folder or hub id); 'ngram' or 'suffix', which look up the text so far; or 'none'. "
-            "NAME:greedy drafts the most probable tokens, suffix+NAME looks them up where that promises more. "
-            "Repeatable where drafts are compared. Default: fable-draft for fable, else ngram.",
+            "NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts where it is unsure, suffix+NAME "
+            "looks them up where that promises more. Repeatable where drafts are compared. Default: fable-draft for "
+            "fable, else ngram.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None

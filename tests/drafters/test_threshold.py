@@ -1,0 +1,99 @@
+"""Drafts that end where the draft model is unsure."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.api import load_drafter
+from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.parallel import mask_token_of
+from outrider.errors import OptionError
+from outrider.records import Request, Stats
+from outrider.sampling.rules import GUMBEL, RULES, Rule
+from pairs import embedded
+from toys import InTurn, llama_pair, request, run, table_pair, tokens
+
+PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, tuple(range(30))]
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+
+
+def _requests(**options: object) -> list[Request]:
+    return [request(ids, seed=i, max_new_tokens=16 + i, **options) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.each_execution
+@ALL_RULES
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.3, "top_k": 3}])
+def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(rule: Rule, options: dict[str, Any]) -> None:
+    """By the probabilities of the model, whatever the temperature. Row by row in a Markov chain, whose every round is
+    known from the accepted tokens and the token that was drafted last."""
+    target, drafter = table_pair(8)
+    probs = drafter.draft_lm.model.table.softmax(-1).amax(-1)
+    min_prob = float(probs.quantile(0.4))
+    is_sure = (probs >= min_prob).tolist()
+    requests = [replace(request((i,), seed=i, max_new_tokens=24, **options), reports_drafts=True) for i in range(8)]
+    numbers = set()
+    for output, one in zip(run(target, replace(drafter, min_prob=min_prob), requests, rule, 4), requests, strict=True):
+        text = list(one.prompt_ids)
+        for row in output.rounds[:-2]:
+            assert row.drafted is not None
+            ids = [token.token_id for token in row.drafted]
+            before = [text[-1], *ids]
+            assert all(is_sure[token_id] for token_id in before[: len(ids)])
+            assert len(ids) == 4 or not is_sure[before[len(ids)]]
+            numbers.add(len(ids))
+            text += row.token_ids
+    assert numbers >= {0, 1, 2}
+
+
+@pytest.mark.each_execution
+@ALL_RULES
+def test_the_output_is_that_of_plain_decoding_and_of_a_row_alone(rule: Rule) -> None:
+    target, drafter = llama_pair()
+    for sure in (replace(drafter, min_prob=0.15), replace(drafter, min_prob=0.15, is_greedy=True)):
+        for options in ({"temperature": 0.0}, {"temperature": 0.8, "repetition_penalty": 1.2}):
+            requests = _requests(**options)
+            outputs = run(target, sure, requests, rule, InTurn(4, 3, 0))
+            found = [output.token_ids for output in outputs]
+            if rule is GUMBEL or options["temperature"] == 0:
+                assert found == tokens(target, NoDrafter(), requests, rule, 0)
+            stats = sum((output.stats for output in outputs), Stats())
+            assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+        requests = _requests()
+        assert tokens(target, sure, requests, rule, 3) == [tokens(target, sure, [one], rule, 3)[0] for one in requests]
+
+
+def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly on the CPU, where nothing is left to draft no further forward is run."""
+    target, drafter = llama_pair()
+    num_forwards = []
+    forward = type(drafter.draft_lm).forward
+    for min_prob in (0.0, 0.999):
+        calls: list[int] = []
+
+        def count(self: Any, *args: Any, calls: list[int] = calls, **options: Any) -> torch.Tensor:
+            calls.append(1)
+            return forward(self, *args, **options)
+
+        monkeypatch.setattr(type(drafter.draft_lm), "forward", count)
+        outputs = run(target, replace(drafter, min_prob=min_prob), _requests()[:1], GUMBEL, 4)
+        num_forwards.append(len(calls) / len(outputs[0].rounds))
+    assert num_forwards[1] < num_forwards[0] / 2
+
+
+def test_names() -> None:
+    decoder = embedded()
+    for name, min_prob, is_greedy in (
+        ("fable-draft:min-prob=0.3", 0.3, False),
+        ("fable-draft:min-prob=0.25:greedy", 0.25, True),
+    ):
+        drafter = load_drafter(decoder, name)
+        assert isinstance(drafter, ModelDrafter) and drafter.name == name
+        assert (drafter.min_prob, drafter.is_greedy, drafter.lm) == (min_prob, is_greedy, None)
+        assert mask_token_of("fable-draft", drafter.draft_lm.model) is None
+    for wrong in ("0", "1", "1.5", "-1", "nan", "many", ""):
+        with pytest.raises(OptionError, match="min-prob is a probability between 0 and 1"):
+            load_drafter(decoder, f"fable-draft:min-prob={wrong}")
