@@ -1,13 +1,21 @@
 """Checkpoints of tiny heads with random weights, in the layouts in which they are published."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+import toys
+from outrider.drafters.block import BlockDrafter
+from outrider.models.heads.loading import load_head
+from outrider.models.registry import resolve
+from outrider.runtime.lm import LM
 
 LAYERS = (1, 2, 3)  # of the target, whose inputs the head reads
 
@@ -103,6 +111,135 @@ def write_eagle3(
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
         save_file(tensors, folder / "model.safetensors")
+
+
+def write_block(
+    folder: Path,
+    target: PreTrainedModel,
+    *,
+    layout: str = "zlab",
+    token_ids: list[int] | None = None,
+    seed: int = 0,
+    scale: float = 0.3,
+    num_layers: int = 2,
+    block_size: int = 5,
+    has_own_tokens: bool = False,
+    layers: dict[str, Any] | None = None,
+    **flags: Any,
+) -> None:
+    """Write a DFlash head.
+
+    Args:
+        layout: "zlab", "speculators" or "deepspec".
+        token_ids: the target's ids of its tokens; None for all of them.
+        has_own_tokens: write an embedding and an LM head, too: those of the target.
+        layers: settings of its layers.
+        flags: other settings.
+    """
+    config = target.config
+    size, inner, num = config.hidden_size, config.intermediate_size, config.vocab_size
+    head_dim = size // config.num_attention_heads
+    width, narrow = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, len(LAYERS) * size),
+        "hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+    }
+    for i in range(num_layers):
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (size,),
+            f"layers.{i}.post_attention_layernorm.weight": (size,),
+            f"layers.{i}.self_attn.q_proj.weight": (width, size),
+            f"layers.{i}.self_attn.k_proj.weight": (narrow, size),
+            f"layers.{i}.self_attn.v_proj.weight": (narrow, size),
+            f"layers.{i}.self_attn.o_proj.weight": (size, width),
+            f"layers.{i}.self_attn.q_norm.weight": (head_dim,),
+            f"layers.{i}.self_attn.k_norm.weight": (head_dim,),
+            f"layers.{i}.mlp.gate_proj.weight": (inner, size),
+            f"layers.{i}.mlp.up_proj.weight": (inner, size),
+            f"layers.{i}.mlp.down_proj.weight": (size, inner),
+        }
+    if token_ids is not None:
+        shapes["lm_head.weight"] = (len(token_ids), size)
+    tensors = frozen_tensors(shapes, seed, scale)
+    if token_ids is not None:
+        tensors["d2t"] = torch.tensor(token_ids) - torch.arange(len(token_ids))
+        tensors["t2d"] = torch.zeros(num, dtype=torch.bool).index_fill(0, torch.tensor(token_ids), True)
+    if has_own_tokens:
+        tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.clone()
+        tensors["lm_head.weight"] = target.get_output_embeddings().weight.clone()
+    own = {
+        "model_type": "qwen3",
+        "vocab_size": num,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        **(layers or {}),
+    }
+    mask_id = num - 1
+    stated: dict[str, Any]
+    if layout == "speculators":
+        stated = {
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": own,
+            "draft_vocab_size": num if token_ids is None else len(token_ids),
+            "block_size": block_size,
+            "mask_token_id": mask_id,
+            "aux_hidden_state_layer_ids": list(LAYERS),
+            **flags,
+        }
+    elif layout == "deepspec":
+        stated = {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": block_size,
+            "mask_token_id": mask_id,
+            "target_layer_ids": [i - 1 for i in LAYERS],
+            "num_anchors": 1,
+            "enable_confidence_head": False,
+            "markov_rank": 0,
+            "layer_types": ["full_attention"] * num_layers,
+            **own,
+            **flags,
+        }
+    else:
+        stated = {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": block_size,
+            "num_target_layers": config.num_hidden_layers,
+            "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": [i - 1 for i in LAYERS]},
+            **own,
+            **flags,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(stated))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def block_drafter(target: LM, **options: Any) -> BlockDrafter:
+    """A drafter with such a head."""
+    model: Any = target.model
+    with tempfile.TemporaryDirectory() as folder:
+        write_block(Path(folder), model, **options)
+        head = load_head(resolve(folder, None), target)
+    head.name = "head"  # rather than the folder's
+    return BlockDrafter(head.with_execution(toys.execution()))
+
+
+def frozen_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
+    """Tensors as of ``random_tensors``, from a generator that NumPy promises never to change."""
+    generator = np.random.RandomState(seed)
+    return {
+        name: torch.from_numpy(scale * generator.standard_normal(shape)) + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in sorted(shapes.items())
+    }
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:

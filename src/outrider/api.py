@@ -17,12 +17,14 @@ import torch
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.block import BlockDrafter
 from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.corpus import read_corpus
 from outrider.drafters.model import ModelDrafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import OptionError
+from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import Placement
@@ -132,7 +134,8 @@ def load_drafter(
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
-            return ChainDrafter(load_head(spec, decoder.target))
+            head = load_head(spec, decoder.target)
+            return BlockDrafter(head) if isinstance(head.model, BlockHead) else ChainDrafter(head)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     return ModelDrafter(build_lm(checkpoint, decoder.target.vocab_size, _unknown_ids(decoder, checkpoint)), is_greedy)
 

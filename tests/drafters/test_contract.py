@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from contract import check_no_look_ahead, check_state
+from heads import block_drafter
 from hybrids import V, hybrid, hybrid_lm
+from outrider.drafters import block
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.model import ModelDrafter
@@ -53,6 +55,11 @@ def _suffix() -> tuple[LM, Drafter]:
     )
 
 
+def _dflash() -> tuple[LM, Drafter]:
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    return target, block_drafter(target)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -60,17 +67,19 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "short context": _short_context,
     "ngram": _ngram,
     "suffix": _suffix,
+    "dflash": _dflash,
 }
 
 
 def _sequences(vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise."""
+    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise: one while that
+    one is being generated in another slot."""
     generator = torch.Generator().manual_seed(3)
 
     def some(number: int) -> list[int]:
         return torch.randint(vocab_size, (number,), generator=generator).tolist()
 
-    found = [(some(length), some(14)) for length in (1, 5, 9, 2)]
+    found = [(some(length), some(number)) for length, number in ((1, 5), (5, 14), (9, 24), (2, 6))]
     return [*found, ([*found[2][0], *found[2][1][:3]], some(12)), (found[2][0], some(12))]
 
 
@@ -121,6 +130,36 @@ def test_a_q_that_depends_on_neighbours_is_detected() -> None:
     target, drafter = _model()
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, AlteredDrafter(drafter, "wrong", _depend_on_width), _sequences(FEW), K)
+
+
+def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its width would be that of the row that drafts most."""
+    target, drafter = _dflash()
+    feed = block._block_step
+
+    def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(head.model, "block_size", k + 1)
+            return feed(head, view_len, k, *arguments)
+
+    monkeypatch.setattr(block, "_block_step", feed_wrong)
+    with pytest.raises(AssertionError, match="q is off by"):
+        check_state(target, drafter, _sequences(FEW), K)
+
+
+@pytest.mark.parametrize("what", ["assign", "observe"])
+def test_a_stale_context_of_blocks_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a prefix hit, or after rounds without drafts."""
+    target, drafter = _dflash()
+    method = getattr(block.BlockSession, what)
+
+    def wrong(self: Any, *arguments: Any) -> None:
+        if what == "observe" and arguments[0].ids.shape[1] > 1:
+            method(self, *arguments)
+
+    monkeypatch.setattr(block.BlockSession, what, wrong)
+    with pytest.raises(AssertionError, match="q is off by"):
+        check_state(target, drafter, _sequences(FEW), K)
 
 
 @pytest.mark.parametrize("what", ["prefix", "rejection", "plain rounds"])

@@ -1,0 +1,163 @@
+"""Block heads: DFlash in three layouts."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import golden.blocks as golden
+import outrider
+from contract import lead
+from heads import add_tensors, block_drafter, write_block
+from outrider.drafters.base import NoDrafter
+from outrider.drafters.block import BlockDrafter
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.heads.loading import load_head
+from outrider.models.registry import resolve
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import GUMBEL, RULES, Rule
+from pairs import NUM_WORDS, random_llama
+from toys import InTurn, as_lm, request, tiny_llama, tokens
+
+GOLDEN = load_file(golden.FILE)
+
+
+def _head(folder: Path, target: LM) -> BlockDrafter:
+    return BlockDrafter(load_head(resolve(str(folder), None), target))
+
+
+def _expected_q(name: str) -> Tensor:
+    """q over the target's vocabulary, [N, K, V] for N anchors."""
+    probs = GOLDEN[f"{name}: logits"].double().softmax(dim=-1)
+    ids = golden.CASES[name].get("token_ids")
+    if ids is None:
+        return probs
+    return torch.zeros(*probs.shape[:-1], golden.NUM_TOKENS, dtype=probs.dtype).index_copy(-1, torch.tensor(ids), probs)
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_q_is_that_of_the_packages(name: str, tmp_path: Path) -> None:
+    """In rounds of the engine that begin at their anchors."""
+    model = golden.target()
+    golden.write(tmp_path, name, model)
+    target = as_lm(model)
+    drafter, expected = _head(tmp_path, target), _expected_q(name)
+    k = drafter.most_drafted
+    assert expected.shape[1] == k
+    sequences = [(golden.TEXT[: at + 1], golden.TEXT[at + 1 : at + 2 + k]) for at in golden.ANCHORS]
+    led = lead(target, drafter, sequences, k)
+    for i, at in enumerate(golden.ANCHORS):
+        _, ids, q = led.drafts[i, at + 1]
+        assert ids == [*golden.TEXT[at + 1 : at + 1 + k]]
+        assert (q - expected[i]).abs().max() < 1e-5
+
+
+def test_the_cases_differ() -> None:
+    """Or they would show nothing."""
+    alike = {"speculators", "speculators, from the anchor", "zlab", "deepspec"}
+    found = {name: _expected_q(name)[:, -4:] for name in golden.CASES}  # those from the anchor have five
+    for one, other in combinations(found, 2):
+        assert ({one, other} <= alike) == bool((found[one] - found[other]).abs().max() < 1e-3), (one, other)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "zlab": {},
+    "few tokens": {"layout": "speculators", "token_ids": [*range(0, 60, 2)]},
+    "from the anchor": {"layout": "deepspec", "has_own_tokens": True},
+}
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_text_is_plain_text(kind: str, rule: Rule) -> None:
+    """To the end of the context, where blocks reach beyond it."""
+    target = as_lm(tiny_llama(num_layers=4, context_len=32), context_len=32)
+    drafter = block_drafter(target, **KINDS[kind])
+    prompts = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
+    temperatures = [0.0, 1.3] if rule is GUMBEL else [0.0]
+    for temperature in temperatures:
+        requests = [
+            request(ids, seed=10 + i, max_new_tokens=32 - len(ids), temperature=temperature)
+            for i, ids in enumerate(prompts)
+        ]
+        plain = tokens(target, NoDrafter(), requests, rule, 0)
+        assert tokens(target, drafter, requests, rule, drafter.most_drafted) == plain
+        assert tokens(target, drafter, requests, rule, InTurn(3, 0, 0, 1)) == plain
+
+
+WORDS = [chr(97 + i // 10) + chr(97 + i % 10) for i in range(NUM_WORDS)]
+
+
+def _loaded(folder: Path, acceptance: str = "gumbel", **options: Any) -> outrider.Decoder:
+    model = random_llama(num_layers=4)
+    write_block(folder, model, **options)
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[-1])
+    return outrider.load(model, folder, tokenizer=tokenizer, acceptance=acceptance)
+
+
+def test_a_folder_is_loaded_as_a_draft(tmp_path: Path) -> None:
+    """Constraints mask its drafts one by one."""
+    decoder = _loaded(tmp_path)
+    assert decoder.drafter.most_drafted == 4
+    for options in ({"max_new_tokens": 30}, {"regex": "(ah|aj|bb|jf){8}", "max_new_tokens": 20}):
+        given: dict[str, Any] = {"temperature": 1.3, "seed": 4, **options}
+        got, plain = decoder.generate(["ab ac", "ad"], **given), decoder.plain().generate(["ab ac", "ad"], **given)
+        assert [one.token_ids for one in got] == [one.token_ids for one in plain]
+        assert sum(one.stats.num_draft_tokens for one in got) > 10
+    assert sum(one.stats.num_accepted_draft_tokens for one in got) > 0  # there are only four tokens
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path: Path) -> None:
+    decoder = _loaded(tmp_path)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_new_tokens": 30, "num_draft_tokens": 3}
+    want = decoder.generate(["ab ac", "ad"], **options)
+    assert [one.token_ids for one in decoder.compiled().generate(["ab ac", "ad"], **options)] == [
+        one.token_ids for one in want
+    ]
+
+
+def _change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "error", "message"),
+    [
+        ({}, {"refiner.weight": torch.zeros(2)}, ModelCorrupt, "1 weights that do not belong .* refiner.weight"),
+        ({"speculators_model_type": "xpress"}, {}, UnsupportedModel, "of the kind xpress, which is not known"),
+        ({"num_hidden_layers": 3}, {}, ModelCorrupt, "lacks 11 weights"),
+        ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, {}, ModelCorrupt, "no mask token that .*: None"),
+        ({"dflash_config": {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}}, {}, ModelCorrupt, "reads layers"),
+        ({"dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3}}, {}, ModelCorrupt, "for another target"),
+        ({}, {"lm_head.weight": torch.zeros(50, 32)}, ModelCorrupt, "50 tokens, and no d2t"),
+    ],
+)
+def test_others_are_refused(
+    tmp_path: Path, changes: dict[str, Any], tensors: dict[str, Tensor], error: type[Exception], message: str
+) -> None:
+    model = tiny_llama(num_layers=4)
+    write_block(tmp_path, model)
+    _change(tmp_path, **changes)
+    add_tensors(tmp_path, tensors)
+    with pytest.raises(error, match=message):
+        _head(tmp_path, as_lm(model))
+
+
+def test_layers_are_spread_where_they_are_not_named(tmp_path: Path) -> None:
+    """As in the first checkpoints."""
+    model = tiny_llama(num_layers=8)
+    write_block(tmp_path, model, num_layers=3, dflash_config={"mask_token_id": 5})
+    assert _head(tmp_path, as_lm(model)).features == (2, 4, 6)
