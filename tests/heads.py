@@ -124,15 +124,18 @@ def write_block(
     num_layers: int = 2,
     block_size: int = 5,
     has_own_tokens: bool = False,
+    markov: str | None = None,
+    has_confidence: bool = False,
     layers: dict[str, Any] | None = None,
     **flags: Any,
 ) -> None:
-    """Write a DFlash head.
+    """Write a block head: DFlash, or DSpark.
 
     Args:
         layout: "zlab", "speculators" or "deepspec".
         token_ids: the target's ids of its tokens; None for all of them.
         has_own_tokens: write an embedding and an LM head, too: those of the target.
+        markov: kind of its Markov head, if it has one: "vanilla", "gated" or "rnn".
         layers: settings of its layers.
         flags: other settings.
     """
@@ -161,6 +164,22 @@ def write_block(
         }
     if token_ids is not None:
         shapes["lm_head.weight"] = (len(token_ids), size)
+    rank = 6 if markov else 0
+    if markov:
+        shapes["markov_head.markov_w1.weight"] = (num, rank)
+        shapes["markov_head.markov_w2.weight"] = (num if token_ids is None else len(token_ids), rank)
+    if markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, size + rank), "markov_head.gate_proj.bias": (rank,)}
+    if markov == "rnn":
+        shapes |= {
+            "markov_head.joint_proj.weight": (3 * rank, size + 2 * rank),
+            "markov_head.joint_proj.bias": (3 * rank,),
+        }
+    if has_confidence:
+        shapes |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+    spark = {"markov_rank": rank, "enable_confidence_head": has_confidence}
+    if markov:
+        spark |= {"markov_head_type": markov, "confidence_head_with_markov": True}
     tensors = frozen_tensors(shapes, seed, scale)
     if token_ids is not None:
         tensors["d2t"] = torch.tensor(token_ids) - torch.arange(len(token_ids))
@@ -187,13 +206,14 @@ def write_block(
     stated: dict[str, Any]
     if layout == "speculators":
         stated = {
-            "architectures": ["DFlashDraftModel"],
-            "speculators_model_type": "dflash",
+            "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
+            "speculators_model_type": "dspark" if markov else "dflash",
             "transformer_layer_config": own,
             "draft_vocab_size": num if token_ids is None else len(token_ids),
             "block_size": block_size,
             "mask_token_id": mask_id,
             "aux_hidden_state_layer_ids": list(LAYERS),
+            **(spark if markov else {}),
             **flags,
         }
     elif layout == "deepspec":
@@ -203,8 +223,7 @@ def write_block(
             "mask_token_id": mask_id,
             "target_layer_ids": [i - 1 for i in LAYERS],
             "num_anchors": 1,
-            "enable_confidence_head": False,
-            "markov_rank": 0,
+            **spark,
             "layer_types": ["full_attention"] * num_layers,
             **own,
             **flags,

@@ -1,6 +1,7 @@
-"""Block heads: DFlash in three layouts."""
+"""Block heads: DFlash and DSpark in their layouts."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from contract import lead
 from heads import add_tensors, block_drafter, write_block
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.block import BlockDrafter
-from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
@@ -60,18 +61,49 @@ def test_q_is_that_of_the_packages(name: str, tmp_path: Path) -> None:
         assert (q - expected[i]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", [name for name in golden.CASES if f"{name}: confidence" in GOLDEN])
+def test_a_draft_ends_where_confidence_is_low(name: str, tmp_path: Path) -> None:
+    """Before the first token for which the package's is less."""
+    model = golden.target()
+    golden.write(tmp_path, name, model)
+    target = as_lm(model)
+    confidence = GOLDEN[f"{name}: confidence"]
+    threshold = float(confidence[:, 0].median()) - 1e-4
+    drafter = replace(_head(tmp_path, target), min_confidence=threshold)
+    k, found = drafter.most_drafted, []
+    sequences = [(golden.TEXT[: at + 1], golden.TEXT[at + 1 : at + 2 + k]) for at in golden.ANCHORS]
+    led = lead(target, drafter, sequences, k)
+    for i, at in enumerate(golden.ANCHORS):
+        _, ids, _ = led.drafts.get((i, at + 1), (k, [], None))
+        assert len(ids) == int((confidence[i] >= threshold).long().cumprod(dim=0).sum())
+        found.append(len(ids))
+    assert 0 < sum(found) < len(found) * k
+
+
+def test_only_some_heads_predict_acceptance() -> None:
+    drafter = block_drafter(as_lm(tiny_llama(num_layers=4)))
+    with pytest.raises(OptionError, match="does not predict acceptance"):
+        replace(drafter, min_confidence=0.5)
+
+
 def test_the_cases_differ() -> None:
     """Or they would show nothing."""
-    alike = {"speculators", "speculators, from the anchor", "zlab", "deepspec"}
+    alike = [
+        {"speculators", "speculators, from the anchor", "zlab", "deepspec"},
+        {"speculators, vanilla", "deepspec, vanilla"},
+        {"speculators, rnn", "deepspec, rnn"},
+    ]
     found = {name: _expected_q(name)[:, -4:] for name in golden.CASES}  # those from the anchor have five
     for one, other in combinations(found, 2):
-        assert ({one, other} <= alike) == bool((found[one] - found[other]).abs().max() < 1e-3), (one, other)
+        is_same = bool((found[one] - found[other]).abs().max() < 1e-3)
+        assert is_same == any({one, other} <= group for group in alike), (one, other)
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "zlab": {},
     "few tokens": {"layout": "speculators", "token_ids": [*range(0, 60, 2)]},
     "from the anchor": {"layout": "deepspec", "has_own_tokens": True},
+    "dspark": {"layout": "speculators", "markov": "rnn", "token_ids": [*range(0, 60, 2)]},
 }
 
 
@@ -138,6 +170,7 @@ def _change(folder: Path, **changes: Any) -> None:
     [
         ({}, {"refiner.weight": torch.zeros(2)}, ModelCorrupt, "1 weights that do not belong .* refiner.weight"),
         ({"speculators_model_type": "xpress"}, {}, UnsupportedModel, "of the kind xpress, which is not known"),
+        ({"markov_rank": 8}, {}, ModelCorrupt, r"no weights markov_head.\*, although .* markov_rank"),
         ({"num_hidden_layers": 3}, {}, ModelCorrupt, "lacks 11 weights"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, {}, ModelCorrupt, "no mask token that .*: None"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}}, {}, ModelCorrupt, "reads layers"),

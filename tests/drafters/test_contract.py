@@ -60,6 +60,13 @@ def _dflash() -> tuple[LM, Drafter]:
     return target, block_drafter(target)
 
 
+def _dspark() -> tuple[LM, Drafter]:
+    """A draft ends before confidence is low: in the prompt below, after two of the four first tokens."""
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    options: dict[str, Any] = {"layout": "speculators", "markov": "rnn", "has_confidence": True}
+    return target, replace(block_drafter(target, **options), min_confidence=0.76)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -68,6 +75,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "dflash": _dflash,
+    "dspark": _dspark,
 }
 
 
@@ -145,6 +153,20 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(block, "_block_step", feed_wrong)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, _sequences(FEW), K)
+
+
+def test_a_confidence_that_looks_at_its_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be that of the next token."""
+    target, drafter = _dspark()
+    draw = block._draw
+
+    def draw_first(head: Any, rule: Any, least: float, logits: Any, output: Any, *arguments: Any) -> Any:
+        (ids, is_good, q, _), state = draw(head, rule, 0.0, logits, output, *arguments)
+        return (ids, is_good, q, head.model.confidence(output, ids) >= least), state
+
+    monkeypatch.setattr(block, "_draw", draw_first)
+    with pytest.raises(AssertionError, match="depends on later tokens"):
+        check_no_look_ahead(target, drafter, (3, 1, 2, 0, 1, 2), FEW, K)
 
 
 @pytest.mark.parametrize("what", ["assign", "observe"])

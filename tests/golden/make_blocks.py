@@ -96,7 +96,15 @@ def _speculators(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     rows = [places.view(-1, size)[:, 0].tolist().index(anchor) for anchor in blocks.ANCHORS]
     hidden, logits = hidden.view(-1, size, hidden.shape[-1])[rows], logits.view(-1, size, logits.shape[-1])[rows]
     first = 0 if config.sample_from_anchor else 1
-    return {"logits": logits[:, first:]}
+    text = torch.tensor([blocks.TEXT[anchor : anchor + size] for anchor in blocks.ANCHORS])
+    before = torch.cat((text[:, :1], text[:, :-1]), dim=1) if first else text
+    found = {}
+    if config.speculators_model_type == "dspark":
+        logits = logits + head.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+        if head.confidence_head is not None:
+            inputs = torch.cat((hidden, head.markov_head.prev_embeddings(before)), dim=-1)
+            found["confidence"] = head.confidence_head(inputs).sigmoid()[:, first:]
+    return {"logits": logits[:, first:], **found}
 
 
 def _zlab(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -125,17 +133,23 @@ def _deepspec(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     head = Qwen3DSparkModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
     states = model(input_ids=torch.tensor([blocks.TEXT]), output_hidden_states=True).hidden_states
     features = extract_context_feature(states, head.target_layer_ids)
-    found = []
+    found, confidence = [], []
     for anchor in blocks.ANCHORS:
         ids = torch.tensor([[blocks.TEXT[anchor], *[head.mask_token_id] * (head.block_size - 1)]])
+        before = torch.tensor([blocks.TEXT[anchor : anchor + head.block_size]])
         hidden = head._forward_backbone(
             position_ids=torch.arange(anchor + head.block_size)[None],
             noise_embedding=head.embed_tokens(ids),
             target_hidden_states=features[:, :anchor],
             is_causal=False,
         )
-        found.append(head.compute_logits(hidden))
-    return {"logits": torch.cat(found)}
+        logits = head.compute_logits(hidden)
+        if head.markov_head is not None:
+            logits = head.markov_head.apply_block_logits(logits, token_ids=before, hidden_states=hidden)
+        found.append(logits)
+        if head.confidence_head is not None:
+            confidence.append(head.predict_confidence_step(hidden, before).sigmoid())
+    return {"logits": torch.cat(found), **({"confidence": torch.cat(confidence)} if confidence else {})}
 
 
 @torch.inference_mode()

@@ -6,7 +6,11 @@ places of the last token and of those to come; they are replaced when these toke
 
 All slots of a block are fed, also where fewer tokens are wanted. So q depends neither on K nor on other rows.
 
-Source: DFlash (2602.06036), which drafts greedily or with an independent draw for each slot.
+Tokens are drawn one after the other from the outputs of that forward. Some heads correct q by the token before, and
+predict whether the next one will be accepted. A draft may end there: before a token is drawn, by a function of those
+before it. (To look at the token itself would bias the output.)
+
+Sources: DFlash (2602.06036); DSpark (2607.05147, appendix A for where a draft may end).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -35,14 +40,21 @@ class BlockDrafter:
 
     Attributes:
         head: its module is a ``BlockHead``.
+        min_confidence: a draft ends before a token whose probability to be accepted, as the head predicts it, is less.
     """
 
     head: LM
+    min_confidence: float = 0.0
 
     lm: ClassVar[LM | None] = None
     context_len: ClassVar[int | None] = None
     is_one_hot: ClassVar[bool] = False
     reads_on_host: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        module: Any = self.head.model
+        if self.min_confidence > 0 and module.confidence_head is None:
+            raise OptionError("min_confidence", self.min_confidence, f"{self.head.name} does not predict acceptance")
 
     @property
     def name(self) -> str:
@@ -65,7 +77,7 @@ class BlockDrafter:
         return (self.head,)
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return BlockSession(self.head, num_slots, capacity)
+        return BlockSession(self.head, self.min_confidence, num_slots, capacity)
 
     def with_models(self, change: Callable[[LM], LM]) -> BlockDrafter:
         return replace(self, head=change(self.head))
@@ -82,7 +94,7 @@ def _block_step(
         num_drafted: rows with 0 are not fed. [B]
 
     Returns:
-        logits of the drafts [B, K, D]
+        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction [B, R]
     """
     module: Any = head.model
     size, first = module.block_size, module.num_before
@@ -91,29 +103,52 @@ def _block_step(
     positions = torch.where((num_drafted > 0)[:, None], positions, -1)
     cache.at(positions, view_len, is_single=False, keeps_finite=True)
     with head.lock:
-        return (module.logits(module(ids, positions, view_len, cache)[:, first : first + k]),)
+        outputs = module(ids, positions, view_len, cache)
+        logits = module.logits(outputs[:, first : first + k])
+    correction = module.correction
+    state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last_ids[:, 0])
+    return logits, outputs[:, first : first + k], state
 
 
 def _draw(
-    head: LM, rule: Rule, logits: Tensor, settings: Settings, history: History, allowed: Tensor | None, noise: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    head: LM,
+    rule: Rule,
+    min_confidence: float,
+    logits: Tensor,
+    output: Tensor,
+    ids: Tensor,
+    state: Tensor,
+    settings: Settings,
+    history: History,
+    allowed: Tensor | None,
+    noise: Any,
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Draw a token for each row.
 
     Args:
         logits: [B, D]
+        output: of its slot. [B, H]
+        ids: the token before. [B]
+        state: [B, R]
 
     Returns:
-        ids [B]; whether q is finite [B]; q [B, V]
+        ids [B]; whether q is finite [B]; q [B, V]; whether the token may be drafted [B]; and the next state [B, R]
     """
     module: Any = head.model
+    is_confident = torch.ones_like(ids, dtype=torch.bool)
+    if min_confidence > 0:
+        is_confident = module.confidence(output, ids) >= min_confidence
+    if module.correction is not None:
+        logits, state = module.correction(logits, output, ids, state)
     logits = spread(logits, module.token_ids, head.vocab_size)
     ids, q, is_good = draw_next(rule, logits, settings, history, allowed, noise, is_greedy=False)
-    return ids, is_good, q
+    return (ids, is_good, q, is_confident), state
 
 
 def _draft_step(
     head: LM,
     rule: Rule,
+    min_confidence: float,
     view_len: int,
     k: int,
     cache: SlotCache,
@@ -127,23 +162,26 @@ def _draft_step(
     """Feed the blocks and draw K tokens of each row.
 
     Returns:
-        ids [B, K]; whether q is finite [B, K]; q [B, K, V]
+        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; whether a token may be drafted [B, K]
     """
-    (logits,) = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
-    drawn: list[tuple[Tensor, ...]] = []
+    logits, outputs, state = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
+    drawn, ids = list[tuple[Tensor, ...]](), last_ids[:, 0]
     for i in range(k):
         if drawn:
-            history = history.then(drawn[-1][0])
-        drawn.append(_draw(head, rule, logits[:, i], settings, history, None, noise.at(i)))
+            history = history.then(ids)
+        given = logits[:, i], outputs[:, i], ids, state, settings, history, None, noise.at(i)
+        one, state = _draw(head, rule, min_confidence, *given)
+        ids = one[0]
+        drawn.append(one)
     return tuple(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
 
 
 class BlockSession(Session):
     """The head's cache over the slots of an engine."""
 
-    def __init__(self, head: LM, num_slots: int, capacity: int) -> None:
+    def __init__(self, head: LM, min_confidence: float, num_slots: int, capacity: int) -> None:
         module: Any = head.model
-        self._head, self._module = head, module
+        self._head, self._module, self._min_confidence = head, module, min_confidence
         self._cache = head.new_cache(num_slots, capacity + module.block_size)  # a block goes beyond the sequence
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
@@ -184,19 +222,24 @@ class BlockSession(Session):
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
         blocks = cache, rows.last_ids[:, 1:], rows.lengths, num_wanted
+        static, least = (view_len, k), self._min_confidence
         if rows.masks is None:
-            static, options = (rule, view_len, k), (rows.settings, rows.history, noise)
-            results = head.run(_draft_step, static, *blocks, *options, is_repeatable=rows.is_repeatable)
+            options = rows.settings, rows.history, noise
+            results = head.run(_draft_step, (rule, least, *static), *blocks, *options, is_repeatable=rows.is_repeatable)
         else:
-            (logits,) = (
-                part.clone() for part in head.run(_block_step, (view_len, k), *blocks, is_repeatable=rows.is_repeatable)
-            )
+            fed = head.run(_block_step, static, *blocks, is_repeatable=rows.is_repeatable)
+            (logits, outputs, state), ids = fed, rows.last_ids[:, 1]
 
             def draft(
                 i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
             ) -> tuple[Tensor, ...]:
-                drawn = _draw(head, rule, logits[:, i], rows.settings, history, allowed, noise.at(0))
+                nonlocal ids, state
+                given = logits[:, i], outputs[:, i], ids, state, rows.settings, history, allowed, noise.at(0)
+                drawn, state = _draw(head, rule, least, *given)
+                ids = drawn[0]
                 return tuple(part[:, None] for part in drawn)
 
             results = tuple(one_by_one(replace(rows, num_wanted=num_wanted), rows.masks, k, noise, draft))
-        return Draft(ids=results[0], probs=results[2], num_drafted=num_wanted, is_finite=results[1])
+        num_confident = results[3].long().cumprod(dim=1).sum(dim=1)
+        num_drafted = torch.minimum(num_wanted, num_confident)
+        return Draft(ids=results[0], probs=results[2], num_drafted=num_drafted, is_finite=results[1])

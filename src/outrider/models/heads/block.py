@@ -5,9 +5,9 @@ a function of a token's place alone. A block follows, the last token and mask to
 attend to the context and to each other. The output of a slot predicts the token at its own place, or the next one if
 the head samples from its anchor, the last token.
 
-DFlash draws these tokens independently of each other.
+DFlash draws these tokens independently of each other. DSpark corrects the logits of each by the token before it.
 
-Source: DFlash (2602.06036). Layouts of checkpoints: z-lab, speculators, DeepSpec.
+Sources: DFlash (2602.06036), DSpark (2607.05147). Layouts of checkpoints: z-lab, speculators, DeepSpec.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from outrider.models.heads.base import (
     layer_config,
     reduce_vocabulary,
 )
+from outrider.models.heads.block_parts import ConfidenceHead, MarkovHead, part_of
 from outrider.models.heads.checkpoint import read_tensors
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
-_KINDS = ("dflash",)  # in the speculators layout; others have the same tensors, and more
+_KINDS = ("dflash", "dspark")  # in the speculators layout; others have the same tensors, and more
+# Settings, and the beginnings of the weights that they promise.
+_PROMISES = {"markov_rank": "markov_head.", "enable_confidence_head": "confidence_head."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class BlockHead(Head):
         block_size: T, the slots of a block.
         num_before: slots before the first that predicts a draft: 0 if it samples from its anchor, else 1.
         mask_id: the token in all slots but the first.
+        correction: corrects the logits of a draft by the token before it; None if drafts are independent.
+        confidence_head: None if there is none.
     """
 
     def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
@@ -112,6 +117,9 @@ class BlockHead(Head):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], size, bias="fc.bias" in tensors)
             self.hidden_norm, self.norm = norm(size, eps=eps), norm(size, eps=eps)
             self.layers = decoder.layers
+            markov, confidence = part_of(tensors, "markov_head."), part_of(tensors, "confidence_head.")
+            self.markov_head = MarkovHead(markov, size) if markov else None
+            self.confidence_head = ConfidenceHead(confidence) if confidence else None
             if "embed_tokens.weight" in tensors:
                 self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
             if "lm_head.weight" in tensors:
@@ -126,6 +134,10 @@ class BlockHead(Head):
     def most_drafted(self) -> int:
         """Most tokens that it drafts in a round."""
         return self.block_size - self.num_before
+
+    @property
+    def correction(self) -> MarkovHead | None:
+        return self.markov_head
 
     def layer_shapes(self, target: LM) -> list[LayerShape]:
         return attention_shapes(self, target)
@@ -181,6 +193,21 @@ class BlockHead(Head):
         logits: Tensor = self.lm_head(outputs).to(outputs.device) * self.multiplier
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap > 0 else logits
 
+    def confidence(self, output: Tensor, ids: Tensor) -> Tensor:
+        """Probability that the token of a slot will be accepted.
+
+        Args:
+            output: of the slot. [B, H]
+            ids: the token before. [B]
+
+        Returns:
+            [B]
+        """
+        assert self.confidence_head is not None
+        embedded = output[:, :0] if self.markov_head is None else self.markov_head.embed(ids)
+        probs: Tensor = self.confidence_head(output, embedded)
+        return probs
+
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = values.chunk(2, dim=-1)
@@ -207,7 +234,7 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
 
 
 def _reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
-    """What the slots see, by layer."""
+    """Reach of the slots, by layer."""
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
@@ -239,6 +266,9 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
     tensors = {key: value for key, value in read_tensors(location).items() if not key.startswith(_UNUSED)}
     offsets = tensors.pop("d2t", None)
+    for setting, beginning in _PROMISES.items():
+        if _value(stated, setting) and not part_of(tensors, beginning):
+            raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
     own = dict(stated.get("transformer_layer_config") or stated)
     own.pop("model_type", None)  # the layers are Qwen3's, whatever it says
     config = Qwen3Config.from_dict(own)
@@ -249,7 +279,8 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
     shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
     fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
     check_embedding(head, "embed_tokens" in shared, name, target)
-    reduce_vocabulary(head, offsets, [head.lm_head], name, target)
+    outputs = [head.lm_head, *([head.markov_head.markov_w2] if head.markov_head is not None else [])]
+    reduce_vocabulary(head, offsets, outputs, name, target)
     if head.mask_id is None or not 0 <= head.mask_id < len(head.embed_tokens.weight):
         raise ModelCorrupt(f"{name} states no mask token that it has an embedding for: {head.mask_id}")
     return head
