@@ -124,17 +124,19 @@ def write_block(
     num_layers: int = 2,
     block_size: int = 5,
     has_own_tokens: bool = False,
+    is_second: bool = False,
     markov: str | None = None,
     has_confidence: bool = False,
     layers: dict[str, Any] | None = None,
     **flags: Any,
 ) -> None:
-    """Write a block head: DFlash, or DSpark.
+    """Write a block head: DFlash, DFlash 2 or DSpark.
 
     Args:
         layout: "zlab", "speculators" or "deepspec".
         token_ids: the target's ids of its tokens; None for all of them.
         has_own_tokens: write an embedding and an LM head, too: those of the target.
+        is_second: with the convolutions and the candidate selector of DFlash 2.
         markov: kind of its Markov head, if it has one: "vanilla", "gated" or "rnn".
         layers: settings of its layers.
         flags: other settings.
@@ -164,6 +166,12 @@ def write_block(
         }
     if token_ids is not None:
         shapes["lm_head.weight"] = (len(token_ids), size)
+    second = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+    if is_second:
+        for part in [f"layers.{i}.{one}" for i in range(num_layers) for one in ("attention_conv", "mlp_conv")]:
+            shapes |= {f"{part}.base_kernel": (2, 2, size), f"{part}.kernel_projection.weight": (4 * size // 8, size)}
+        shapes |= {f"candidate_selector.{one}_codebook": (num, 6) for one in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (6, size)
     rank = 6 if markov else 0
     if markov:
         shapes["markov_head.markov_w1.weight"] = (num, rank)
@@ -206,14 +214,14 @@ def write_block(
     stated: dict[str, Any]
     if layout == "speculators":
         stated = {
-            "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
-            "speculators_model_type": "dspark" if markov else "dflash",
+            "architectures": [f"{'DSpark' if markov else 'DFlash2' if is_second else 'DFlash'}DraftModel"],
+            "speculators_model_type": "dspark" if markov else "dflash2" if is_second else "dflash",
             "transformer_layer_config": own,
             "draft_vocab_size": num if token_ids is None else len(token_ids),
             "block_size": block_size,
             "mask_token_id": mask_id,
             "aux_hidden_state_layer_ids": list(LAYERS),
-            **(spark if markov else {}),
+            **(spark if markov else second if is_second else {}),
             **flags,
         }
     elif layout == "deepspec":
@@ -230,10 +238,14 @@ def write_block(
         }
     else:
         stated = {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [f"{'DFlash2' if is_second else 'DFlash'}DraftModel"],
             "block_size": block_size,
             "num_target_layers": config.num_hidden_layers,
-            "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": [i - 1 for i in LAYERS]},
+            "dflash_config": {
+                "mask_token_id": mask_id,
+                "target_layer_ids": [i - 1 for i in LAYERS],
+                **(second if is_second else {}),
+            },
             **own,
             **flags,
         }

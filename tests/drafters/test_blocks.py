@@ -1,4 +1,4 @@
-"""Block heads: DFlash and DSpark in their layouts."""
+"""Block heads: DFlash, DFlash 2 and DSpark in their layouts."""
 
 import json
 from dataclasses import replace
@@ -103,6 +103,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "zlab": {},
     "few tokens": {"layout": "speculators", "token_ids": [*range(0, 60, 2)]},
     "from the anchor": {"layout": "deepspec", "has_own_tokens": True},
+    "dflash2": {"is_second": True},
     "dspark": {"layout": "speculators", "markov": "rnn", "token_ids": [*range(0, 60, 2)]},
 }
 
@@ -169,7 +170,14 @@ def _change(folder: Path, **changes: Any) -> None:
     ("changes", "tensors", "error", "message"),
     [
         ({}, {"refiner.weight": torch.zeros(2)}, ModelCorrupt, "1 weights that do not belong .* refiner.weight"),
+        (
+            {},
+            {"layers.1.mlp_conv.base_kernel": torch.zeros(2, 2, 32)},
+            ModelCorrupt,
+            "1 weights that do not belong .* layers.1.mlp_conv.base_kernel",
+        ),
         ({"speculators_model_type": "xpress"}, {}, UnsupportedModel, "of the kind xpress, which is not known"),
+        ({"selector_rank": 8}, {}, ModelCorrupt, r"no weights candidate_selector.\*"),
         ({"markov_rank": 8}, {}, ModelCorrupt, r"no weights markov_head.\*, although .* markov_rank"),
         ({"num_hidden_layers": 3}, {}, ModelCorrupt, "lacks 11 weights"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, {}, ModelCorrupt, "no mask token that .*: None"),

@@ -60,6 +60,11 @@ def _dflash() -> tuple[LM, Drafter]:
     return target, block_drafter(target)
 
 
+def _dflash2() -> tuple[LM, Drafter]:
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    return target, block_drafter(target, is_second=True, selector_top_k=3)
+
+
 def _dspark() -> tuple[LM, Drafter]:
     """A draft ends before confidence is low: in the prompt below, after two of the four first tokens."""
     target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
@@ -75,6 +80,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "dflash": _dflash,
+    "dflash2": _dflash2,
     "dspark": _dspark,
 }
 

@@ -47,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "speculators, rnn": {"layout": "speculators", "markov": "rnn"},
     "speculators, rnn after the anchor": {"layout": "speculators", "markov": "rnn", "sample_from_anchor": False},
     "deepspec, vanilla": {"layout": "deepspec", "has_own_tokens": True, "markov": "vanilla", "has_confidence": True},
+    "speculators, second": {"layout": "speculators", "is_second": True, "layers": _SLIDING},
+    "zlab, second": {"layout": "zlab", "is_second": True},
+    "zlab, second, scaled": {"layout": "zlab", "is_second": True, "output_multiplier": 0.6, "is_causal": True},
     "deepspec, rnn": {"layout": "deepspec", "has_own_tokens": True, "markov": "rnn"},
 }
 

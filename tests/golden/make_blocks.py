@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 import golden.blocks as blocks
 
+_NOTHING = -1e4  # logit of tokens that cannot be drawn
+
 
 class _Stub(types.ModuleType):
     """A package that is imported and not needed."""
@@ -104,13 +106,24 @@ def _speculators(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
         if head.confidence_head is not None:
             inputs = torch.cat((hidden, head.markov_head.prev_embeddings(before)), dim=-1)
             found["confidence"] = head.confidence_head(inputs).sigmoid()[:, first:]
+    if config.speculators_model_type == "dflash2":
+        candidates, scores = head.candidate_selector.select(logits, hidden, before)
+        logits = torch.full_like(logits, _NOTHING).scatter(-1, candidates, scores)
     return {"logits": logits[:, first:], **found}
 
 
 def _zlab(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    from dflash.model import DFlashDraftModel, _draft_value, _raw_input_embeddings, extract_context_feature
+    from dflash.model import (
+        DFlash2DraftModel,
+        DFlashDraftModel,
+        _draft_value,
+        _raw_input_embeddings,
+        extract_context_feature,
+    )
 
-    head = DFlashDraftModel.from_pretrained(folder, dtype=torch.float64).eval()
+    is_second = "DFlash2" in (folder / "config.json").read_text()
+    kind = DFlash2DraftModel if is_second else DFlashDraftModel
+    head = kind.from_pretrained(folder, dtype=torch.float64).eval()
     states = model(input_ids=torch.tensor([blocks.TEXT]), output_hidden_states=True).hidden_states
     features = extract_context_feature(states, head.target_layer_ids)
     found = []
@@ -122,7 +135,17 @@ def _zlab(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
             noise_embedding=embedded,
             target_hidden=features[:, :anchor],
         )[:, 1:]
-        found.append(head.compute_logits(hidden, model.lm_head))
+        logits = head.compute_logits(hidden, model.lm_head)
+        if is_second:  # it draws, so that each slot is computed for itself, after the token of the text
+            for i in range(logits.shape[1]):
+                before = torch.tensor([blocks.TEXT[anchor + i]])
+                _, candidates, q = head.candidate_selector.select(
+                    hidden[:, i : i + 1], logits[:, i : i + 1], before, 1.0
+                )
+                logits[:, i] = torch.full_like(logits[:, i], _NOTHING).scatter(
+                    -1, candidates[:, 0], q[:, 0].double().log()
+                )
+        found.append(logits)
     return {"logits": torch.cat(found)}
 
 

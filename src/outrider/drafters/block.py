@@ -10,7 +10,7 @@ Tokens are drawn one after the other from the outputs of that forward. Some head
 predict whether the next one will be accepted. A draft may end there: before a token is drawn, by a function of those
 before it. (To look at the token itself would bias the output.)
 
-Sources: DFlash (2602.06036); DSpark (2607.05147, appendix A for where a draft may end).
+Sources: DFlash (2602.06036), DFlash 2; DSpark (2607.05147, appendix A for where a draft may end).
 """
 
 from __future__ import annotations

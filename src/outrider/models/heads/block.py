@@ -5,9 +5,11 @@ a function of a token's place alone. A block follows, the last token and mask to
 attend to the context and to each other. The output of a slot predicts the token at its own place, or the next one if
 the head samples from its anchor, the last token.
 
-DFlash draws these tokens independently of each other. DSpark corrects the logits of each by the token before it.
+DFlash draws these tokens independently of each other. DSpark and DFlash 2 correct the logits of each by the token
+before it; DFlash 2 has convolutions along the block, too.
 
-Sources: DFlash (2602.06036), DSpark (2607.05147). Layouts of checkpoints: z-lab, speculators, DeepSpec.
+Sources: DFlash (2602.06036), DSpark (2607.05147), DFlash 2 (inco.ai/blog/dflash2). Layouts of checkpoints: z-lab,
+speculators, DeepSpec.
 """
 
 from __future__ import annotations
@@ -32,16 +34,28 @@ from outrider.models.heads.base import (
     layer_config,
     reduce_vocabulary,
 )
-from outrider.models.heads.block_parts import ConfidenceHead, MarkovHead, part_of
+from outrider.models.heads.block_parts import (
+    CandidateSelector,
+    ConfidenceHead,
+    DynamicConvolution,
+    MarkovHead,
+    part_of,
+)
 from outrider.models.heads.checkpoint import read_tensors
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
-_KINDS = ("dflash", "dspark")  # in the speculators layout; others have the same tensors, and more
+_KINDS = ("dflash", "dflash2", "dspark")  # in the speculators layout; others have the same tensors, and more
 # Settings, and the beginnings of the weights that they promise.
-_PROMISES = {"markov_rank": "markov_head.", "enable_confidence_head": "confidence_head."}
+_PROMISES = {
+    "markov_rank": "markov_head.",
+    "enable_confidence_head": "confidence_head.",
+    "selector_rank": "candidate_selector.",
+    "conv_kernel_size": "layers.0.attention_conv.",
+}
+_CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +131,16 @@ class BlockHead(Head):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], size, bias="fc.bias" in tensors)
             self.hidden_norm, self.norm = norm(size, eps=eps), norm(size, eps=eps)
             self.layers = decoder.layers
+            self.is_convolved = bool(part_of(tensors, "layers.0.attention_conv."))
+            if self.is_convolved:
+                for layer in self.layers:
+                    for part in _CONVOLUTIONS:
+                        setattr(layer, part, DynamicConvolution(part_of(tensors, f"layers.0.{part}.")))
             markov, confidence = part_of(tensors, "markov_head."), part_of(tensors, "confidence_head.")
+            selector = part_of(tensors, "candidate_selector.")
+            num_candidates = int(_value(stated, "selector_top_k", 16))
             self.markov_head = MarkovHead(markov, size) if markov else None
+            self.candidate_selector = CandidateSelector(selector, size, num_candidates) if selector else None
             self.confidence_head = ConfidenceHead(confidence) if confidence else None
             if "embed_tokens.weight" in tensors:
                 self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
@@ -136,8 +158,8 @@ class BlockHead(Head):
         return self.block_size - self.num_before
 
     @property
-    def correction(self) -> MarkovHead | None:
-        return self.markov_head
+    def correction(self) -> MarkovHead | CandidateSelector | None:
+        return self.markov_head or self.candidate_selector
 
     def layer_shapes(self, target: LM) -> list[LayerShape]:
         return attention_shapes(self, target)
@@ -178,13 +200,14 @@ class BlockHead(Head):
         hidden = functional.embedding(input_ids.to(weight.device), weight).to(positions.device) * self.scale
         masks = {reach: reach.mask(positions, view_len, hidden.dtype) for reach in set(self.reaches)}
         positions = positions.clamp_min(0)
-        about = {
+        about: dict[str, Any] = {
             "past_key_values": past_key_values,
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(hidden, positions),
         }
         for layer, reach in zip(self.layers, self.reaches, strict=True):
-            hidden = layer(hidden, attention_mask=masks[reach], **about)
+            about["attention_mask"] = masks[reach]
+            hidden = _through(layer, hidden, about) if self.is_convolved else layer(hidden, **about)
         output: Tensor = self.norm(hidden)
         return output
 
@@ -207,6 +230,18 @@ class BlockHead(Head):
         embedded = output[:, :0] if self.markov_head is None else self.markov_head.embed(ids)
         probs: Tensor = self.confidence_head(output, embedded)
         return probs
+
+
+def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Tensor:
+    """Through a layer with convolutions around its attention and its MLP."""
+
+    def attend(inputs: Tensor) -> Tensor:
+        attended: Tensor = layer.self_attn(hidden_states=inputs, **about)[0]
+        return attended
+
+    hidden = hidden + layer.attention_conv(layer.input_layernorm(hidden), attend)
+    result: Tensor = hidden + layer.mlp_conv(layer.post_attention_layernorm(hidden), layer.mlp)
+    return result
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -264,8 +299,14 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
     kind = stated.get("speculators_model_type", _KINDS[0])
     if kind not in _KINDS:
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
-    tensors = {key: value for key, value in read_tensors(location).items() if not key.startswith(_UNUSED)}
+    tensors = {
+        key.replace("_codebook.weight", "_codebook"): value
+        for key, value in read_tensors(location).items()
+        if not key.startswith(_UNUSED)
+    }
     offsets = tensors.pop("d2t", None)
+    if offsets is not None and part_of(tensors, "candidate_selector."):
+        raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
     for setting, beginning in _PROMISES.items():
         if _value(stated, setting) and not part_of(tensors, beginning):
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
