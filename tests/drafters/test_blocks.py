@@ -18,15 +18,18 @@ import golden.blocks as golden
 import outrider
 from contract import lead
 from heads import add_tensors, block_drafter, write_block
+from outrider.drafters import block
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.block import BlockDrafter
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
+from outrider.records import Stats
+from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, RULES, Rule
 from pairs import NUM_WORDS, random_llama
-from toys import InTurn, as_lm, request, tiny_llama, tokens
+from toys import InTurn, as_lm, request, run, tiny_llama, tokens
 
 GOLDEN = load_file(golden.FILE)
 
@@ -125,6 +128,62 @@ def test_its_text_is_plain_text(kind: str, rule: Rule) -> None:
         plain = tokens(target, NoDrafter(), requests, rule, 0)
         assert tokens(target, drafter, requests, rule, drafter.most_drafted) == plain
         assert tokens(target, drafter, requests, rule, InTurn(3, 0, 0, 1)) == plain
+
+
+def _train(drafter: BlockDrafter, target: LM, sequences: Tensor, first: int) -> None:
+    """Train a head to predict sequences after each of their places from ``first`` on. [N, L]"""
+    head: Any = drafter.head.model
+    with torch.no_grad(), recorded_states(target.model, head.features) as states:
+        target.model(sequences)
+    features = torch.cat([states[i] for i in head.features], dim=-1)
+    parameters = [one for name, one in head.named_parameters() if not name.startswith(("embed_tokens.", "lm_head."))]
+    for one in parameters:
+        one.requires_grad_(True)
+    optimizer = torch.optim.Adam(parameters, lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+    k, length = head.most_drafted, sequences.shape[1]
+    for _ in range(200):
+        of = torch.randint(len(sequences), (32,), generator=generator)
+        anchors = torch.randint(first, length - k, (32, 1), generator=generator)
+        cache = drafter.head.new_cache(32, length + k)
+        places = torch.arange(length).expand(32, -1)
+        places = torch.where(places < anchors, places, -1)
+        cache.at(places, cache.capacity, is_single=False)
+        head.keep(head.fuse(features[of]), places, cache)
+        blocks = cache, sequences[of].gather(1, anchors), anchors[:, 0] + 1, torch.ones(32, dtype=torch.long)
+        logits = block._block_step(drafter.head, cache.capacity, k, *blocks)[0]
+        wanted = sequences[of].gather(1, anchors + 1 + torch.arange(k))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for one in parameters:
+        one.requires_grad_(False)
+
+
+def test_a_trained_head_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its context is a place late: its text is the same then, and no other test would see it."""
+    target = as_lm(tiny_llama(num_layers=4, vocab_size=24).float())
+    drafter = block_drafter(target, scale=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(24, (4, 5), generator=generator).tolist()
+    requests = [request(ids, max_new_tokens=32, temperature=0.0) for ids in prompts]
+    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    _train(drafter, target, torch.tensor([[*ids, *more] for ids, more in zip(prompts, plain, strict=True)]), 4)
+
+    def tau() -> float:
+        outputs = run(target, drafter, requests, GUMBEL, 4)
+        assert [output.token_ids for output in outputs] == plain
+        return sum((output.stats for output in outputs), Stats()).mean_acceptance_length
+
+    assert tau() > 4.5
+    keep = block.BlockSession._keep
+    monkeypatch.setattr(
+        block.BlockSession,
+        "_keep",
+        lambda self, cache, features, at: keep(self, cache, features, torch.where(at >= 0, at + 1, at)),
+    )
+    assert tau() < 1.5
 
 
 WORDS = [chr(97 + i // 10) + chr(97 + i % 10) for i in range(NUM_WORDS)]
