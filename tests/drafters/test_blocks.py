@@ -167,7 +167,7 @@ def test_a_trained_head_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = block_drafter(target, scale=0.1)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(24, (4, 5), generator=generator).tolist()
-    requests = [request(ids, max_new_tokens=32, temperature=0.0) for ids in prompts]
+    requests = [request(ids, max_new_tokens=35, temperature=0.0) for ids in prompts]
     plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
     _train(drafter, target, torch.tensor([[*ids, *more] for ids, more in zip(prompts, plain, strict=True)]), 4)
 
@@ -235,6 +235,7 @@ def _change(folder: Path, **changes: Any) -> None:
             ModelCorrupt,
             "1 weights that do not belong .* layers.1.mlp_conv.base_kernel",
         ),
+        ({}, {"layers.0.attention_conv.strange": torch.zeros(2)}, ModelCorrupt, "lacks weights .* base_kernel"),
         ({"speculators_model_type": "xpress"}, {}, UnsupportedModel, "of the kind xpress, which is not known"),
         ({"selector_rank": 8}, {}, ModelCorrupt, r"no weights candidate_selector.\*"),
         ({"markov_rank": 8}, {}, ModelCorrupt, r"no weights markov_head.\*, although .* markov_rank"),

@@ -315,7 +315,10 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
     config = Qwen3Config.from_dict(own)
     if is_embedding_of(target, tensors.get("embed_tokens.weight")):
         del tensors["embed_tokens.weight"]
-    head = BlockHead(config, stated, tensors, target)
+    try:
+        head = BlockHead(config, stated, tensors, target)
+    except KeyError as error:
+        raise ModelCorrupt(f"{name} lacks weights of the head, {error.args[0]} among them") from None
     check_features(head, head.fc.in_features, name, target)
     shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
     fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
