@@ -18,6 +18,7 @@ import golden.blocks as golden
 import outrider
 from contract import lead
 from heads import add_tensors, block_drafter, write_block
+from hybrids import hybrid, hybrid_lm
 from outrider.drafters import block
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.block import BlockDrafter
@@ -128,6 +129,17 @@ def test_its_text_is_plain_text(kind: str, rule: Rule) -> None:
         plain = tokens(target, NoDrafter(), requests, rule, 0)
         assert tokens(target, drafter, requests, rule, drafter.most_drafted) == plain
         assert tokens(target, drafter, requests, rule, InTurn(3, 0, 0, 1)) == plain
+
+
+@pytest.mark.each_execution
+def test_a_hybrid_target() -> None:
+    """Its states wait at an anchor, so its hidden states come from other columns."""
+    target = hybrid_lm(hybrid("qwen3_5_text"))
+    drafter = block_drafter(target, is_second=True)
+    requests = [request(ids, max_new_tokens=20, temperature=0.0) for ids in ((5, 6, 7) * 4, (1,), (2, 3) * 5)]
+    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    assert tokens(target, drafter, requests, GUMBEL, 4) == plain
+    assert tokens(target, drafter, requests, GUMBEL, InTurn(3, 0, 0, 1)) == plain
 
 
 def _train(drafter: BlockDrafter, target: LM, sequences: Tensor, first: int) -> None:

@@ -113,6 +113,11 @@ def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     check_state(target, ModelDrafter(hybrid_lm(hybrid("qwen3_5_text"), "draft")), _sequences(V)[:3], K, atol=1e-4)
 
 
+def test_blocks_of_a_hybrid_target_are_a_function_of_the_sequence() -> None:
+    target = hybrid_lm(hybrid("qwen3_5_text"))
+    check_state(target, block_drafter(target), _sequences(V)[:3], K, atol=1e-4)
+
+
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
     """Looks at the token that it cuts."""
     assert draft.probs is not None
