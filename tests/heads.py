@@ -167,6 +167,7 @@ def write_block(
     if token_ids is not None:
         shapes["lm_head.weight"] = (len(token_ids), size)
     second = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+    second |= {key: flags.pop(key) for key in second if key in flags}
     if is_second:
         for part in [f"layers.{i}.{one}" for i in range(num_layers) for one in ("attention_conv", "mlp_conv")]:
             shapes |= {f"{part}.base_kernel": (2, 2, size), f"{part}.kernel_projection.weight": (4 * size // 8, size)}

@@ -131,6 +131,21 @@ def test_its_text_is_plain_text(kind: str, rule: Rule) -> None:
         assert tokens(target, drafter, requests, rule, InTurn(3, 0, 0, 1)) == plain
 
 
+@pytest.mark.parametrize(
+    "kind", [{"is_second": True, "selector_top_k": 40}, {"layout": "speculators", "markov": "vanilla"}]
+)
+def test_a_padded_vocabulary(kind: dict[str, Any]) -> None:
+    """Tokens beyond the vocabulary have an embedding, as mask tokens do, and are no candidates."""
+    target = LM(tiny_llama(num_layers=4), name="target", vocab_size=40, context_len=256)
+    drafter = block_drafter(target, **kind)
+    requests = [request(ids, seed=i, max_new_tokens=20) for i, ids in enumerate(((5, 6, 7), (1,)))]
+    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    assert tokens(target, drafter, requests, GUMBEL, 4) == plain
+    led = lead(target, drafter, [((5, 6, 7), range(8))], 4)
+    _, ids, q = led.drafts[0, 3]
+    assert ids == [0, 1, 2, 3] and q is not None and q.shape == (4, 40) and q.min() > 0
+
+
 @pytest.mark.each_execution
 def test_a_hybrid_target() -> None:
     """Its states wait at an anchor, so its hidden states come from other columns."""
@@ -223,8 +238,9 @@ def test_a_folder_is_loaded_as_a_draft(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiled(tmp_path: Path) -> None:
-    decoder = _loaded(tmp_path)
+@pytest.mark.parametrize("kind", ["zlab", "dflash2", "dspark"])
+def test_compiled(kind: str, tmp_path: Path) -> None:
+    decoder = _loaded(tmp_path, **KINDS[kind])
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_new_tokens": 30, "num_draft_tokens": 3}
     want = decoder.generate(["ab ac", "ad"], **options)
     assert [one.token_ids for one in decoder.compiled().generate(["ab ac", "ad"], **options)] == [
@@ -256,6 +272,13 @@ def _change(folder: Path, **changes: Any) -> None:
         ({"dflash_config": {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}}, {}, ModelCorrupt, "reads layers"),
         ({"dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3}}, {}, ModelCorrupt, "for another target"),
         ({}, {"lm_head.weight": torch.zeros(50, 32)}, ModelCorrupt, "50 tokens, and no d2t"),
+        ({}, {"d2t": torch.zeros(60, dtype=torch.long)}, ModelCorrupt, "a d2t and no LM head of its own"),
+        (
+            {},
+            {"markov_head.markov_w1.weight": torch.zeros(59, 3), "markov_head.markov_w2.weight": torch.zeros(60, 3)},
+            ModelCorrupt,
+            "knows 59 tokens; target has 60",
+        ),
     ],
 )
 def test_others_are_refused(

@@ -187,20 +187,25 @@ def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any]
         outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
 
     Raises:
-        ModelCorrupt: it has too few logits.
+        ModelCorrupt: it has too few logits, or a ``d2t`` without an LM head of its own.
     """
-    num_tokens, ids = outputs[0].weight.shape[0], None
-    if offsets is not None:
-        if len(offsets) != num_tokens:
+    model: Any = target.model
+    for module in outputs:
+        num_tokens = len(module.weight)
+        if offsets is not None and module is model.get_output_embeddings():
+            raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
+        if offsets is not None and num_tokens != len(offsets):
             raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
-        ids = torch.arange(num_tokens) + offsets.long()
+        if offsets is None and num_tokens < target.vocab_size:
+            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
+    ids = None
+    if offsets is not None:
+        ids = torch.arange(len(offsets)) + offsets.long()
         is_known = (ids >= 0) & (ids < target.vocab_size)  # others are padding of the target's embedding
         ids = ids[is_known].to(target.device)
         for module in outputs:
             rows = is_known.to(module.weight.device)
             module.weight = nn.Parameter(module.weight[rows], requires_grad=False)
-    elif num_tokens < target.vocab_size:
-        raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
     head.register_buffer("token_ids", ids, persistent=False)
 
 

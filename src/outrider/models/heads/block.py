@@ -100,6 +100,7 @@ class BlockHead(Head):
         block_size: T, the slots of a block.
         num_before: slots before the first that predicts a draft: 0 if it samples from its anchor, else 1.
         mask_id: the token in all slots but the first.
+        num_tokens: D, its tokens; others are padding of its LM head.
         correction: corrects the logits of a draft by the token before it; None if drafts are independent.
         confidence_head: None if there is none.
     """
@@ -121,6 +122,7 @@ class BlockHead(Head):
         names = [*(stated.get("architectures") or []), stated.get("speculators_model_type", "")]
         self.num_before = 0 if _value(stated, "sample_from_anchor", "dspark" in " ".join(names).lower()) else 1
         self.mask_id = _value(stated, "mask_token_id")
+        self.num_tokens = target.vocab_size
         self.scale = float(_value(stated, "input_embedding_scale", 1.0))
         self.multiplier = float(_value(stated, "output_multiplier", 1.0))
         self.softcap = float(_value(stated, "final_logit_softcapping", 0.0) or 0.0)
@@ -213,7 +215,7 @@ class BlockHead(Head):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., H] -> [..., D]"""
-        logits: Tensor = self.lm_head(outputs).to(outputs.device) * self.multiplier
+        logits: Tensor = self.lm_head(outputs)[..., : self.num_tokens].to(outputs.device) * self.multiplier
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap > 0 else logits
 
     def confidence(self, output: Tensor, ids: Tensor) -> Tensor:
@@ -325,6 +327,10 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
     check_embedding(head, "embed_tokens" in shared, name, target)
     outputs = [head.lm_head, *([head.markov_head.markov_w2] if head.markov_head is not None else [])]
     reduce_vocabulary(head, offsets, outputs, name, target)
+    if head.token_ids is not None:
+        head.num_tokens = len(head.token_ids)
+    if head.correction is not None and head.correction.num_known < target.vocab_size:
+        raise ModelCorrupt(f"{name} knows {head.correction.num_known} tokens; {target.name} has {target.vocab_size}")
     if head.mask_id is None or not 0 <= head.mask_id < len(head.embed_tokens.weight):
         raise ModelCorrupt(f"{name} states no mask token that it has an embedding for: {head.mask_id}")
     return head

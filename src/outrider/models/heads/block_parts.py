@@ -36,6 +36,11 @@ class MarkovHead(nn.Module):
         self.gate_proj = nn.Linear(size + rank, rank) if "gate_proj.weight" in tensors else None
         self.joint_proj = nn.Linear(2 * rank + size, 3 * rank) if "joint_proj.weight" in tensors else None
 
+    @property
+    def num_known(self) -> int:
+        """Number of tokens that may come before."""
+        return self.markov_w1.num_embeddings
+
     def embed(self, ids: Tensor) -> Tensor:
         """[B] -> [B, R]"""
         embedded: Tensor = self.markov_w1(ids)
@@ -99,6 +104,11 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(num_tokens, rank))
         self.hidden_projection = nn.Linear(size, rank, bias=False)
         self.num_candidates = num_candidates
+
+    @property
+    def num_known(self) -> int:
+        """Number of tokens that may come before."""
+        return len(self.predecessor_codebook)
 
     def start(self, outputs: Tensor, last_ids: Tensor) -> Tensor:
         """State before the first draft: nothing. [B, 0]"""
