@@ -17,6 +17,7 @@ import torch
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.block import BlockDrafter
 from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.corpus import read_corpus
 from outrider.drafters.hybrid import HybridDrafter
@@ -25,6 +26,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
 from outrider.errors import OptionError, TokenizerMismatch
+from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import DTYPES, Placement
@@ -157,7 +159,12 @@ def load_drafter(
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
-            return ChainDrafter(load_head(spec, decoder.target), **options)
+            head = load_head(spec, decoder.target)
+            if not isinstance(head.model, BlockHead):
+                return ChainDrafter(head, **options)
+            if options:
+                raise OptionError("draft", draft, f"{spec.name} drafts a block at once, and takes no such options")
+            return BlockDrafter(head)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from block_heads import block_drafter
 from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
+from outrider.drafters import block
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.hybrid import HybridDrafter
@@ -123,6 +125,23 @@ def _eagle3_sure() -> tuple[LM, Drafter]:
     return target, replace(drafter, min_prob=0.6)
 
 
+def _dflash() -> tuple[LM, Drafter]:
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    return target, block_drafter(target)
+
+
+def _dflash2() -> tuple[LM, Drafter]:
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    return target, block_drafter(target, is_second=True, selector_top_k=3)
+
+
+def _dspark() -> tuple[LM, Drafter]:
+    """A draft ends before confidence is low: in the prompt below, after two of the four first tokens."""
+    target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
+    options: dict[str, Any] = {"layout": "speculators", "markov": "rnn", "has_confidence": True}
+    return target, replace(block_drafter(target, **options), min_confidence=0.76)
+
+
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "model": _model,
     "greedy": _greedy,
@@ -141,17 +160,21 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "translated, short context": _translated_short,
     "hybrid": _hybrid_matching,
     "hybrid, no match": _hybrid_without,
+    "dflash": _dflash,
+    "dflash2": _dflash2,
+    "dspark": _dspark,
 }
 
 
 def _sequences(vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise."""
+    """Six, with prompts of 1 to 9 tokens; two begin with the prompt of another, and continue otherwise: one while that
+    one is being generated in another slot."""
     generator = torch.Generator().manual_seed(3)
 
     def some(number: int) -> list[int]:
         return torch.randint(vocab_size, (number,), generator=generator).tolist()
 
-    found = [(some(length), some(14)) for length in (1, 5, 9, 2)]
+    found = [(some(length), some(number)) for length, number in ((1, 5), (5, 14), (9, 24), (2, 6))]
     return [*found, ([*found[2][0], *found[2][1][:3]], some(12)), (found[2][0], some(12))]
 
 
@@ -172,6 +195,11 @@ def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     check_state(target, ModelDrafter(draft), _sequences(V)[:3], K, atol=1e-4)
     draft.context_len = 12
     check_state(target, ModelDrafter(draft, min_prob=0.05), _sequences(V)[:2], K, atol=1e-4)
+
+
+def test_blocks_of_a_hybrid_target_are_a_function_of_the_sequence() -> None:
+    target = hybrid_lm(hybrid("qwen3_5_text"))
+    check_state(target, block_drafter(target), _sequences(V)[:3], K, atol=1e-4)
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
@@ -205,6 +233,50 @@ def test_a_q_that_depends_on_neighbours_is_detected() -> None:
     target, drafter = _model()
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, AlteredDrafter(drafter, "wrong", _depend_on_width), _sequences(FEW), K)
+
+
+def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its width would be that of the row that drafts most."""
+    target, drafter = _dflash()
+    feed = block._block_step
+
+    def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(head.model, "block_size", k + 1)
+            return feed(head, view_len, k, *arguments)
+
+    monkeypatch.setattr(block, "_block_step", feed_wrong)
+    with pytest.raises(AssertionError, match="q is off by"):
+        check_state(target, drafter, _sequences(FEW), K)
+
+
+def test_a_confidence_that_looks_at_its_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be that of the next token."""
+    target, drafter = _dspark()
+    draw = block._draw
+
+    def draw_first(head: Any, rule: Any, least: float, logits: Any, output: Any, *arguments: Any) -> Any:
+        (ids, is_good, q, _), state = draw(head, rule, 0.0, logits, output, *arguments)
+        return (ids, is_good, q, head.model.confidence(output, ids) >= least), state
+
+    monkeypatch.setattr(block, "_draw", draw_first)
+    with pytest.raises(AssertionError, match="depends on later tokens"):
+        check_no_look_ahead(target, drafter, (3, 1, 2, 0, 1, 2), FEW, K)
+
+
+@pytest.mark.parametrize("what", ["assign", "observe"])
+def test_a_stale_context_of_blocks_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a prefix hit, or after rounds without drafts."""
+    target, drafter = _dflash()
+    method = getattr(block.BlockSession, what)
+
+    def wrong(self: Any, *arguments: Any) -> None:
+        if what == "observe" and arguments[0].ids.shape[1] > 1:
+            method(self, *arguments)
+
+    monkeypatch.setattr(block.BlockSession, what, wrong)
+    with pytest.raises(AssertionError, match="q is off by"):
+        check_state(target, drafter, _sequences(FEW), K)
 
 
 @pytest.mark.parametrize("what", ["prefix", "rejection", "plain rounds"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class Head(nn.Module, ABC):
     Attributes:
         config: of its own decoder layers.
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
-        state_size: H, numbers that it keeps of each token of the target.
+        state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
         layers: its decoder layers.
         token_ids: the target's ids of its tokens, D numbers; None if it has the target's tokens. Their logits are those
             of a smaller vocabulary.
@@ -80,16 +80,16 @@ class ChainHead(Head):
 def head_lm(head: Head, name: str, target: LM) -> LM:
     """The ``LM`` of a head, for its weights, cache and programs; its ``forward`` is never called.
 
-    The last layer of its cache holds the states of the target's tokens by place, so that they are shared, moved and
-    rolled back like keys.
+    The last layer of its cache holds the states of the target's tokens by place, if it keeps any, so that they are
+    shared, moved and rolled back like keys.
     """
-    states = LayerShape(1, head.state_size, 0, target.dtype, target.device)
+    states = [LayerShape(1, head.state_size, 0, target.dtype, target.device)] if head.state_size else []
     lm = LM(
         head.eval().requires_grad_(False),
         name=name,
         vocab_size=target.vocab_size,
         context_len=target.context_len,
-        layer_shapes=(*head.layer_shapes(target), states),
+        layer_shapes=(*head.layer_shapes(target), *states),
     )
     lm.lock = target.lock  # they share modules, and the target's have hooks while it runs
     return lm
@@ -119,6 +119,94 @@ def decoder_of(config: Any, name: str) -> Any:
     if not all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb")):
         raise UnsupportedModel(f"{name} has layers of a {config.model_type}, which heads cannot be built of here")
     return decoder
+
+
+def attention_shapes(head: Head, target: LM) -> list[LayerShape]:
+    """Cache shapes of layers with attention over keys and values of one size."""
+    config, first = head.config, cast(Any, head.layers[0])
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = first.self_attn.head_dim
+    return [LayerShape(num_heads, size, size, target.dtype, target.device)] * len(head.layers)
+
+
+def embedding_of(target: LM) -> Any:
+    """Weight of the target's embedding. [V, H]"""
+    model: Any = target.model
+    return model.get_input_embeddings().weight
+
+
+def is_embedding_of(target: LM, weight: Tensor | None) -> bool:
+    """Whether a head's embedding is the target's."""
+    own = embedding_of(target)
+    if weight is None or type(own) is not nn.Parameter or weight.shape != own.shape:
+        return False
+    return bool(torch.equal(weight.to(own.device, own.dtype), own))
+
+
+def check_features(head: Head, num_read: int, name: str, target: LM) -> None:
+    """Check that the target has the hidden states that a head reads.
+
+    Args:
+        num_read: numbers that it reads of each token.
+
+    Raises:
+        ModelCorrupt
+    """
+    model: Any = target.model
+    num_layers, size = len(model.get_decoder().layers), embedding_of(target).shape[1]
+    if num_read != len(head.features) * size:
+        raise ModelCorrupt(
+            f"{name} is for another target: it reads {num_read} numbers of each token, and {len(head.features)} hidden "
+            f"states of {target.name} have {len(head.features) * size}"
+        )
+    if any(not 0 <= i <= num_layers for i in head.features):
+        raise ModelCorrupt(f"{name} is for another target: it reads layers {head.features} of {num_layers}")
+
+
+def check_embedding(head: Head, is_targets: bool, name: str, target: LM) -> None:
+    """Check that the embedding of a head fits it and has the target's tokens.
+
+    Args:
+        is_targets: it is the target's.
+
+    Raises:
+        ModelCorrupt
+    """
+    size, embedding = head.config.hidden_size, cast(Any, head.embed_tokens).weight
+    if is_targets and embedding.shape[1] != size:
+        raise ModelCorrupt(f"{name} has no embedding of its own, and hidden states of {size} numbers")
+    if len(embedding) < target.vocab_size:
+        raise ModelCorrupt(f"{name} has {len(embedding)} tokens; {target.name} has {target.vocab_size}")
+
+
+def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any], name: str, target: LM) -> None:
+    """Set ``token_ids``, and drop the logits of tokens that the target does not have.
+
+    Args:
+        offsets: ids of the target less those of the head (``d2t``), D numbers; None if it has the target's tokens.
+        outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
+
+    Raises:
+        ModelCorrupt: it has too few logits, or a ``d2t`` without an LM head of its own.
+    """
+    model: Any = target.model
+    for module in outputs:
+        num_tokens = len(module.weight)
+        if offsets is not None and module is model.get_output_embeddings():
+            raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
+        if offsets is not None and num_tokens != len(offsets):
+            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
+        if offsets is None and num_tokens < target.vocab_size:
+            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
+    ids = None
+    if offsets is not None:
+        ids = torch.arange(len(offsets)) + offsets.long()
+        is_known = (ids >= 0) & (ids < target.vocab_size)  # others are padding of the target's embedding
+        ids = ids[is_known].to(target.device)
+        for module in outputs:
+            rows = is_known.to(module.weight.device)
+            module.weight = nn.Parameter(module.weight[rows], requires_grad=False)
+    head.register_buffer("token_ids", ids, persistent=False)
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str] = ()) -> None:

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt
-from outrider.models.heads.base import ChainHead, decoder_of, fill, layer_config
+from outrider.models.heads.base import (
+    ChainHead,
+    attention_shapes,
+    check_embedding,
+    check_features,
+    decoder_of,
+    fill,
+    is_embedding_of,
+    layer_config,
+    reduce_vocabulary,
+)
 from outrider.models.heads.checkpoint import read_tensors
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
@@ -76,11 +86,7 @@ class Eagle3Head(ChainHead):
         self.rotary_emb = type(decoder.rotary_emb)(config).to(target.device)
 
     def layer_shapes(self, target: LM) -> list[LayerShape]:
-        config = self.config
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        first: Any = self.layers[0]
-        size = first.self_attn.head_dim
-        return [LayerShape(num_heads, size, size, target.dtype, target.device)] * len(self.layers)
+        return attention_shapes(self, target)
 
     def fuse(self, features: Tensor) -> Tensor:
         if hasattr(self, "input_norm"):
@@ -140,48 +146,12 @@ def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM)
     inner = dict(stated.get("transformer_layer_config") or stated)
     kind = inner.get("model_type", "llama")
     config = layer_config(CONFIG_MAPPING[kind].from_dict(inner), len(layers), target.model)
-    if _is_same(tensors.get("embed_tokens.weight"), target):
+    if is_embedding_of(target, tensors.get("embed_tokens.weight")):
         del tensors["embed_tokens.weight"]
     head = Eagle3Head(config, stated, tensors, target)
-    model: Any = target.model
-    size = _embedding(target).shape[1]
-    if head.fc.in_features != len(head.features) * size:
-        raise ModelCorrupt(
-            f"{name} is for another target: it reads {head.fc.in_features} numbers of each token, and "
-            f"{len(head.features)} hidden states of {target.name} have {len(head.features) * size}"
-        )
-    num_layers = len(model.get_decoder().layers)
-    if any(not 0 <= i <= num_layers for i in head.features):
-        raise ModelCorrupt(f"{name} is for another target: it reads layers {head.features} of {num_layers}")
+    check_features(head, head.fc.in_features, name, target)
     shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
     fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
-    if "embed_tokens" in shared and size != config.hidden_size:
-        raise ModelCorrupt(f"{name} has no embedding of its own, and hidden states of {config.hidden_size} numbers")
-    if len(head.embed_tokens.weight) < target.vocab_size:
-        raise ModelCorrupt(f"{name} has {len(head.embed_tokens.weight)} tokens; {target.name} has {target.vocab_size}")
-    num_tokens = head.lm_head.weight.shape[0]
-    ids = None
-    if offsets is not None:
-        if len(offsets) != num_tokens:
-            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
-        ids = torch.arange(num_tokens) + offsets.long()
-        is_known = (ids >= 0) & (ids < target.vocab_size)  # others are padding of the target's embedding
-        ids, rows = ids[is_known].to(target.device), is_known.to(head.lm_head.weight.device)
-        head.lm_head.weight = nn.Parameter(head.lm_head.weight[rows], requires_grad=False)
-    elif num_tokens < target.vocab_size:
-        raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
-    head.register_buffer("token_ids", ids, persistent=False)
+    check_embedding(head, "embed_tokens" in shared, name, target)
+    reduce_vocabulary(head, offsets, [head.lm_head], name, target)
     return head
-
-
-def _embedding(target: LM) -> Any:
-    model: Any = target.model
-    return model.get_input_embeddings().weight
-
-
-def _is_same(weight: Tensor | None, target: LM) -> bool:
-    """Whether a head's embedding is the target's."""
-    own = _embedding(target)
-    if weight is None or type(own) is not nn.Parameter or weight.shape != own.shape:
-        return False
-    return bool(torch.equal(weight.to(own.device, own.dtype), own))

@@ -7,6 +7,7 @@ from typing import Any
 
 from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import Head, head_lm
+from outrider.models.heads.block import load_block
 from outrider.models.heads.checkpoint import read_config, tensor_names
 from outrider.models.heads.eagle3 import load_eagle3
 from outrider.models.heads.mtp import load_mtp
@@ -17,7 +18,7 @@ from outrider.runtime.lm import LM
 MTP = "mtp"
 """Draft with the MTP layers of the target's own checkpoint."""
 
-_LOADERS: dict[str, Callable[[str, Mapping[str, Any], str, LM], Head]] = {"eagle3": load_eagle3}
+_LOADERS: dict[str, Callable[[str, Mapping[str, Any], str, LM], Head]] = {"eagle3": load_eagle3, "block": load_block}
 
 
 def is_head(spec: ModelSpec) -> bool:
@@ -70,6 +71,8 @@ def _kind_of(names: list[str]) -> str | None:
     found = set(names)
     if "fc.weight" in found and found & {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}:
         return "eagle3"
+    if found >= {"fc.weight", "hidden_norm.weight"}:
+        return "block"
     return None
 
 

@@ -1,0 +1,245 @@
+"""BlockDrafter: drafts all tokens of a round in one forward of a block head.
+
+The cache of the head holds the keys and values of the target's hidden states: all that the session knows, a function of
+each token's place. They are written once, when a token is committed. A block writes its own keys and values at the
+places of the last token and of those to come; they are replaced when these tokens are committed.
+
+All slots of a block are fed, also where fewer tokens are wanted. So q depends neither on K nor on other rows.
+
+Tokens are drawn one after the other from the outputs of that forward. Some heads correct q by the token before, and
+predict whether the next one will be accepted. A draft may end there: before a token is drawn, by a function of those
+before it. (To look at the token itself would bias the output.)
+
+Sources: DFlash (2602.06036), DFlash 2; DSpark (2607.05147, appendix A for where a draft may end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.errors import OptionError
+from outrider.records import Draft
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.lm import LM
+from outrider.runtime.vocabulary import spread
+from outrider.sampling.history import History
+from outrider.sampling.probs import Settings
+from outrider.sampling.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDrafter:
+    """Drafts with a block head.
+
+    Attributes:
+        head: its module is a ``BlockHead``.
+        min_confidence: a draft ends before a token whose probability to be accepted, as the head predicts it, is less.
+    """
+
+    head: LM
+    min_confidence: float = 0.0
+
+    lm: ClassVar[LM | None] = None
+    context_len: ClassVar[int | None] = None
+    is_one_hot: ClassVar[bool] = False
+    reads_on_host: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        module: Any = self.head.model
+        if self.min_confidence > 0 and module.confidence_head is None:
+            raise OptionError("min_confidence", self.min_confidence, f"{self.head.name} does not predict acceptance")
+
+    @property
+    def name(self) -> str:
+        return self.head.name
+
+    @property
+    def most_drafted(self) -> int:
+        module: Any = self.head.model
+        most: int = module.most_drafted
+        return most
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        module: Any = self.head.model
+        features: tuple[int, ...] = module.features
+        return features
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return (self.head,)
+
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        return BlockSession(self.head, self.min_confidence, num_slots, capacity)
+
+    def with_models(self, change: Callable[[LM], LM]) -> BlockDrafter:
+        return replace(self, head=change(self.head))
+
+
+def _block_step(
+    head: LM, view_len: int, k: int, cache: SlotCache, last_ids: Tensor, lengths: Tensor, num_drafted: Tensor
+) -> tuple[Tensor, ...]:
+    """Feed the blocks.
+
+    Args:
+        last_ids: [B, 1]
+        lengths: [B]
+        num_drafted: rows with 0 are not fed. [B]
+
+    Returns:
+        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction [B, R]
+    """
+    module: Any = head.model
+    size, first = module.block_size, module.num_before
+    ids = torch.cat((last_ids, last_ids.new_full((1, 1), module.mask_id).expand(len(last_ids), size - 1)), dim=1)
+    positions = lengths[:, None] - 1 + torch.arange(size, device=lengths.device)
+    positions = torch.where((num_drafted > 0)[:, None], positions, -1)
+    cache.at(positions, view_len, is_single=False, keeps_finite=True)
+    with head.lock:
+        outputs = module(ids, positions, view_len, cache)
+        logits = module.logits(outputs[:, first : first + k])
+    correction = module.correction
+    state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last_ids[:, 0])
+    return logits, outputs[:, first : first + k], state
+
+
+def _draw(
+    head: LM,
+    rule: Rule,
+    min_confidence: float,
+    logits: Tensor,
+    output: Tensor,
+    ids: Tensor,
+    state: Tensor,
+    settings: Settings,
+    history: History,
+    allowed: Tensor | None,
+    noise: Any,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Draw a token for each row.
+
+    Args:
+        logits: [B, D]
+        output: of its slot. [B, H]
+        ids: the token before. [B]
+        state: [B, R]
+
+    Returns:
+        ids [B]; whether q is finite [B]; q [B, V]; whether the token may be drafted [B]; and the next state [B, R]
+    """
+    module: Any = head.model
+    is_confident = torch.ones_like(ids, dtype=torch.bool)
+    if min_confidence > 0:
+        is_confident = module.confidence(output, ids) >= min_confidence
+    if module.correction is not None:
+        logits, state = module.correction(logits, output, ids, state)
+    logits = spread(logits, module.token_ids, head.vocab_size)
+    ids, q, is_good = draw_next(rule, logits, settings, history, allowed, noise, is_greedy=False)
+    return (ids, is_good, q, is_confident), state
+
+
+def _draft_step(
+    head: LM,
+    rule: Rule,
+    min_confidence: float,
+    view_len: int,
+    k: int,
+    cache: SlotCache,
+    last_ids: Tensor,
+    lengths: Tensor,
+    num_drafted: Tensor,
+    settings: Settings,
+    history: History,
+    noise: Any,
+) -> tuple[Tensor, ...]:
+    """Feed the blocks and draw K tokens of each row.
+
+    Returns:
+        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; whether a token may be drafted [B, K]
+    """
+    logits, outputs, state = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
+    drawn, ids = list[tuple[Tensor, ...]](), last_ids[:, 0]
+    for i in range(k):
+        if drawn:
+            history = history.then(ids)
+        given = logits[:, i], outputs[:, i], ids, state, settings, history, None, noise.at(i)
+        one, state = _draw(head, rule, min_confidence, *given)
+        ids = one[0]
+        drawn.append(one)
+    return tuple(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
+
+
+class BlockSession(Session):
+    """The head's cache over the slots of an engine."""
+
+    def __init__(self, head: LM, min_confidence: float, num_slots: int, capacity: int) -> None:
+        module: Any = head.model
+        self._head, self._module, self._min_confidence = head, module, min_confidence
+        self._cache = head.new_cache(num_slots, capacity + module.block_size)  # a block goes beyond the sequence
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        if source is None:
+            self._cache.erase(slot, num_tokens)
+        else:
+            self._cache.copy(source, slot, num_tokens)
+
+    def prefill(self, chunk: Prefill) -> None:
+        if chunk.features is None:
+            return
+        device = chunk.ids.device
+        starts, ends = torch.tensor(chunk.starts, device=device), torch.tensor(chunk.ends, device=device)
+        positions = starts[:, None] + torch.arange(chunk.features.shape[1], device=device)
+        cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
+        self._keep(cache, chunk.features, torch.where(positions < ends[:, None], positions, -1))
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        num_rows, width, _ = committed.features.shape
+        columns = torch.arange(width, device=committed.lengths.device)
+        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
+        positions = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, -1)
+        self._keep(self._cache.head(num_rows), committed.features, positions)
+
+    def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
+        """Write the context of tokens: [B, T, F], and their positions, -1 for padding [B, T]."""
+        states = self._module.fuse(features.to(self._head.device, self._head.dtype))
+        cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
+        self._module.keep(states, positions, cache)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        k = min(k, self._module.most_drafted)
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        head, cache = self._head, self._cache.head(len(rows))
+        num_wanted = rows.num_wanted.clamp_max(k)
+        # Beyond the context of the target, too: a block ends there.
+        view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
+        blocks = cache, rows.last_ids[:, 1:], rows.lengths, num_wanted
+        static, least = (view_len, k), self._min_confidence
+        if rows.masks is None:
+            options = rows.settings, rows.history, noise
+            results = head.run(_draft_step, (rule, least, *static), *blocks, *options, is_repeatable=rows.is_repeatable)
+        else:
+            fed = head.run(_block_step, static, *blocks, is_repeatable=rows.is_repeatable)
+            (logits, outputs, state), ids = fed, rows.last_ids[:, 1]
+
+            def draft(
+                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+            ) -> tuple[Tensor, ...]:
+                nonlocal ids, state
+                given = logits[:, i], outputs[:, i], ids, state, rows.settings, history, allowed, noise.at(0)
+                drawn, state = _draw(head, rule, least, *given)
+                ids = drawn[0]
+                return tuple(part[:, None] for part in drawn)
+
+            results = tuple(one_by_one(replace(rows, num_wanted=num_wanted), rows.masks, k, noise, draft))
+        num_confident = results[3].long().cumprod(dim=1).sum(dim=1)
+        num_drafted = torch.minimum(num_wanted, num_confident)
+        return Draft(ids=results[0], probs=results[2], num_drafted=num_drafted, is_finite=results[1])

@@ -1,0 +1,336 @@
+"""Block heads: a few decoder layers that draft all tokens of a round in one forward.
+
+The context of a head is the target's hidden states. They are fused, and projected to the keys and values of each layer:
+a function of a token's place alone. A block follows, the last token and mask tokens, one in each slot; its slots
+attend to the context and to each other. The output of a slot predicts the token at its own place, or the next one if
+the head samples from its anchor, the last token.
+
+DFlash draws these tokens independently of each other. DSpark and DFlash 2 correct the logits of each by the token
+before it; DFlash 2 has convolutions along the block, too.
+
+Sources: DFlash (2602.06036), DSpark (2607.05147), DFlash 2 (inco.ai/blog/dflash2). Layouts of checkpoints: z-lab,
+speculators, DeepSpec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.heads.base import (
+    Head,
+    attention_shapes,
+    check_embedding,
+    check_features,
+    decoder_of,
+    fill,
+    is_embedding_of,
+    layer_config,
+    reduce_vocabulary,
+)
+from outrider.models.heads.block_parts import (
+    CandidateSelector,
+    ConfidenceHead,
+    DynamicConvolution,
+    MarkovHead,
+    part_of,
+)
+from outrider.models.heads.checkpoint import read_tensors
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.lm import LM
+
+_UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
+_KINDS = ("dflash", "dflash2", "dspark")  # in the speculators layout; others have the same tensors, and more
+# Settings, and the beginnings of the weights that they promise.
+_PROMISES = {
+    "markov_rank": "markov_head.",
+    "enable_confidence_head": "confidence_head.",
+    "selector_rank": "candidate_selector.",
+    "conv_kernel_size": "layers.0.attention_conv.",
+}
+_CONVOLUTIONS = ("attention_conv", "mlp_conv")
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The places that the slots of a block see in a layer.
+
+    Attributes:
+        is_causal: a slot sees no later slot.
+        window: tokens that a slot sees, itself included; None for all.
+        before_anchor: tokens of the context that all slots see instead; None for all.
+    """
+
+    is_causal: bool
+    window: int | None = None
+    before_anchor: int | None = None
+
+    def mask(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask of a block: 0 for visible keys, the lowest number for others.
+
+        Args:
+            positions: of its slots. [B, T]
+
+        Returns:
+            [B, 1, T, view_len]
+        """
+        places = torch.arange(view_len, device=positions.device)
+        slots = positions[..., None]
+        is_hidden = places > (slots if self.is_causal else slots[:, -1:])  # [B, T or 1, view_len]
+        if self.window is not None:
+            is_hidden = is_hidden | (places <= slots - self.window) | (places >= slots + self.window)
+        if self.before_anchor is not None:
+            is_hidden = is_hidden | (places < slots[:, :1] - self.before_anchor)
+        is_hidden = is_hidden.expand(*positions.shape, view_len)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
+        return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None]
+
+
+class BlockHead(Head):
+    """See the module.
+
+    Attributes:
+        block_size: T, the slots of a block.
+        num_before: slots before the first that predicts a draft: 0 if it samples from its anchor, else 1.
+        mask_id: the token in all slots but the first.
+        num_tokens: D, its tokens; others are padding of its LM head.
+        correction: corrects the logits of a draft by the token before it; None if drafts are independent.
+        confidence_head: None if there is none.
+    """
+
+    def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
+        """
+        Args:
+            config: of its layers.
+            stated: its config.json.
+            tensors: its weights; they decide what there is.
+        """
+        super().__init__()
+        model: Any = target.model
+        self.features = _features(stated, config, target)
+        self.reaches = _reaches(stated, config)
+        self.config = layer_config(config, config.num_hidden_layers, model)
+        self.state_size = 0
+        self.block_size = int(_value(stated, "block_size", 16))
+        names = [*(stated.get("architectures") or []), stated.get("speculators_model_type", "")]
+        self.num_before = 0 if _value(stated, "sample_from_anchor", "dspark" in " ".join(names).lower()) else 1
+        self.mask_id = _value(stated, "mask_token_id")
+        self.num_tokens = target.vocab_size
+        self.scale = float(_value(stated, "input_embedding_scale", 1.0))
+        self.multiplier = float(_value(stated, "output_multiplier", 1.0))
+        self.softcap = float(_value(stated, "final_logit_softcapping", 0.0) or 0.0)
+        decoder = decoder_of(self.config, target.name)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        norm = type(decoder.norm)
+        with torch.device("meta"):
+            self.fc = nn.Linear(tensors["fc.weight"].shape[1], size, bias="fc.bias" in tensors)
+            self.hidden_norm, self.norm = norm(size, eps=eps), norm(size, eps=eps)
+            self.layers = decoder.layers
+            self.is_convolved = bool(part_of(tensors, "layers.0.attention_conv."))
+            if self.is_convolved:
+                for layer in self.layers:
+                    for part in _CONVOLUTIONS:
+                        setattr(layer, part, DynamicConvolution(part_of(tensors, f"layers.0.{part}.")))
+            markov, confidence = part_of(tensors, "markov_head."), part_of(tensors, "confidence_head.")
+            selector = part_of(tensors, "candidate_selector.")
+            num_candidates = int(_value(stated, "selector_top_k", 16))
+            self.markov_head = MarkovHead(markov, size) if markov else None
+            self.candidate_selector = CandidateSelector(selector, size, num_candidates) if selector else None
+            self.confidence_head = ConfidenceHead(confidence) if confidence else None
+            if "embed_tokens.weight" in tensors:
+                self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
+            if "lm_head.weight" in tensors:
+                self.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
+        if "embed_tokens.weight" not in tensors:
+            self.embed_tokens = model.get_input_embeddings()
+        if "lm_head.weight" not in tensors:
+            self.lm_head = model.get_output_embeddings()
+        self.rotary_emb = type(decoder.rotary_emb)(self.config).to(target.device)
+
+    @property
+    def most_drafted(self) -> int:
+        """Most tokens that it drafts in a round."""
+        return self.block_size - self.num_before
+
+    @property
+    def correction(self) -> MarkovHead | CandidateSelector | None:
+        return self.markov_head or self.candidate_selector
+
+    def layer_shapes(self, target: LM) -> list[LayerShape]:
+        return attention_shapes(self, target)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        fused: Tensor = self.hidden_norm(self.fc(features))
+        return fused
+
+    def keep(self, states: Tensor, positions: Tensor, cache: SlotCache) -> None:
+        """Write the context of tokens: their keys and values in each layer.
+
+        Args:
+            states: of ``fuse``. [B, T, H]
+            positions: [B, T]
+            cache: set up for these positions.
+        """
+        cos, sin = self.rotary_emb(states, positions.clamp_min(0))
+        modules: Any = self.layers
+        for layer, store in zip(modules, cache.layers, strict=True):
+            attention = layer.self_attn
+            shape = (*states.shape[:2], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(states).view(shape)).transpose(1, 2)
+            values = attention.v_proj(states).view(shape).transpose(1, 2)
+            store.update(_rotated(keys, cos[:, None], sin[:, None]), values)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, view_len: int, past_key_values: Any) -> Tensor:
+        """Feed blocks.
+
+        Args:
+            input_ids: [B, T]
+            positions: -1 in rows that are not fed. [B, T]
+            past_key_values: the cache of its layers, set up for these positions.
+
+        Returns:
+            Outputs of the slots. [B, T, H]
+        """
+        weight = self.embed_tokens.weight  # as it is: some embeddings scale their output
+        hidden = functional.embedding(input_ids.to(weight.device), weight).to(positions.device) * self.scale
+        masks = {reach: reach.mask(positions, view_len, hidden.dtype) for reach in set(self.reaches)}
+        positions = positions.clamp_min(0)
+        about: dict[str, Any] = {
+            "past_key_values": past_key_values,
+            "position_ids": positions,
+            "position_embeddings": self.rotary_emb(hidden, positions),
+        }
+        for layer, reach in zip(self.layers, self.reaches, strict=True):
+            about["attention_mask"] = masks[reach]
+            hidden = _through(layer, hidden, about) if self.is_convolved else layer(hidden, **about)
+        output: Tensor = self.norm(hidden)
+        return output
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[..., H] -> [..., D]"""
+        logits: Tensor = self.lm_head(outputs)[..., : self.num_tokens].to(outputs.device) * self.multiplier
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap > 0 else logits
+
+    def confidence(self, output: Tensor, ids: Tensor) -> Tensor:
+        """Probability that the token of a slot will be accepted.
+
+        Args:
+            output: of the slot. [B, H]
+            ids: the token before. [B]
+
+        Returns:
+            [B]
+        """
+        assert self.confidence_head is not None
+        embedded = output[:, :0] if self.markov_head is None else self.markov_head.embed(ids)
+        probs: Tensor = self.confidence_head(output, embedded)
+        return probs
+
+
+def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Tensor:
+    """Through a layer with convolutions around its attention and its MLP."""
+
+    def attend(inputs: Tensor) -> Tensor:
+        attended: Tensor = layer.self_attn(hidden_states=inputs, **about)[0]
+        return attended
+
+    hidden = hidden + layer.attention_conv(layer.input_layernorm(hidden), attend)
+    result: Tensor = hidden + layer.mlp_conv(layer.post_attention_layernorm(hidden), layer.mlp)
+    return result
+
+
+def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = values.chunk(2, dim=-1)
+    return values * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _value(stated: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A value of the configuration, wherever it is stated."""
+    inner = stated.get("dflash_config") or {}
+    return inner.get(key, stated.get(key, default))
+
+
+def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, ...]:
+    """Hidden states that a head reads. Layer i of z-lab and DeepSpec is the output of that layer, so feature i + 1."""
+    ids = _value(stated, "aux_hidden_state_layer_ids")
+    if ids is not None:
+        return tuple(ids)
+    ids = _value(stated, "target_layer_ids")
+    if ids is None:  # in the first checkpoints: spread evenly
+        model: Any = target.model
+        last, num = len(model.get_decoder().layers) - 3, config.num_hidden_layers
+        ids = [round(1 + i * (last - 1) / (num - 1)) for i in range(num)] if num > 1 else [(last + 3) // 2]
+    return tuple(i + 1 for i in ids)
+
+
+def _reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
+    """Reach of the slots, by layer."""
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+    if "speculators_model_type" in stated:
+        is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
+        return [Reach(is_causal and window is not None, before_anchor=window) for window in windows]
+    is_causal = _value(stated, "is_causal")
+    return [
+        Reach(kind == "sliding_attention" if is_causal is None else bool(is_causal), window)
+        for kind, window in zip(config.layer_types, windows, strict=True)
+    ]
+
+
+def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) -> BlockHead:
+    """Load a block head for a target.
+
+    Args:
+        location: a folder or hub id.
+        stated: its config.json.
+        name: for messages.
+
+    Raises:
+        UnsupportedModel: it is of a kind that is not known here.
+        ModelCorrupt: its weights do not fit its configuration or the target.
+        ModelNotFound
+    """
+    from transformers import Qwen3Config
+
+    kind = stated.get("speculators_model_type", _KINDS[0])
+    if kind not in _KINDS:
+        raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
+    tensors = {
+        key.replace("_codebook.weight", "_codebook"): value
+        for key, value in read_tensors(location).items()
+        if not key.startswith(_UNUSED)
+    }
+    offsets = tensors.pop("d2t", None)
+    if offsets is not None and part_of(tensors, "candidate_selector."):
+        raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
+    for setting, beginning in _PROMISES.items():
+        if _value(stated, setting) and not part_of(tensors, beginning):
+            raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
+    own = dict(stated.get("transformer_layer_config") or stated)
+    own.pop("model_type", None)  # the layers are Qwen3's, whatever it says
+    config = Qwen3Config.from_dict(own)
+    if is_embedding_of(target, tensors.get("embed_tokens.weight")):
+        del tensors["embed_tokens.weight"]
+    try:
+        head = BlockHead(config, stated, tensors, target)
+    except KeyError as error:
+        raise ModelCorrupt(f"{name} lacks weights of the head, {error.args[0]} among them") from None
+    check_features(head, head.fc.in_features, name, target)
+    shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
+    fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
+    check_embedding(head, "embed_tokens" in shared, name, target)
+    outputs = [head.lm_head, *([head.markov_head.markov_w2] if head.markov_head is not None else [])]
+    reduce_vocabulary(head, offsets, outputs, name, target)
+    if head.token_ids is not None:
+        head.num_tokens = len(head.token_ids)
+    if head.correction is not None and head.correction.num_known < target.vocab_size:
+        raise ModelCorrupt(f"{name} knows {head.correction.num_known} tokens; {target.name} has {target.vocab_size}")
+    if head.mask_id is None or not 0 <= head.mask_id < len(head.embed_tokens.weight):
+        raise ModelCorrupt(f"{name} states no mask token that it has an embedding for: {head.mask_id}")
+    return head

@@ -1,0 +1,187 @@
+"""Checkpoints of tiny block heads with random weights, in the layouts in which they are published."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import toys
+from outrider.drafters.block import BlockDrafter
+from outrider.models.heads.loading import load_head
+from outrider.models.registry import resolve
+from outrider.runtime.lm import LM
+
+LAYERS = (1, 2, 3)  # of the target, whose inputs the head reads
+
+
+def write_block(
+    folder: Path,
+    target: PreTrainedModel,
+    *,
+    layout: str = "zlab",
+    token_ids: list[int] | None = None,
+    seed: int = 0,
+    scale: float = 0.3,
+    num_layers: int = 2,
+    block_size: int = 5,
+    has_own_tokens: bool = False,
+    is_second: bool = False,
+    markov: str | None = None,
+    has_confidence: bool = False,
+    layers: dict[str, Any] | None = None,
+    **flags: Any,
+) -> None:
+    """Write a block head: DFlash, DFlash 2 or DSpark.
+
+    Args:
+        layout: "zlab", "speculators" or "deepspec".
+        token_ids: the target's ids of its tokens; None for all of them.
+        has_own_tokens: write an embedding and an LM head, too: those of the target.
+        is_second: with the convolutions and the candidate selector of DFlash 2.
+        markov: kind of its Markov head, if it has one: "vanilla", "gated" or "rnn".
+        layers: settings of its layers.
+        flags: other settings.
+    """
+    config = target.config
+    size, inner, num = config.hidden_size, config.intermediate_size, config.vocab_size
+    head_dim = size // config.num_attention_heads
+    width, narrow = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, len(LAYERS) * size),
+        "hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+    }
+    for i in range(num_layers):
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (size,),
+            f"layers.{i}.post_attention_layernorm.weight": (size,),
+            f"layers.{i}.self_attn.q_proj.weight": (width, size),
+            f"layers.{i}.self_attn.k_proj.weight": (narrow, size),
+            f"layers.{i}.self_attn.v_proj.weight": (narrow, size),
+            f"layers.{i}.self_attn.o_proj.weight": (size, width),
+            f"layers.{i}.self_attn.q_norm.weight": (head_dim,),
+            f"layers.{i}.self_attn.k_norm.weight": (head_dim,),
+            f"layers.{i}.mlp.gate_proj.weight": (inner, size),
+            f"layers.{i}.mlp.up_proj.weight": (inner, size),
+            f"layers.{i}.mlp.down_proj.weight": (size, inner),
+        }
+    if token_ids is not None:
+        shapes["lm_head.weight"] = (len(token_ids), size)
+    second = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+    second |= {key: flags.pop(key) for key in second if key in flags}
+    if is_second:
+        for part in [f"layers.{i}.{one}" for i in range(num_layers) for one in ("attention_conv", "mlp_conv")]:
+            shapes |= {f"{part}.base_kernel": (2, 2, size), f"{part}.kernel_projection.weight": (4 * size // 8, size)}
+        shapes |= {f"candidate_selector.{one}_codebook": (num, 6) for one in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (6, size)
+    rank = 6 if markov else 0
+    if markov:
+        shapes["markov_head.markov_w1.weight"] = (num, rank)
+        shapes["markov_head.markov_w2.weight"] = (num if token_ids is None else len(token_ids), rank)
+    if markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, size + rank), "markov_head.gate_proj.bias": (rank,)}
+    if markov == "rnn":
+        shapes |= {
+            "markov_head.joint_proj.weight": (3 * rank, size + 2 * rank),
+            "markov_head.joint_proj.bias": (3 * rank,),
+        }
+    if has_confidence:
+        shapes |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+    spark = {"markov_rank": rank, "enable_confidence_head": has_confidence}
+    if markov:
+        spark |= {"markov_head_type": markov, "confidence_head_with_markov": True}
+    tensors = frozen_tensors(shapes, seed, scale)
+    if token_ids is not None:
+        tensors["d2t"] = torch.tensor(token_ids) - torch.arange(len(token_ids))
+        tensors["t2d"] = torch.zeros(num, dtype=torch.bool).index_fill(0, torch.tensor(token_ids), True)
+    if has_own_tokens:
+        tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.clone()
+        tensors["lm_head.weight"] = target.get_output_embeddings().weight.clone()
+    own = {
+        "model_type": "qwen3",
+        "vocab_size": num,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        **(layers or {}),
+    }
+    mask_id = num - 1
+    stated: dict[str, Any]
+    if layout == "speculators":
+        stated = {
+            "architectures": [f"{'DSpark' if markov else 'DFlash2' if is_second else 'DFlash'}DraftModel"],
+            "speculators_model_type": "dspark" if markov else "dflash2" if is_second else "dflash",
+            "transformer_layer_config": own,
+            "draft_vocab_size": num if token_ids is None else len(token_ids),
+            "block_size": block_size,
+            "mask_token_id": mask_id,
+            "aux_hidden_state_layer_ids": list(LAYERS),
+            **(spark if markov else second if is_second else {}),
+            **flags,
+        }
+    elif layout == "deepspec":
+        stated = {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": block_size,
+            "mask_token_id": mask_id,
+            "target_layer_ids": [i - 1 for i in LAYERS],
+            "num_anchors": 1,
+            **spark,
+            "layer_types": ["full_attention"] * num_layers,
+            **own,
+            **flags,
+        }
+    else:
+        stated = {
+            "architectures": [f"{'DFlash2' if is_second else 'DFlash'}DraftModel"],
+            "block_size": block_size,
+            "num_target_layers": config.num_hidden_layers,
+            "dflash_config": {
+                "mask_token_id": mask_id,
+                "target_layer_ids": [i - 1 for i in LAYERS],
+                **(second if is_second else {}),
+            },
+            **own,
+            **flags,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(stated))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def block_drafter(target: LM, **options: Any) -> BlockDrafter:
+    """A drafter with such a head."""
+    model: Any = target.model
+    with tempfile.TemporaryDirectory() as folder:
+        write_block(Path(folder), model, **options)
+        head = load_head(resolve(folder, None), target)
+    head.name = "head"  # rather than the folder's
+    return BlockDrafter(head.with_execution(toys.execution()))
+
+
+def frozen_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
+    """Tensors as of ``random_tensors``, from a generator that NumPy promises never to change."""
+    generator = np.random.RandomState(seed)
+    return {
+        name: torch.from_numpy(scale * generator.standard_normal(shape)) + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Add tensors to a checkpoint of one file."""
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})

@@ -1,0 +1,78 @@
+"""Block heads whose logits were computed once by the packages that define their layouts (``make_blocks.py``)."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from block_heads import frozen_tensors, write_block
+from toys import random_model
+
+FILE = Path(__file__).with_name("blocks.safetensors")
+TEXT = (7, 3, 19, 3, 11, 0, 22, 8, 8, 14, 5, 1, 17, 20, 9, 2, 13, 6, 21, 10, 4, 18, 12, 16, 15, 7)
+ANCHORS = (1, 4, 9, 15)  # positions of the last token
+BLOCK_SIZE = 5
+NUM_TOKENS = 24
+KNOWN = [0, 1, 3, 5, 7, 8, 11, 14, 17, 19, 20, 22]
+
+_SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 4,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "speculators": {"layout": "speculators"},
+    "speculators, few tokens": {"layout": "speculators", "token_ids": KNOWN},
+    "speculators, sliding": {"layout": "speculators", "layers": _SLIDING},
+    "speculators, sliding both ways": {
+        "layout": "speculators",
+        "layers": _SLIDING,
+        "sliding_window_non_causal": True,
+    },
+    "speculators, from the anchor": {"layout": "speculators", "sample_from_anchor": True},
+    "zlab": {"layout": "zlab"},
+    "zlab, sliding": {"layout": "zlab", "layers": _SLIDING},
+    "zlab, sliding both ways": {"layout": "zlab", "layers": _SLIDING, "is_causal": False},
+    "zlab, causal": {"layout": "zlab", "is_causal": True},
+    "zlab, scaled": {
+        "layout": "zlab",
+        "input_embedding_scale": 2.5,
+        "output_multiplier": 0.6,
+        "final_logit_softcapping": 4.0,
+    },
+    "deepspec": {"layout": "deepspec", "has_own_tokens": True},
+    "speculators, vanilla": {"layout": "speculators", "markov": "vanilla", "has_confidence": True},
+    "speculators, gated": {"layout": "speculators", "markov": "gated", "has_confidence": True, "token_ids": KNOWN},
+    "speculators, rnn": {"layout": "speculators", "markov": "rnn"},
+    "speculators, rnn after the anchor": {"layout": "speculators", "markov": "rnn", "sample_from_anchor": False},
+    "deepspec, vanilla": {"layout": "deepspec", "has_own_tokens": True, "markov": "vanilla", "has_confidence": True},
+    "speculators, second": {"layout": "speculators", "is_second": True, "layers": _SLIDING},
+    "zlab, second": {"layout": "zlab", "is_second": True},
+    "zlab, second, scaled": {"layout": "zlab", "is_second": True, "output_multiplier": 0.6, "is_causal": True},
+    "deepspec, rnn": {"layout": "deepspec", "has_own_tokens": True, "markov": "rnn"},
+}
+
+
+def target() -> PreTrainedModel:
+    """The target, in float64."""
+    config = LlamaConfig(
+        vocab_size=NUM_TOKENS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = random_model(LlamaForCausalLM, config, 0)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    model.load_state_dict(frozen_tensors(shapes, 1, 0.3))
+    return model
+
+
+def write(folder: Path, name: str, model: PreTrainedModel) -> None:
+    """Write the checkpoint of a case."""
+    write_block(folder, model, seed=2, block_size=BLOCK_SIZE, **CASES[name])
