@@ -23,7 +23,8 @@ from outrider.runtime.lm import LM
 
 _RENAMED = {"midlayer.": "layers.0."}  # in the layouts of SafeAILab, SpecForge and AngelSlim
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
-_EXTRA_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Key of the features in a config.json."""
 
 
 class Eagle3Head(ChainHead):
@@ -42,7 +43,7 @@ class Eagle3Head(ChainHead):
         decoder = decoder_of(config, target.name)
         size, num_target_layers = config.hidden_size, len(model.get_decoder().layers)
         inner = stated.get("eagle_config") or {}
-        ids = stated.get(_EXTRA_IDS) or inner.get(_EXTRA_IDS)
+        ids = stated.get(LAYER_IDS) or inner.get(LAYER_IDS)
         self.features = tuple(ids or (2, num_target_layers // 2, num_target_layers - 3))
         self.state_size = size
         # Files that were written for vLLM leave this key out and mean True; all others mean False.
@@ -101,7 +102,7 @@ class Eagle3Head(ChainHead):
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(states, positions),
         }
-        embedded = self.embed_tokens(input_ids).to(states.device)
+        embedded = self.embed_tokens(input_ids).to(states)
         normed = first.hidden_norm(states)
         entries = torch.cat((first.input_layernorm(embedded), normed), dim=-1)  # [B, T, 2H]
         attended = first.self_attn(hidden_states=entries, **about)[0]
