@@ -1,6 +1,8 @@
 """Training: the draft comes nearer, a killed run goes on as if nothing had been, and the best is what is kept."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
+from outrider.stats.intervals import Interval
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
@@ -143,6 +146,16 @@ def test_half_a_checkpoint_is_removed_and_whole_ones_are_kept(tmp_path: Path) ->
     (half / "model.safetensors").write_bytes(b"half")
     run(tmp_path, budget=Budget(num_steps=6))
     assert sorted(path.name for path in (tmp_path / "training").iterdir()) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_a_check_is_read_as_it_is_stored() -> None:
+    """Also one of an earlier version, which had one alpha."""
+    first, second = Interval(0.6, 0.5, 0.7), Interval(0.4, 0.3, 0.5)
+    check = Check(3, 1.5, 0.2, (first, second), 4, 90.0)
+    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
+    assert (check.alpha, check.mean_alpha) == (first, pytest.approx(0.5))
+    old = {key: value for key, value in check.to_json().items() if key != "alphas"}
+    assert Check.from_json(old) == replace(check, alphas=(first,))
 
 
 def test_it_ends_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def unrolled(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[P
     """
     model: Any = target.model
     with torch.no_grad(), recorded_states(model, head.features) as found:
-        target_logits = model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size]
-    features = torch.cat([found[i] for i in head.features], dim=-1)[:, :-1]
+        target_logits = model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
+    features = torch.cat([found[i].to(ids.device) for i in head.features], dim=-1)[:, :-1]
     states = head.fuse(features.to(next(head.parameters()).dtype))
     cache, seen = DynamicCache(), torch.empty(0)
     for d in range(depth):

@@ -43,8 +43,7 @@ class Eagle3Head(ChainHead):
         decoder = decoder_of(config, target.name)
         size, num_target_layers = config.hidden_size, len(model.get_decoder().layers)
         inner = stated.get("eagle_config") or {}
-        ids = stated.get(LAYER_IDS) or inner.get(LAYER_IDS)
-        self.features = tuple(ids or (2, num_target_layers // 2, num_target_layers - 3))
+        self.features = stated_features(stated, num_target_layers)
         self.state_size = size
         # Files that were written for vLLM leave this key out and mean True; all others mean False.
         is_default = "speculators_model_type" in stated
@@ -112,6 +111,12 @@ class Eagle3Head(ChainHead):
             hidden = layer(hidden, **about)
         output = self.norm(hidden)
         return self.lm_head(output), output if self.norm_output else hidden
+
+
+def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Hidden states of the target that a config.json states, or those of the inventors for a target's layers."""
+    inner = stated.get("eagle_config") or {}
+    return tuple(stated.get(LAYER_IDS) or inner.get(LAYER_IDS) or (2, num_layers // 2, num_layers - 3))
 
 
 def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head
+from outrider.errors import UnsupportedModel
+from outrider.models.heads.checkpoint import read_config, read_tensors
+from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head, stated_features
 from outrider.runtime.lm import LM
 
 
@@ -61,6 +63,41 @@ def save_speculators(head: Eagle3Head, target: LM, folder: Path, *, num_draft_to
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str) -> None:
+    """Write a head in SpecForge's layout, which SGLang reads.
+
+    Args:
+        location: a head in another layout; a folder or hub id.
+        num_layers: of the target.
+        name: for messages.
+
+    Raises:
+        UnsupportedModel: SGLang does not know a part of it.
+        ModelNotFound, ModelCorrupt
+    """
+    stated, tensors = read_config(location), read_tensors(location)
+    inner = dict(stated.get("transformer_layer_config") or stated)
+    strange = [key for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if stated.get(key)]
+    if "speculators_model_type" in stated and "norm_before_residual" not in stated:
+        strange.append("norm_before_residual")  # see ``Eagle3Head``
+    if strange:
+        raise UnsupportedModel(f"{name} has {', '.join(strange)}, which SGLang's EAGLE-3 heads have not")
+    inner |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "tie_word_embeddings": False,
+        # Counted by the outputs of layers.
+        "eagle_config": {
+            LAYER_IDS: [i - 1 for i in stated_features(stated, num_layers)],
+            "use_aux_hidden_state": True,
+        },
+    }
+    renamed = {key.replace("layers.0.", "midlayer."): value.contiguous() for key, value in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(inner, indent=2) + "\n", encoding="utf-8")
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def token_tables(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
