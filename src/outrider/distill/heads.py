@@ -70,8 +70,8 @@ def unrolled(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[P
 def new_head(target: LM, token_ids: Tensor | None, seed: int) -> Eagle3Head:
     """Create an EAGLE-3 head of one layer for a target, in float32.
 
-    It begins with the target's state before the last layer, and the target's LM head; its layer is random. Its
-    embedding is the target's: seen, and not a part of it, so that it is neither trained nor stored.
+    It begins with the deepest of the target's states and the target's LM head; its layer is random. Its embedding is
+    the target's: seen, and not a part of it, so that it is neither trained nor stored.
 
     Args:
         token_ids: the target's ids of its tokens, ascending; None for all. D numbers
