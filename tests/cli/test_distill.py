@@ -46,16 +46,41 @@ def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path
     assert more.code == 0 and AutoConfig.from_pretrained(tmp_path / "more").hidden_size == 64
 
 
+def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "head"
+    kind = "--kind", "eagle3", "--draft-vocab", 300, "--depth", 2
+    ended = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 8, *QUICK, *kind)
+    assert (ended.code, ended.err) == (0, "")
+    document = only_document((out / "distill.json").read_text(), "distill")
+    first, best = document["checks"][0], document["best"]
+    assert len(best["alphas"]) == 2 and best["alphas"][0] == best["alpha"]
+    assert sum(alpha["value"] for alpha in best["alphas"]) > sum(alpha["value"] for alpha in first["alphas"])
+    used = outrider("generate", "The king", "-n", 8, "--draft", out, "-k", 2, "--json", tmp_path / "json")
+    assert used.code == 0
+    assert json.loads((tmp_path / "json").read_text())["completions"][0]["stats"]["num_draft_tokens"] > 0
+    again = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 8, *QUICK, *kind)
+    assert again.code == 0 and "Best: step" in again.out
+
+
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     to = "distill", "fable", "--output", tmp_path / "draft"
     assert "either --steps or --minutes" in outrider(*to, "--steps", 5, "--minutes", 1).error
-    assert "choose one of kl, reverse-kl, jsd, tv" in outrider(*to, "--loss", "mse").error
+    assert "choose one of kl, reverse-kl, jsd, tv, lk" in outrider(*to, "--loss", "mse").error
     assert "nothing else to train on" in outrider(*to, "--written-fraction", 0).error
     assert "a number from 0 to 1" in outrider(*to, "--written-fraction", 2).error
     assert "accepts 1024" in outrider(*to, "--length", 2000).error
     assert "num_layers = 0" in outrider(*to, "--layers", 0).error
     assert "0 <= seed < 2**32" in outrider(*to, "--seed", 2**32).error
     assert "leave out the sizes" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
+    assert "choose one of model, eagle3" in outrider(*to, "--kind", "medusa").error
+    assert "add --kind eagle3" in outrider(*to, "--draft-vocab", 9).error
+    assert "add --kind eagle3" in outrider(*to, "--depth", 2).error
+    head = *to, "--kind", "eagle3"
+    assert "leave out --init and the sizes" in outrider(*head, "--layers", 2).error
+    assert "leave out --init and the sizes" in outrider(*head, "--init", "scratch").error
+    assert "a whole number >= 1" in outrider(*head, "--draft-vocab", 0).error
+    assert "fable has 4096 tokens" in outrider(*head, "--draft-vocab", 5000).error
+    assert "less than --length - 1" in outrider(*head, "--length", 6, "--depth", 5).error
     assert "cannot read" in outrider(*to, "--data", tmp_path / "missing").error
     assert "tokens, for training" in outrider(*to, "--data", text, "--length", 900).error
     assert "no model" in outrider("distill", "fabel", "--output", tmp_path / "x").error

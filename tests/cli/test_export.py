@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from commands import Outrider, only_document
+from heads import write_eagle3
 from outrider.api import load
 from outrider.export.engines import ENGINES
 from outrider.replay.log_writer import LogWriter
@@ -143,6 +146,52 @@ def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> No
     ]
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "target.gguf was not created, since its pre-tokenizer has no known name" in readme
+
+
+@pytest.fixture
+def target_and_head(tmp_path: Path) -> tuple[Path, Path]:
+    """A head with a reduced vocabulary, in the speculators layout."""
+    model = random_llama(num_layers=4)
+    write_eagle3(tmp_path / "head", model, token_ids=[3, 5, 8, 13])
+    return save(tmp_path / "T", model), tmp_path / "head"
+
+
+def test_a_head(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path, Path]) -> None:
+    pair = "--target", target_and_head[0], "--draft", target_and_head[1]
+    for to, law in (("vllm", "ratio"), ("sglang", "ratio"), ("llama.cpp", "ratio")):
+        ended = outrider("export", "--to", to, *pair, "--output", tmp_path / to, "--json", tmp_path / "json")
+        assert (ended.code, ended.err) == (0, "")
+        document = only_document((tmp_path / "json").read_text(), "export")
+        assert document["law"] == law
+        assert {path.name for path in (tmp_path / to).iterdir()} == set(document["files"])
+    assert (tmp_path / "vllm" / "draft").resolve() == target_and_head[1].resolve()
+    convert = (tmp_path / "llama.cpp" / "convert.sh").read_text()
+    assert f"{target_and_head[1].resolve()} --outfile draft.gguf --target-model-dir {target_and_head[0]}" in convert
+    ended = outrider("export", "--to", "mlx", *pair, "--output", tmp_path / "mlx")
+    assert "takes draft models only" in ended.error
+    ended = outrider("export", "--to", "vllm", *pair, "--measure", "--output", tmp_path / "measured")
+    assert "leave out --log and --measure" in ended.error
+
+
+def test_a_head_for_sglang(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path, Path]) -> None:
+    """Renamed, with layers counted by their outputs, and nothing else changed."""
+    target, head = target_and_head
+    assert (
+        outrider("export", "--to", "sglang", "--target", target, "--draft", head, "--output", tmp_path / "out").code
+        == 0
+    )
+    before, after = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "out" / "draft"))
+    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in before.items()}
+    assert after.keys() == renamed.keys() and all(torch.equal(after[name], renamed[name]) for name in after)
+    stated = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
+    assert stated["architectures"] == ["LlamaForCausalLMEagle3"] and stated["draft_vocab_size"] == 4
+    assert stated["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]  # the inputs of 1, 2 and 3
+    assert stated["hidden_size"] == 32 and "transformer_layer_config" not in stated
+
+    changed = json.loads((head / "config.json").read_text()) | {"norm_before_residual": True}
+    (head / "config.json").write_text(json.dumps(changed))
+    ended = outrider("export", "--to", "sglang", "--target", target, "--draft", head, "--output", tmp_path / "other")
+    assert "has norm_before_residual" in ended.error
 
 
 def test_bad_pairs(outrider: Outrider, tmp_path: Path) -> None:

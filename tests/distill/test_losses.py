@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from outrider.distill.losses import LOSSES, jsd, kl, reverse_kl, tv
+from outrider.distill.losses import LOSSES, jsd, kl, lk, reverse_kl, tv
 from outrider.scoring.alpha import overlap
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -30,6 +30,22 @@ def test_shape_shift_and_zero(name: str) -> None:
     assert value.shape == (4, 5) and bool((value > 1e-3).all())
     torch.testing.assert_close(LOSSES[name](p + 3, q - 2), value)
     torch.testing.assert_close(LOSSES[name](p, p + 1), torch.zeros(4, 5, dtype=torch.float64))
+
+
+def test_lk_goes_from_kl_to_tv() -> None:
+    """Weight and gradient: the weight exp(-3 alpha) is not itself a way to a lower loss."""
+    weight = math.exp(-3 * 0.7)  # alpha of P and Q
+    logits = Q.log().clone().requires_grad_()
+    lk(P.log(), logits).backward()
+    parts = []
+    for loss in (kl, tv):
+        one = Q.log().clone().requires_grad_()
+        value = loss(P.log(), one)
+        value.backward()
+        assert one.grad is not None
+        parts.append((float(value.detach()), one.grad))
+    assert float(lk(P.log(), Q.log())) == pytest.approx(weight * parts[0][0] + (1 - weight) * parts[1][0], abs=1e-12)
+    torch.testing.assert_close(logits.grad, weight * parts[0][1] + (1 - weight) * parts[1][1])
 
 
 def test_tv_is_what_alpha_lacks() -> None:

@@ -1,25 +1,32 @@
 """Training: the draft comes nearer, a killed run goes on as if nothing had been, and the best is what is kept."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.distill import train, watch
 from outrider.distill.data import Mixture
+from outrider.distill.heads import HeadStudent, new_head
+from outrider.distill.kinds import ModelStudent, Student
 from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.student import Shape, new_draft
 from outrider.distill.train import check_same_run, distil
 from outrider.distill.watch import Check
+from outrider.drafters.model import ModelDrafter
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
+from outrider.stats.intervals import Interval
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
@@ -31,15 +38,19 @@ def run(
     output: Path,
     *,
     budget: Budget,
+    kind: str = "model",
     save_dtype: torch.dtype = torch.float32,
     on_step: Callable[[float], None] | None = None,
     **more: Any,
 ) -> list[Check]:
-    draft = new_draft(TARGET.config, Shape(1, 16), seed=0)
+    lm = build_lm(Checkpoint("target", TARGET, None), 97)
+    student: Student
+    if kind == "model":
+        student = ModelStudent(lm, new_draft(TARGET.config, Shape(1, 16), seed=0), word_tokenizer())
+    else:
+        student = HeadStudent(lm, new_head(lm, torch.arange(0, 97, 2), seed=0), 3)
     return distil(
-        build_lm(Checkpoint("target", TARGET, None), 97),
-        draft,
-        word_tokenizer(),
+        student,
         output,
         Mixture(None, WRITTEN, 24, 1.0, 0),
         HELD_OUT,
@@ -55,7 +66,7 @@ def alpha_of(folder: Path) -> float:
     return measure_alpha(*lms, HELD_OUT, [Sampling()])[0].alpha.value
 
 
-@pytest.mark.parametrize("loss", ["kl", "reverse-kl", "jsd", "tv"])
+@pytest.mark.parametrize("loss", ["kl", "reverse-kl", "jsd", "tv", "lk"])
 def test_the_draft_comes_nearer(tmp_path: Path, loss: str) -> None:
     checks = run(tmp_path, budget=Budget(num_steps=40), loss=loss)
     assert len(checks) == 21 and [check.step for check in checks[:3]] == [0, 2, 4]
@@ -69,9 +80,10 @@ class Killed(Exception):
     pass
 
 
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_killed_run_goes_on(tmp_path: Path, kind: str) -> None:
     """Bit for bit as if it had not been killed, twice; a checkpoint that was being written is passed over."""
-    whole = run(tmp_path / "whole", budget=Budget(num_steps=20))
+    whole = run(tmp_path / "whole", budget=Budget(num_steps=20), kind=kind)
 
     def killer(at: float) -> Callable[[float], None]:
         def on_step(spent: float) -> None:
@@ -82,13 +94,13 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
     for at in (0.4, 0.75):
         with pytest.raises(Killed):
-            run(tmp_path / "cut", budget=Budget(num_steps=20), on_step=killer(at))
+            run(tmp_path / "cut", budget=Budget(num_steps=20), kind=kind, on_step=killer(at))
     marks = sorted((tmp_path / "cut" / "training").glob("checkpoint-*/outrider.json"))
     assert [mark.parent.name for mark in marks] == ["checkpoint-13", "checkpoint-14"]
     marks[1].write_bytes(b"")  # the disk has lost it
-    resumed = run(tmp_path / "cut", budget=Budget(num_steps=20))
-    assert [(c.step, c.loss, c.alpha) for c in resumed] == [(c.step, c.loss, c.alpha) for c in whole]
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut")]
+    resumed = run(tmp_path / "cut", budget=Budget(num_steps=20), kind=kind)
+    assert [(c.step, c.loss, c.alphas) for c in resumed] == [(c.step, c.loss, c.alphas) for c in whole]
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
@@ -112,13 +124,14 @@ def test_a_finished_run_is_finished(tmp_path: Path, ending: str, monkeypatch: py
 def test_the_draft_that_is_judged_is_the_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, in float32: its weights are rounded to those of the file, and nothing else is."""
     judged: list[LM] = []
-    kept_model = watch.Watch._kept_model
+    as_stored = ModelStudent.as_stored
 
-    def spy(self: Any) -> LM:
-        judged.append(kept_model(self))
-        return judged[-1]
+    def spy(self: ModelStudent, name: str, dtype: torch.dtype) -> ModelDrafter:
+        drafter = as_stored(self, name, dtype)
+        judged.append(drafter.lm)
+        return drafter
 
-    monkeypatch.setattr(watch.Watch, "_kept_model", spy)
+    monkeypatch.setattr(ModelStudent, "as_stored", spy)
     run(tmp_path, budget=Budget(num_steps=1), save_dtype=torch.bfloat16)
     ids = torch.arange(40)[None]
     from_file = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -133,6 +146,16 @@ def test_half_a_checkpoint_is_removed_and_whole_ones_are_kept(tmp_path: Path) ->
     (half / "model.safetensors").write_bytes(b"half")
     run(tmp_path, budget=Budget(num_steps=6))
     assert sorted(path.name for path in (tmp_path / "training").iterdir()) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_a_check_is_read_as_it_is_stored() -> None:
+    """Also one of an earlier version, which had one alpha."""
+    first, second = Interval(0.6, 0.5, 0.7), Interval(0.4, 0.3, 0.5)
+    check = Check(3, 1.5, 0.2, (first, second), 4, 90.0)
+    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
+    assert (check.alpha, check.mean_alpha) == (first, pytest.approx(0.5))
+    old = {key: value for key, value in check.to_json().items() if key != "alphas"}
+    assert Check.from_json(old) == replace(check, alphas=(first,))
 
 
 def test_it_ends_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

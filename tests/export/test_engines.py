@@ -45,6 +45,8 @@ def _written(name: str) -> list[tuple[str, Handover, dict[str, str]]]:
     engine = ENGINES[name]
     handovers = [replace(PAIR, setting=setting) for setting in engine.rules]
     handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0), k_by_rows=((1, 5), (4, 2), (8, 0))))
+    if engine.heads is not None:
+        handovers += [replace(PAIR, setting=setting, is_head=True) for setting in engine.heads.rules]
     return [(name, handover, engine.files(handover)) for handover in handovers]
 
 
@@ -107,6 +109,19 @@ def test_sglang_counts_the_last_token() -> None:
     values = _values(_words(ENGINES["sglang"].files(PAIR)["serve.sh"]))
     assert values["--speculative-num-steps"] == "3" and values["--speculative-num-draft-tokens"] == "4"
     assert values["--speculative-algorithm"] == "STANDALONE" and values["--speculative-eagle-topk"] == "1"
+
+
+def test_heads() -> None:
+    """The option of each engine for EAGLE-3; SGLang samples drafts from a head if told so."""
+    head = replace(PAIR, is_head=True)
+    vllm = vllm_config(replace(head, setting="probabilistic"))
+    assert (vllm["method"], vllm["draft_sample_method"]) == ("eagle3", "probabilistic")
+    for setting in ("rejection", "greedy"):
+        words = _words(ENGINES["sglang"].files(replace(head, setting=setting))["serve.sh"])
+        assert _values(words)["--speculative-algorithm"] == "EAGLE3"
+        assert ("--speculative-use-rejection-sampling" in words) == (setting == "rejection")
+    values = _values(_words(ENGINES["llama.cpp"].files(replace(head, setting="greedy"))["serve.sh"]))
+    assert values["--spec-type"] == "draft-eagle3"
 
 
 def test_llama_cpp_samples_like_the_others() -> None:

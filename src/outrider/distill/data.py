@@ -170,6 +170,11 @@ class Mixture(Dataset[dict[str, Tensor]]):
         if self.text is not None and len(self.text) < self.length:
             raise OptionError("length", self.length, f"the text has only {len(self.text)} tokens to train on")
 
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often the tokens occur in the data. [V]"""
+        parts = [part.flatten() for part in (self.text, self.written) if part is not None]
+        return torch.cat(parts).bincount(minlength=vocab_size)
+
     def __len__(self) -> int:
         return 2**31  # more than any budget; the trainer needs a number
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+_LK_DECAY = 3.0
+
 
 def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Forward KL, sum_v p log(p / q): the draft must cover all that the target may generate.
@@ -52,5 +54,17 @@ def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return (target_logits.softmax(-1) - draft_logits.softmax(-1)).abs().sum(-1) / 2
 
 
+def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """LK loss, w KL + (1 - w) TV with w = exp(-3 alpha): KL where little is accepted, TV where much is.
+
+    So tokens are learned from KL, and the end of training serves acceptance. Samarin et al. 2602.23881, the hybrid
+    form. They take w from the mean alpha of a batch; here it is that of the position, so that the loss is a function of
+    one position.
+    """
+    missed = tv(target_logits, draft_logits)
+    weight = torch.exp(-_LK_DECAY * (1 - missed.detach()))
+    return weight * kl(target_logits, draft_logits) + (1 - weight) * missed
+
+
 Loss = Callable[[Tensor, Tensor], Tensor]
-LOSSES: dict[str, Loss] = {"kl": kl, "reverse-kl": reverse_kl, "jsd": jsd, "tv": tv}
+LOSSES: dict[str, Loss] = {"kl": kl, "reverse-kl": reverse_kl, "jsd": jsd, "tv": tv, "lk": lk}

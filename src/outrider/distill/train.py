@@ -18,23 +18,22 @@ from torch.utils.checkpoint import checkpoint as checkpoint_part
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from outrider.distill.data import Mixture
+from outrider.distill.kinds import Pair, Student
 from outrider.distill.losses import LOSSES, Loss
 from outrider.distill.recipe import Budget, Recipe
-from outrider.distill.watch import MARK, Check, OnCheck, OnStep, Watch, check_of, last_checkpoint
+from outrider.distill.watch import MARK, Check, OnCheck, OnStep, Watch, last_checkpoint
 from outrider.errors import FileError
 from outrider.models.loading import without_bars
-from outrider.runtime.lm import LM
 from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import write_whole
 
 _WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
+_LATER = 0.8  # weight of the loss at a drafted token, over that at the one before it, as in EAGLE-3
 
 
 def distil(
-    target: LM,
-    draft: Any,
-    tokenizer: Any,
+    student: Student,
     output: Path,
     data: Mixture,
     held_out: Sequence[Text],
@@ -45,11 +44,10 @@ def distil(
     on_step: OnStep | None = None,
     on_check: OnCheck | None = None,
 ) -> list[Check]:
-    """Train ``draft`` in place, and store its best weights in ``output``.
+    """Train a draft in place, and store its best weights in ``output``.
 
     Args:
-        draft: a Hugging Face model in float32, with the target's tokens.
-        output: becomes a Hugging Face checkpoint, in ``save_dtype``; the state for resuming is in ``output/training``.
+        output: becomes a checkpoint, in ``save_dtype``; the state for resuming is in ``output/training``.
         held_out: sequences to measure alpha on.
         on_step: called with the fraction of the budget that is spent.
         on_check: called with each check.
@@ -57,17 +55,16 @@ def distil(
     Returns:
         All checks, including those before an interruption. The first precedes training.
     """
+    target, draft = student.target, student.module
     draft.to(target.device)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    watch = Watch(target, draft, tokenizer, output, held_out, recipe, budget, save_dtype)
+    watch = Watch(student, output, held_out, recipe, budget, save_dtype)
     watch.on_step, watch.on_check = on_step, on_check
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: _rate(watch.spent))
     loss_of = LOSSES[recipe.loss]
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        with torch.no_grad():
-            target_logits = target.model(input_ids=labels.to(target.device), use_cache=False).logits
-        value = _mean(loss_of, target_logits[..., : target.vocab_size], outputs.logits[..., : target.vocab_size])
+        value = _over_pairs(loss_of, student.pairs(outputs, labels.to(target.device)))
         watch.losses.append(value.detach())
         return value
 
@@ -77,6 +74,7 @@ def distil(
         per_device_train_batch_size=recipe.batch_size,
         max_steps=budget.num_steps or 2**31 - 1,
         train_sampling_strategy="sequential",
+        label_names=["labels"],
         max_grad_norm=1.0,
         save_strategy="no",  # the callback decides when
         logging_strategy="no",
@@ -105,7 +103,14 @@ def distil(
         with without_bars():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     draft.eval()
-    return [check_of(check) for check in watch.progress.checks]
+    return [Check.from_json(check) for check in watch.progress.checks]
+
+
+def _over_pairs(loss_of: Loss, pairs: Sequence[Pair]) -> Tensor:
+    """Mean loss over all positions and drafted tokens; later tokens count less, since rounds often end before them."""
+    weights = [_LATER**i for i in range(len(pairs))]
+    losses = [weight * _mean(loss_of, *pair) for weight, pair in zip(weights, pairs, strict=True)]
+    return torch.stack(losses).sum() / sum(weights)
 
 
 def _mean(loss_of: Loss, target_logits: Tensor, draft_logits: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Checkpoints are complete or absent.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -21,14 +20,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from outrider.decoding.measured_costs import measure_round_costs
+from outrider.distill.kinds import Student
 from outrider.distill.recipe import Budget, Recipe
-from outrider.drafters.model import ModelDrafter
 from outrider.errors import NumericsError
-from outrider.models.loading import Checkpoint, build_lm
-from outrider.options import Sampling
-from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
-from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
 from outrider.stats.intervals import Interval
 from outrider.stats.speedup import expected_tokens
@@ -47,21 +42,41 @@ class Check:
     Attributes:
         seconds: of training so far.
         loss: mean since the last check; None at the beginning.
-        alpha: of the weights as stored, on the held-out sequences, with an interval over them.
+        alphas: of the weights as stored, on the held-out sequences, with an interval over them: for the first drafted
+            token of a round, the second, ... The last one holds for all later tokens too.
         k: best predicted K; 0 is plain decoding.
-        tokens_per_s: prediction for it: tau(K) for an equal alpha at every place, over the cost of a round, timed at
-            the beginning with the models of the training (eager, the draft in float32).
+        tokens_per_s: prediction for it: tau(K) for these alphas at every place, over the cost of a round, timed at the
+            beginning with the models of the training (eager, a draft model in float32).
     """
 
     step: int
     seconds: float
     loss: float | None
-    alpha: Interval
+    alphas: tuple[Interval, ...]
     k: int
     tokens_per_s: float
 
+    @property
+    def alpha(self) -> Interval:
+        """That of the first drafted token."""
+        return self.alphas[0]
+
+    @property
+    def mean_alpha(self) -> float:
+        """The measure of the best weights."""
+        return sum(alpha.value for alpha in self.alphas) / len(self.alphas)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"alpha": self.alpha.to_json()}
+        alphas = [alpha.to_json() for alpha in self.alphas]
+        return asdict(self) | {"alpha": alphas[0], "alphas": alphas}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Check:
+        stored = dict(entry)
+        alpha = stored.pop("alpha")
+        # Runs of earlier versions have stored no others.
+        alphas = tuple(Interval(**one) for one in stored.pop("alphas", [alpha]))
+        return cls(**stored, alphas=alphas)
 
 
 @dataclass(slots=True)
@@ -70,7 +85,7 @@ class Progress:
 
     seconds: float = 0.0
     num_idle: int = 0
-    best_alpha: float = -1.0
+    best_alpha: float = -1.0  # the mean over the drafted tokens
     loss_sum: float = 0.0  # since the last check
     num_losses: int = 0
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -85,9 +100,7 @@ class Watch(TrainerCallback):
 
     def __init__(
         self,
-        target: LM,
-        draft: Any,
-        tokenizer: Any,
+        student: Student,
         output: Path,
         held_out: Sequence[Text],
         recipe: Recipe,
@@ -99,7 +112,7 @@ class Watch(TrainerCallback):
         self.spent = 0.0
         self.on_step: OnStep | None = None
         self.on_check: OnCheck | None = None
-        self._target, self._draft, self._tokenizer, self._output = target, draft, tokenizer, output
+        self._student, self._output = student, output
         self._held_out, self._recipe, self._budget, self._save_dtype = held_out, recipe, budget, save_dtype
         self._costs: Mapping[int, float] = {}
         self._last = self._last_save = 0.0
@@ -110,9 +123,9 @@ class Watch(TrainerCallback):
         return spent >= 1.0 or self.progress.num_idle >= self._recipe.patience
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        lm = self._kept_model()
+        drafter = self._student.as_stored(self._output.name, self._save_dtype)
         length = len(self._held_out[0].ids)
-        self._costs = _of_first(dict(measure_round_costs(self._target, ModelDrafter(lm), REJECTION, 1, length).seconds))
+        self._costs = _of_first(dict(measure_round_costs(self._student.target, drafter, REJECTION, 1, length).seconds))
         if not self.progress.checks:
             self._check(state)
         self.spent = self._budget.spent(state.global_step, self.progress.seconds)
@@ -155,34 +168,29 @@ class Watch(TrainerCallback):
             self.progress.num_losses += len(self.losses)
             self.losses.clear()
 
-    def _kept_model(self) -> LM:
-        """Draft as stored: rounded to the file's dtype."""
-        model: Any = copy.deepcopy(self._draft)
-        for parameter in model.parameters():  # not buffers, which are not stored
-            parameter.data = parameter.to(self._save_dtype).to(torch.float32)
-        return build_lm(Checkpoint(self._output.name, model, self._tokenizer), self._target.vocab_size)
-
-    def _alpha(self) -> Interval:
+    def _alphas(self) -> tuple[Interval, ...]:
+        drafter = self._student.as_stored(self._output.name, self._save_dtype)
         try:
-            return measure_alpha(self._target, self._kept_model(), self._held_out, [Sampling()])[0].alpha
+            return self._student.alphas(drafter, self._held_out)
         except NumericsError:
             if not self.progress.checks:
                 raise
-            return Interval(0.0, 0.0, 0.0, 0.95)  # training has spoilt the weights: nothing that they draft is verified
+            # Training has spoilt the weights: nothing that they draft is verified.
+            return (Interval(0.0, 0.0, 0.0, 0.95),)
 
     def _check(self, state: Any) -> None:
-        alpha = _of_first(self._alpha())
-        tau = expected_tokens([alpha.value] * max(self._costs))
+        alphas = _of_first(self._alphas())
+        tau = expected_tokens([alphas[min(i, len(alphas) - 1)].value for i in range(max(self._costs))])
         best_k = max(sorted(self._costs), key=lambda k: tau[k] / self._costs[k])
         self._gather_losses()
         progress = self.progress
         loss = progress.loss_sum / progress.num_losses if progress.num_losses else None
         progress.loss_sum, progress.num_losses = 0.0, 0
-        check = Check(state.global_step, progress.seconds, loss, alpha, best_k, tau[best_k] / self._costs[best_k])
+        check = Check(state.global_step, progress.seconds, loss, alphas, best_k, tau[best_k] / self._costs[best_k])
         progress.checks.append(check.to_json())
         progress.num_idle += 1
-        if alpha.value > progress.best_alpha:
-            progress.best_alpha, progress.num_idle = alpha.value, 0
+        if check.mean_alpha > progress.best_alpha:
+            progress.best_alpha, progress.num_idle = check.mean_alpha, 0
             if state.is_world_process_zero:
                 self._keep()
         if self.on_check is not None:
@@ -190,13 +198,9 @@ class Watch(TrainerCallback):
 
     def _keep(self) -> None:
         """Save the draft beside the existing one, then replace it file by file, the weights last."""
-        model: Any = copy.deepcopy(self._draft).to(self._save_dtype)
-        model.config.use_cache = True  # the trainer has switched it off
         part = self._output / "training" / "best.part"
         shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part)
-        if self._tokenizer is not None:
-            self._tokenizer.save_pretrained(part)
+        self._student.save(part, self._save_dtype)
         for path in sorted(part.iterdir(), key=lambda path: path.suffix == ".safetensors"):
             path.replace(self._output / path.name)
         part.rmdir()
@@ -212,10 +216,6 @@ def _of_first(value: Any) -> Any:
     values = [value]
     broadcast_object_list(values)
     return values[0]
-
-
-def check_of(entry: dict[str, Any]) -> Check:
-    return Check(**{**entry, "alpha": Interval(**entry["alpha"])})
 
 
 def _whole_checkpoints(folder: Path) -> list[tuple[int, Path]]:

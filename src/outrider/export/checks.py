@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.models.heads.checkpoint import read_config as read_head_config
+from outrider.models.heads.loading import kind_of_head
 from outrider.models.loading import context_len, load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 from outrider.text.tokenizer import check_same_tokens
@@ -18,6 +22,7 @@ class DescribedModel:
     Attributes:
         config: Hugging Face configuration of the text model.
         architecture: like "LlamaForCausalLM".
+        head: the config.json of an EAGLE-3 head; None for a model.
     """
 
     spec: ModelSpec
@@ -25,12 +30,20 @@ class DescribedModel:
     tokenizer: Any
     architecture: str
     context_len: int
+    head: Mapping[str, Any] | None = None
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding, padding included."""
         size: int = self.config.vocab_size
         return size
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """K that a head proposes."""
+        proposals = ((self.head or {}).get("speculators_config") or {}).get("proposal_methods") or [{}]
+        num: int | None = proposals[0].get("speculative_tokens")
+        return num
 
 
 def describe(spec: ModelSpec) -> DescribedModel:
@@ -47,6 +60,20 @@ def describe(spec: ModelSpec) -> DescribedModel:
     return DescribedModel(spec, text_config, load_tokenizer(spec), architectures[0], context_len(config))
 
 
+def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
+    """Read the configuration of a head. Its tokens are the target's.
+
+    Raises:
+        ModelError: it cannot be found.
+        UnsupportedModel: it is not an EAGLE-3 head.
+    """
+    stated = read_head_config(spec.location)
+    if kind_of_head(spec.location) != "eagle3":
+        raise UnsupportedModel(f"{spec.name} is not an EAGLE-3 head: other heads are not exported")
+    config = SimpleNamespace(**(stated.get("transformer_layer_config") or stated))
+    return DescribedModel(spec, config, target.tokenizer, "EAGLE-3", target.context_len, stated)
+
+
 def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int | None) -> int:
     """Check that an engine can serve the pair.
 
@@ -61,6 +88,11 @@ def check_pair(target: DescribedModel, draft: DescribedModel, context: int | Non
         TokenizerMismatch, OptionError: it cannot.
     """
     names = target.spec.name, draft.spec.name
+    if draft.head is not None and draft.config.vocab_size != target.vocab_size:
+        raise UnsupportedModel(
+            f"{names[1]} is for another target: it has {draft.config.vocab_size} tokens, and {names[0]} "
+            f"{target.vocab_size}"
+        )
     check_same_tokens(target.tokenizer, draft.tokenizer, *names)
     if vocab_gap is not None and abs(target.vocab_size - draft.vocab_size) > vocab_gap:
         raise TokenizerMismatch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.export.engine_rules import EQUALITY, GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, EngineRule
@@ -35,6 +35,7 @@ class Handover:
         setting: the engine's, a key of ``ServingEngine.rules``.
         context: maximum length of a sequence.
         k_by_rows: (rows, K), ascending: the best K from this number of running requests on; empty if not measured.
+        is_head: the draft is an EAGLE-3 head.
     """
 
     target: str
@@ -44,6 +45,22 @@ class Handover:
     setting: str
     context: int
     k_by_rows: Sequence[tuple[int, int]] = ()
+    is_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """EAGLE-3 heads in an engine, where they differ from draft models.
+
+    Attributes:
+        rules: see ``ServingEngine``.
+        notes: for the README.
+        layout: the only one that it reads: "specforge"; None if it reads all.
+    """
+
+    rules: Mapping[str, EngineRule]
+    notes: tuple[str, ...] = ()
+    layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,7 @@ class ServingEngine:
         notes: for the README.
         is_exact_sampled: whether sampling with a draft is lossless.
         needs_gguf: needs GGUF files, target.gguf and draft.gguf.
+        heads: None if it takes draft models only.
     """
 
     name: str
@@ -77,6 +95,12 @@ class ServingEngine:
     notes: tuple[str, ...] = ()
     is_exact_sampled: bool = True
     needs_gguf: bool = False
+    heads: Heads | None = None
+
+    def with_heads(self) -> ServingEngine:
+        """The engine with a head as draft."""
+        assert self.heads is not None
+        return replace(self, rules=self.heads.rules, notes=self.heads.notes)
 
 
 def _script(*commands: Sequence[str]) -> str:
@@ -125,7 +149,7 @@ def _request(handover: Handover) -> dict[str, Any]:
 def vllm_config(handover: Handover) -> dict[str, Any]:
     """``--speculative-config``; see ``SpeculativeConfig`` in vllm/config/speculative.py."""
     config: dict[str, Any] = {
-        "method": "draft_model",
+        "method": "eagle3" if handover.is_head else "draft_model",
         "model": handover.draft,
         "num_speculative_tokens": handover.k,
         "draft_sample_method": handover.setting,
@@ -152,9 +176,12 @@ def _vllm(handover: Handover) -> dict[str, str]:
 def _sglang(handover: Handover) -> dict[str, str]:
     command = ["python", "-m", "sglang.launch_server", "--model-path", handover.target]
     command += ["--context-length", str(handover.context)]
-    command += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", handover.draft]
+    algorithm = "EAGLE3" if handover.is_head else "STANDALONE"
+    command += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", handover.draft]
     command += ["--speculative-num-steps", str(handover.k), "--speculative-eagle-topk", "1"]
     command += ["--speculative-num-draft-tokens", str(handover.k + 1)]  # counts the last token too
+    if handover.setting == "rejection":
+        command.append("--speculative-use-rejection-sampling")
     return {"serve.sh": _script(command), "request.json": _json(_request(handover))}
 
 
@@ -162,7 +189,7 @@ def _llama_cpp(handover: Handover) -> dict[str, str]:
     sampling = handover.sampling
     # Newer builds have another default port.
     command = ["llama-server", "--port", str(_LLAMA_CPP_PORT), "-m", "target.gguf", "-md", "draft.gguf"]
-    command += ["--spec-type", "draft-simple"]
+    command += ["--spec-type", "draft-eagle3" if handover.is_head else "draft-simple"]
     command += ["--spec-draft-n-max", str(handover.k), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0.0"]
     command += ["--spec-draft-sampling", handover.setting, "-c", str(handover.context)]
     # Filters after the temperature, as in Transformers; by default it comes last, with other filters enabled.
@@ -258,6 +285,16 @@ def _mlx(handover: Handover) -> dict[str, str]:
     return {"generate.sh": _script(command)}
 
 
+_VLLM_NOTES = (
+    "`draft_sample_method` is set, since its default is `greedy`, another acceptance rule.",
+    "Requests with `min_p` or `logit_bias` are refused by vLLM while a draft is in use.",
+)
+_LLAMA_CPP_NOTES = (
+    "`--spec-draft-sampling` is set, since its default is `greedy`, another acceptance rule. Builds without the option "
+    "(such as that of llama-cpp-python 0.3.36) are greedy.",
+    "Samplers are explicit: llama.cpp's own defaults are top-k 40, top-p 0.95, min-p 0.05.",
+    "A request may override the server's sampling options.",
+)
 ENGINES = {
     "vllm": ServingEngine(
         name="vLLM",
@@ -269,10 +306,8 @@ ENGINES = {
         files=_vllm,
         start="sh serve.sh",
         port=8000,
-        notes=(
-            "`draft_sample_method` is set, since its default is `greedy`, another acceptance rule.",
-            "Requests with `min_p` or `logit_bias` are refused by vLLM while a draft is in use.",
-        ),
+        notes=_VLLM_NOTES,
+        heads=Heads({"probabilistic": RATIO_BY_TEMPERATURE, "greedy": GREEDY}, _VLLM_NOTES),
     ),
     "sglang": ServingEngine(
         name="SGLang",
@@ -289,6 +324,18 @@ ENGINES = {
             "On the CPU, on XPU and on ROCm a verify is greedy whatever the request's temperature is.",
             "With a draft, `min_p` is not applied, and penalties ignore the tokens of the same round: use neither.",
         ),
+        heads=Heads(
+            rules={"rejection": RATIO_BY_TEMPERATURE, "greedy": GREEDY},
+            notes=(
+                "Drafts are greedy by default, another acceptance rule; `--speculative-use-rejection-sampling` samples "
+                "them.",
+                "On the CPU and on XPU a verify is greedy whatever the request's temperature is.",
+                "With a draft, `min_p` is not applied, and penalties ignore the tokens of the same round: use neither.",
+                "SGLang counts the target's layers from their outputs, so that `eagle_aux_hidden_state_layer_ids` are "
+                "one less than in other layouts.",
+            ),
+            layout="specforge",
+        ),
     ),
     "llama.cpp": ServingEngine(
         name="llama.cpp",
@@ -300,13 +347,16 @@ ENGINES = {
         files=_llama_cpp,
         start="sh serve.sh",
         port=_LLAMA_CPP_PORT,
-        notes=(
-            "`--spec-draft-sampling` is set, since its default is `greedy`, another acceptance rule. Builds "
-            "without the option (such as that of llama-cpp-python 0.3.36) are greedy.",
-            "Samplers are explicit: llama.cpp's own defaults are top-k 40, top-p 0.95, min-p 0.05.",
-            "A request may override the server's sampling options.",
-        ),
+        notes=_LLAMA_CPP_NOTES,
         needs_gguf=True,
+        heads=Heads(
+            rules={"probabilistic": RATIO_OF_TEN, "greedy": GREEDY},
+            notes=(
+                *_LLAMA_CPP_NOTES,
+                "The converter chooses the hidden states by the target's number of layers n: the inputs of layers 2, "
+                "n // 2 and n - 3, whatever the head's configuration states (conversion/llama.py).",
+            ),
+        ),
     ),
     "tensorrt-llm": ServingEngine(
         name="TensorRT-LLM",

@@ -14,6 +14,7 @@ from outrider.export.checks import DescribedModel
 from outrider.export.engine_rules import Outlook
 from outrider.export.engines import Handover, ServingEngine
 from outrider.export.gguf import obstacle, write_gguf
+from outrider.models.heads.saving import convert_to_specforge
 from outrider.models.registry import ModelSpec
 from outrider.system.files import write_text
 
@@ -56,21 +57,30 @@ def write_folder(
     files = engine.files(handover)
     models = {"target": facts.target.spec, "draft": facts.draft.spec}
     notes = list(engine.notes)
+    is_converted = needs_conversion(engine, facts.draft)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        links = [] if engine.needs_gguf else [_link(output / name, spec) for name, spec in models.items() if spec.path]
+        links = []
+        for name, spec in models.items():
+            if is_converted and name == "draft":
+                _free(output / name)
+                convert_to_specforge(spec.location, facts.target.config.num_hidden_layers, output / name, spec.name)
+                links.append(name)
+            elif spec.path is not None and not engine.needs_gguf:
+                links.append(_link(output / name, spec))
     except OSError as error:
         raise FileError(f"cannot write {output}: {error.strerror}") from None
     if engine.needs_gguf:
         commands = []
         for name, spec in models.items():
-            reason = obstacle(spec)
+            is_head = name == "draft" and facts.draft.head is not None
+            reason = "it is a head" if is_head else obstacle(spec)
             if reason is None:
                 write_gguf(spec, output / f"{name}.gguf", dtype)
                 links.append(f"{name}.gguf")
             else:
                 notes.append(f"{name}.gguf was not created, since {reason}: `convert.sh` runs llama.cpp's converter.")
-                commands.append(_conversion(name, spec))
+                commands.append(_conversion(name, spec, facts.target.spec if is_head else None))
         if commands:
             files["convert.sh"] = "#!/bin/sh\nset -eu\n" + "\n".join(commands) + "\n"
     files["README.md"] = readme(engine, handover, facts, notes, sorted([*files, *links]))
@@ -82,22 +92,46 @@ def write_folder(
 
 
 def _link(path: Path, spec: ModelSpec) -> str:
-    """Link to the checkpoint. Replaces an existing link, but nothing else."""
+    """Link to the checkpoint."""
     assert spec.path is not None
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        raise FileError(f"{path} already exists and is not a link: choose another folder, or remove it")
+    _free(path)
     path.symlink_to(spec.path.resolve(), target_is_directory=True)
     return path.name
 
 
-def _conversion(name: str, spec: ModelSpec) -> str:
-    """Shell commands for llama.cpp's own converter, in its repository."""
-    folder = str(spec.path.resolve()) if spec.path is not None else f"{name}-checkpoint"
-    command = shlex.join(["python", "convert_hf_to_gguf.py", folder, "--outfile", f"{name}.gguf"])
+def _free(path: Path) -> None:
+    """Remove an existing link, but nothing else."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        raise FileError(f"{path} already exists and is not a link: choose another folder, or remove it")
+
+
+def needs_conversion(engine: ServingEngine, draft: DescribedModel) -> bool:
+    """Whether a draft is a head in a layout that the engine does not read."""
+    if draft.head is None or engine.heads is None or engine.heads.layout is None:
+        return False
+    return "transformer_layer_config" in draft.head
+
+
+def _conversion(name: str, spec: ModelSpec, target: ModelSpec | None) -> str:
+    """Shell commands for llama.cpp's own converter, in its repository.
+
+    Args:
+        target: of a head.
+    """
+    folder = _checkpoint(name, spec)
+    words = ["python", "convert_hf_to_gguf.py", folder, "--outfile", f"{name}.gguf"]
+    if target is not None:
+        words += ["--target-model-dir", _checkpoint("target", target)]
+    command = shlex.join(words)
     fetch = [] if spec.path is not None else [shlex.join(["hf", "download", str(spec.hub), "--local-dir", folder])]
     return "\n".join([*fetch, command])
+
+
+def _checkpoint(name: str, spec: ModelSpec) -> str:
+    """Folder of a checkpoint, for a converter."""
+    return str(spec.path.resolve()) if spec.path is not None else f"{name}-checkpoint"
 
 
 def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Sequence[str], names: Sequence[str]) -> str:
@@ -115,7 +149,8 @@ def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Seque
         lines.append(f"    curl {url} -H 'Content-Type: application/json' -d @request.json")
     lines += ["", f"Files: {', '.join(names)}."]
     if "target" in names or "draft" in names:
-        lines.append("`target` and `draft` are links to the checkpoints; `cp -rL` copies the folder with them.")
+        what = "`target` is a link" if needs_conversion(engine, facts.draft) else "`target` and `draft` are links"
+        lines.append(f"{what} to the checkpoints; `cp -rL` copies the folder with them.")
     lines += ["", "## Acceptance", "", f"{engine.name} accepts a drafted token with probability {rule.about}."]
     if handover.sampling.temperature == 0:
         lines.append("At temperature 0 all lossless acceptance rules are equal.")
@@ -132,6 +167,8 @@ def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]
         return [
             f"**tau is not known**, so K = {handover.k} was not tuned. Use `--log LOG` with recorded output of the "
             "target (`outrider record --probs 1`), or `--measure` to generate some."
+            if facts.draft.head is None
+            else f"**tau is not known**, so K = {handover.k} was not tuned. `outrider compare` measures the head here."
         ]
     settings = [key for key in engine.rules if key in facts.outlooks]
     outlook = facts.outlooks[handover.setting]
@@ -165,11 +202,16 @@ def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]
 
 def _checks(engine: ServingEngine, facts: Facts) -> list[str]:
     target, draft = facts.target, facts.draft
-    lines = [
-        "Both tokenizers have the same tokens under the same ids.",
-        f"vocab_size {target.vocab_size} and {draft.vocab_size}; context {target.context_len} and {draft.context_len}.",
-    ]
     architectures = sorted({target.architecture, draft.architecture})
+    if draft.head is None:
+        lines = [
+            "Both tokenizers have the same tokens under the same ids.",
+            f"vocab_size {target.vocab_size} and {draft.vocab_size}; context {target.context_len} and "
+            f"{draft.context_len}.",
+        ]
+    else:
+        lines = [f"The head is for a target of {draft.vocab_size} tokens."]
+        architectures.remove(draft.architecture)
     if engine.families is None:
         lines.append(f"Not checked: whether this version serves {' and '.join(architectures)}.")
     elif unknown := [name for name in architectures if name not in engine.families]:

@@ -1,4 +1,4 @@
-"""``outrider distill``: trains a draft for a target."""
+"""``outrider distill``: trains a draft model or a head for a target."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
     from outrider.decoder import Decoder
     from outrider.distill.data import Mixture
+    from outrider.distill.kinds import Student
     from outrider.distill.watch import Check
+    from outrider.runtime.lm import LM
     from outrider.scoring.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
+_DEFAULT_DEPTH = 5
+_KINDS = ("model", "eagle3")
 
 _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
@@ -28,6 +32,9 @@ _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 def distill(
     target: Annotated[str, typer.Argument(help="Model: known name (see 'outrider models'), folder or hub id.")],
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
+    kind: Annotated[
+        str, typer.Option(help="model, or eagle3: a head on the target's hidden states.", rich_help_panel=_SHAPE)
+    ] = "model",
     layers: Annotated[
         int | None, typer.Option(help="Number of layers. Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
     ] = None,
@@ -45,6 +52,12 @@ def distill(
             rich_help_panel=_SHAPE,
         ),
     ] = "target",
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Of a head: it drafts this many tokens, the most frequent. Default: all.", rich_help_panel=_SHAPE
+        ),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Text file for training and for the target's prompts.")] = None,
     written: Annotated[int, typer.Option(help="Training sequences to generate with the target first.")] = 1024,
     written_fraction: Annotated[
@@ -55,7 +68,13 @@ def distill(
     minutes: Annotated[
         float | None, typer.Option(help="Minutes of training. Default: 10.", rich_help_panel=_TRAINING)
     ] = None,
-    loss: Annotated[str, typer.Option(help="Loss: kl, reverse-kl, jsd or tv.", rich_help_panel=_TRAINING)] = "kl",
+    loss: Annotated[str, typer.Option(help="Loss: kl, reverse-kl, jsd, tv or lk.", rich_help_panel=_TRAINING)] = "kl",
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            help="Of a head: tokens that it drafts in a row in training. Default: 5.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_TRAINING)] = 2e-3,
     patience: Annotated[
@@ -77,6 +96,7 @@ def distill(
         raise OptionError("--written-fraction", written_fraction, "a number from 0 to 1")
     if data is None and written_fraction == 0:
         raise OptionError("--written-fraction", written_fraction, "without --data there is nothing else to train on")
+    _check_kind(kind, init, (layers, hidden_size, intermediate_size), draft_vocab, depth, length)
     check_json_target(json_target)
 
     set_threads(threads)
@@ -84,6 +104,7 @@ def distill(
     from accelerate import PartialState
 
     from outrider.api import load
+    from outrider.distill.kinds import ModelStudent
     from outrider.distill.recipe import Budget, Recipe
     from outrider.distill.train import check_same_run, distil
     from outrider.models.loading import stored_dtype
@@ -100,14 +121,21 @@ def distill(
         raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, as the trainer does")
     if length > lm.context_len:
         raise OptionError("--length", length, f"{lm.name} accepts {lm.context_len} tokens")
-    draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
+    if draft_vocab is not None and draft_vocab > lm.vocab_size:
+        raise OptionError("--draft-vocab", draft_vocab, f"{lm.name} has {lm.vocab_size} tokens")
+    student: Student | None = None
+    if kind == "model":
+        draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
+        student = ModelStudent(lm, draft, decoder.tokenizer)
     text = None if data is None else _text(decoder, data, length, written_fraction)
     options: dict[str, Any] = {
         "target": target,
+        "kind": kind,
         "init": init,
         "layers": layers,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
+        "draft_vocab": draft_vocab,
         "data": None if data is None else str(data),
         "written": written,
         "written_fraction": written_fraction,
@@ -115,6 +143,7 @@ def distill(
         "steps": steps,
         "minutes": minutes,
         "loss": loss,
+        "depth": depth,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "patience": patience,
@@ -123,10 +152,12 @@ def distill(
     if processes.is_main_process:
         check_same_run(output, options)
     mixture, held_out = _data(decoder, text, output, written, written_fraction, length, seed)
+    if student is None:
+        student = _new_head(lm, mixture, draft_vocab, depth, seed)
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
-    num_params = sum(parameter.numel() for parameter in draft.parameters())
+    num_params = sum(parameter.numel() for parameter in student.module.parameters())
     console.print(
         f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; held-out sequences: {len(held_out)}"
     )
@@ -139,9 +170,7 @@ def distill(
             done = round(1000 * spent)
 
         checks = distil(
-            lm,
-            draft,
-            decoder.tokenizer,
+            student,
             output,
             mixture,
             held_out,
@@ -151,7 +180,7 @@ def distill(
             on_step=on_step,
             on_check=lambda check: console.print(_line(check)),
         )
-    best = max(checks, key=lambda check: check.alpha.value)
+    best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
     console.print(f"  outrider generate --target {target} --draft {output}", soft_wrap=True)
     if processes.is_main_process:
@@ -163,6 +192,35 @@ def distill(
         }
         write_json(json_target, "distill", options | {"device": device, "threads": threads}, body, lm)
         write_json(str(output / "distill.json"), "distill", options | {"device": device, "threads": threads}, body, lm)
+
+
+def _check_kind(
+    kind: str, init: str, sizes: tuple[int | None, ...], draft_vocab: int | None, depth: int | None, length: int
+) -> None:
+    """Raises OptionError: options that do not fit the kind of draft."""
+    if kind not in _KINDS:
+        raise OptionError("--kind", kind, f"choose one of {', '.join(_KINDS)}")
+    if kind == "model":
+        for option, value in (("--draft-vocab", draft_vocab), ("--depth", depth)):
+            if value is not None:
+                raise OptionError(option, value, "only heads have it: add --kind eagle3")
+        return
+    if init != "target" or any(size is not None for size in sizes):
+        raise OptionError("--kind", kind, "a head has one layer of its target's width: leave out --init and the sizes")
+    if draft_vocab is not None and draft_vocab < 1:
+        raise OptionError("--draft-vocab", draft_vocab, "a whole number >= 1")
+    if depth is not None and not 1 <= depth < length - 1:
+        raise OptionError("--depth", depth, "a whole number >= 1, and less than --length - 1")
+
+
+def _new_head(lm: LM, data: Mixture, draft_vocab: int | None, depth: int | None, seed: int) -> Student:
+    """EAGLE-3 head to train."""
+    from outrider.distill.heads import HeadStudent, most_frequent, new_head
+
+    token_ids = None
+    if draft_vocab is not None and draft_vocab < lm.vocab_size:
+        token_ids = most_frequent(data.token_counts(lm.vocab_size), draft_vocab)
+    return HeadStudent(lm, new_head(lm, token_ids, seed), depth or _DEFAULT_DEPTH)
 
 
 def _new_draft(
@@ -250,5 +308,6 @@ def _data(
 def _line(check: Check) -> str:
     loss = "" if check.loss is None else f", loss {check.loss:.3f}"
     with_k = f"{check.tokens_per_s:.0f} tokens/s predicted (K = {check.k})"
-    alpha = f"alpha {check.alpha.value:.3f}"  # no interval: it does not apply to changes between checks
+    # No intervals: they do not apply to changes between checks.
+    alpha = f"alpha {' '.join(f'{alpha.value:.3f}' for alpha in check.alphas)}"
     return f"step {check.step}, {check.seconds / 60:.1f} min{loss}, {alpha}, {with_k}"

@@ -41,7 +41,8 @@ def export(
     output: Annotated[Path, typer.Option(help="Folder for the files.")],
     target: TargetOption = "fable",
     draft: Annotated[
-        str | None, typer.Option(help="Model: known name, folder or hub id. Default: fable-draft for fable.")
+        str | None,
+        typer.Option(help="Model or EAGLE-3 head: known name, folder or hub id. Default: fable-draft for fable."),
     ] = None,
     num_draft_tokens: Annotated[
         str,
@@ -70,9 +71,10 @@ def export(
     json_target: JsonOption = None,
 ) -> None:
     """Write the files to serve a pair with another engine: configuration, command, tau under its acceptance rule."""
-    from outrider.export.checks import check_pair, describe
+    from outrider.export.checks import check_pair, describe, describe_head
     from outrider.export.engines import ENGINES, Handover
-    from outrider.export.folder import Facts, location, write_folder
+    from outrider.export.folder import Facts, location, needs_conversion, write_folder
+    from outrider.models.heads.loading import is_head
     from outrider.models.placement import DTYPES
     from outrider.models.registry import resolve
 
@@ -94,12 +96,24 @@ def export(
     names = target, draft or ("fable-draft" if target == "fable" else "none")
     if names[1] == "none" or looks_up(names[1]):
         raise OptionError("--draft", names[1], "name a draft model")
-    described = []
+    described: list[DescribedModel] = []
     for option, name in zip(("--target", "--draft"), names, strict=True):
         spec = resolve(name, machine.models)
         if spec.quantization is not None or spec.gguf is not None or machine.quantize not in (None, "none"):
             raise OptionError(option, name, "checkpoints are exported as stored: give the one in safetensors")
-        described.append(describe(spec))
+        if option == "--draft" and is_head(spec):
+            described.append(describe_head(spec, described[0]))
+        else:
+            described.append(describe(spec))
+    has_head = described[1].head is not None
+    if has_head:
+        if engine.heads is None:
+            raise OptionError("--to", to, f"{engine.name} takes draft models only, and {names[1]} is a head")
+        if log is not None or measure:
+            raise OptionError(
+                "--draft", names[1], "the tau of a head is not predicted here: leave out --log and --measure"
+            )
+        engine = engine.with_heads()
     most = check_pair(described[0], described[1], context, engine.vocab_gap)
 
     header, outlooks, basis = _predict(engine, (described[0], described[1]), machine, options, log, measure, draft_cost)
@@ -110,12 +124,13 @@ def export(
     chosen = outlooks.get(setting)
     handover = Handover(
         target=location(described[0].spec, "target"),
-        draft=location(described[1].spec, "draft"),
-        k=k or (chosen and chosen.best_k) or DEFAULT_NUM_DRAFT_TOKENS,
+        draft="draft" if needs_conversion(engine, described[1]) else location(described[1].spec, "draft"),
+        k=k or (chosen and chosen.best_k) or described[1].num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS,
         sampling=asked,
         setting=setting,
         context=most,
         k_by_rows=chosen.k_by_rows if chosen is not None and k is None else (),
+        is_head=has_head,
     )
     facts = Facts(described[0], described[1], outlooks, basis)
     written = write_folder(output, engine, handover, facts, DTYPES.get(machine.dtype))
@@ -230,7 +245,8 @@ def _show(
     console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=True)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
-        console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
+        remedy = "outrider compare measures it" if handover.is_head else "give --log or --measure"
+        console.print(f"tau: unknown ({remedy}); K = {handover.k}")
     else:
         tau = outlook.tau[handover.k].tau if handover.k in outlook.tau else None
         value = "unknown" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"

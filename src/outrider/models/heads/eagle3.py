@@ -33,7 +33,8 @@ from outrider.runtime.lm import LM
 
 _RENAMED = {"midlayer.": "layers.0."}  # in the layouts of SafeAILab, SpecForge and AngelSlim
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
-_EXTRA_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Key of the features in a config.json."""
 
 
 class Eagle3Head(ChainHead):
@@ -52,8 +53,7 @@ class Eagle3Head(ChainHead):
         decoder = decoder_of(config, target.name)
         size, num_target_layers = config.hidden_size, len(model.get_decoder().layers)
         inner = stated.get("eagle_config") or {}
-        ids = stated.get(_EXTRA_IDS) or inner.get(_EXTRA_IDS)
-        self.features = tuple(ids or (2, num_target_layers // 2, num_target_layers - 3))
+        self.features = stated_features(stated, num_target_layers)
         self.state_size = size
         # Files that were written for vLLM leave this key out and mean True; all others mean False.
         is_default = "speculators_model_type" in stated
@@ -107,7 +107,7 @@ class Eagle3Head(ChainHead):
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(states, positions),
         }
-        embedded = self.embed_tokens(input_ids).to(states.device)
+        embedded = self.embed_tokens(input_ids).to(states)
         normed = first.hidden_norm(states)
         entries = torch.cat((first.input_layernorm(embedded), normed), dim=-1)  # [B, T, 2H]
         attended = first.self_attn(hidden_states=entries, **about)[0]
@@ -117,6 +117,12 @@ class Eagle3Head(ChainHead):
             hidden = layer(hidden, **about)
         output = self.norm(hidden)
         return self.lm_head(output), output if self.norm_output else hidden
+
+
+def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Hidden states of the target that a config.json states, or those of the inventors for a target's layers."""
+    inner = stated.get("eagle_config") or {}
+    return tuple(stated.get(LAYER_IDS) or inner.get(LAYER_IDS) or (2, num_layers // 2, num_layers - 3))
 
 
 def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:

@@ -42,7 +42,7 @@ def load_head(spec: ModelSpec, target: LM) -> LM:
     """
     _check_target(target)
     stated = read_config(spec.location)
-    kind = _kind_of(tensor_names(spec.location))
+    kind = kind_of_head(spec.location)
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
@@ -66,9 +66,13 @@ def load_mtp_of(target: LM) -> LM:
     return head_lm(load_mtp(location, target), f"{target.name}:{MTP}", target)
 
 
-def _kind_of(names: list[str]) -> str | None:
-    """Kind of a head by its tensors: names in configurations are less reliable."""
-    found = set(names)
+def kind_of_head(location: str) -> str | None:
+    """Kind of a head by its tensors: names in configurations are less reliable.
+
+    Raises:
+        ModelNotFound, ModelCorrupt
+    """
+    found = set(tensor_names(location))
     if "fc.weight" in found and found & {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}:
         return "eagle3"
     if found >= {"fc.weight", "hidden_norm.weight"}:

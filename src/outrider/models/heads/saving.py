@@ -1,0 +1,107 @@
+"""Writes heads in the layouts of other libraries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.errors import UnsupportedModel
+from outrider.models.heads.checkpoint import read_config, read_tensors
+from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head, stated_features
+from outrider.runtime.lm import LM
+
+
+def save_speculators(head: Eagle3Head, target: LM, folder: Path, *, num_draft_tokens: int, dtype: torch.dtype) -> None:
+    """Write an EAGLE-3 head in the speculators layout, which vLLM reads too. Its embedding is left to the target.
+
+    Args:
+        num_draft_tokens: K, a proposal for those who load it.
+    """
+    tensors = {name: value for name, value in head.state_dict().items() if not name.startswith("embed_tokens.")}
+    tensors = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    num_tokens = len(tensors["lm_head.weight"])
+    if head.token_ids is not None:
+        tensors |= token_tables(head.token_ids.cpu(), head.config.vocab_size)
+    own = head.config.to_dict()
+    for key in ("_name_or_path", "architectures", "dtype", "transformers_version"):
+        own.pop(key, None)
+    model: Any = target.model
+    stated = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",  # the only one that the format has
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_draft_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target.name, "architectures": model.config.architectures or []},
+        },
+        # Older readers look for the base beside the parameters.
+        "transformer_layer_config": own | {"rope_theta": own["rope_parameters"]["rope_theta"]},
+        "draft_vocab_size": num_tokens,
+        "target_hidden_size": None,  # that of the head
+        LAYER_IDS: list(head.features),
+        "norm_before_residual": head.norm_before_residual,
+        "norm_output": head.norm_output,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str) -> None:
+    """Write a head in SpecForge's layout, which SGLang reads.
+
+    Args:
+        location: a head in another layout; a folder or hub id.
+        num_layers: of the target.
+        name: for messages.
+
+    Raises:
+        UnsupportedModel: SGLang does not know a part of it.
+        ModelNotFound, ModelCorrupt
+    """
+    stated, tensors = read_config(location), read_tensors(location)
+    inner = dict(stated.get("transformer_layer_config") or stated)
+    strange = [key for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if stated.get(key)]
+    if "speculators_model_type" in stated and "norm_before_residual" not in stated:
+        strange.append("norm_before_residual")  # see ``Eagle3Head``
+    if strange:
+        raise UnsupportedModel(f"{name} has {', '.join(strange)}, which SGLang's EAGLE-3 heads have not")
+    inner |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "tie_word_embeddings": False,
+        # Counted by the outputs of layers.
+        "eagle_config": {
+            LAYER_IDS: [i - 1 for i in stated_features(stated, num_layers)],
+            "use_aux_hidden_state": True,
+        },
+    }
+    renamed = {key.replace("layers.0.", "midlayer."): value.contiguous() for key, value in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(inner, indent=2) + "\n", encoding="utf-8")
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def token_tables(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The reduced vocabulary as the layouts state it: offsets of the target's ids, and which ids are known."""
+    is_known = torch.zeros(vocab_size, dtype=torch.bool)
+    is_known[token_ids] = True
+    return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
