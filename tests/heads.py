@@ -101,7 +101,7 @@ def write_eagle3(
         stated = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": len(ids),
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in LAYERS]},  # by their outputs
             **own,
         }
     else:  # which states no layers: those of its inventors

@@ -1,6 +1,6 @@
 """Chain heads: EAGLE-3 and MTP layers. Their output is the target's, whatever happens to their rows.
 
-(The contract of drafters is in test_contract.py, what they compute in tests/models/test_heads.py.)
+(The contract of drafters is in test_contract.py, what they compute in tests/models/test_head_checkpoints.py.)
 """
 
 from dataclasses import replace
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import outrider
 from contract import check_state
 from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid
@@ -19,6 +20,7 @@ from outrider.drafters.chain import ChainSession
 from outrider.records import Draft, Stats
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
+from pairs import random_llama
 from sampled_law import law_z
 from toys import InTurn, as_lm, request, tiny_llama, tokens
 
@@ -148,3 +150,16 @@ def test_drafts_of_mtp_layers_are_a_function_of_the_sequence(family: str, layout
     check_state(
         target, drafter, [(some[0], some[1]), (some[2], some[3]), ([*some[0], *some[1][:4]], some[3])], 3, atol=1e-4
     )
+
+
+@pytest.mark.eager_only
+@pytest.mark.slow
+def test_compiled() -> None:
+    model = random_llama(num_layers=4)
+    decoder = outrider.load(model, num_draft_tokens=3)
+    decoder = replace(decoder, drafter=eagle3_drafter(decoder.target, token_ids=FEW, scale=0.1))
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_new_tokens": 30}
+    want = decoder.generate([[5, 6, 7], [1]], **options)
+    found = decoder.compiled().generate([[5, 6, 7], [1]], **options)
+    assert [one.token_ids for one in found] == [one.token_ids for one in want]
+    assert sum(one.stats.num_draft_tokens for one in found) > 20

@@ -120,9 +120,13 @@ class Eagle3Head(ChainHead):
 
 
 def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Hidden states of the target that a config.json states, or those of the inventors for a target's layers."""
+    """Hidden states of the target that a config.json states, or those of the inventors for a target's layers.
+
+    In ``eagle_config`` SpecForge (and ModelOpt) number layers by their outputs; SGLang adds one, too.
+    """
     inner = stated.get("eagle_config") or {}
-    return tuple(stated.get(LAYER_IDS) or inner.get(LAYER_IDS) or (2, num_layers // 2, num_layers - 3))
+    by_output = tuple(i + 1 for i in inner.get(LAYER_IDS) or ())
+    return tuple(stated.get(LAYER_IDS) or by_output or (2, num_layers // 2, num_layers - 3))
 
 
 def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
