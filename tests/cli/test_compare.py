@@ -149,12 +149,12 @@ def test_rejections_of_a_model_by_itself(
 
 def test_a_wrong_rule_is_found_out(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at work: a model that drafts for itself with probabilities that are not its own."""
-    to_probs = __import__("outrider.drafters.model").drafters.model.to_probs
+    to_probs = __import__("outrider.drafters.drawing").drafters.drawing.to_probs
 
     def flattened(*arguments: Any) -> Any:
         return 0.5 * to_probs(*arguments) + 0.5 / embedded().target.vocab_size
 
-    monkeypatch.setattr("outrider.drafters.model.to_probs", flattened)
+    monkeypatch.setattr("outrider.drafters.drawing.to_probs", flattened)
     ended = outrider("compare", PROMPT, *QUICK, "--draft", "fable")
     assert ended.code == 1
     assert "SANITY CHECK FAILED" in ended.out

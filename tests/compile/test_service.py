@@ -135,7 +135,7 @@ def test_a_failure_is_remembered() -> None:
 
 def _second_draft(call: Call) -> bool:
     """Where drafts are made one by one, the first is fed two tokens."""
-    return call.step.__name__ == "_draft_steps" and call.arguments[1].shape[1] == 1
+    return call.step.__name__ == "draft_steps" and call.arguments[1].shape[1] == 1
 
 
 @pytest.mark.parametrize("fails", [lambda call: call.step is verify_step, _second_draft], ids=["verify", "draft"])

@@ -106,6 +106,12 @@ def _hybrid_without() -> tuple[LM, Drafter]:
     return _hybrid([3, 3, 3])
 
 
+def _hybrid_with_head() -> tuple[LM, Drafter]:
+    target, drafter = _eagle3()
+    corpus = Corpus([[3, 1, 2, 0, 1, 2, 2, 0, 1]])
+    return target, HybridDrafter(SuffixDrafter(corpus, min_prob=0.02), drafter, FEW, rival_acceptance=0.3)
+
+
 def _translated(
     spelled: Sequence[tuple[int, ...]] = ((2,), (1, 4), (0,), (4, 3, 1)), **options: Any
 ) -> tuple[LM, Drafter]:
@@ -160,6 +166,7 @@ PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "translated, short context": _translated_short,
     "hybrid": _hybrid_matching,
     "hybrid, no match": _hybrid_without,
+    "hybrid with a head": _hybrid_with_head,
     "dflash": _dflash,
     "dflash2": _dflash2,
     "dspark": _dspark,

@@ -109,7 +109,7 @@ def _feed(
     return spread(logits, module.token_ids, head.vocab_size), outputs
 
 
-def _draft_steps(
+def draft_steps(
     head: LM,
     rule: Rule,
     is_greedy: bool,
@@ -271,7 +271,7 @@ class ChainSession(Session):
         if rows.masks is None:
             arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
             drafted, is_finite, _, num_drafted, *probs = head.run(
-                _draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable
+                draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable
             )
         else:
             states: Tensor | None = None
@@ -281,7 +281,7 @@ class ChainSession(Session):
             ) -> tuple[Tensor, ...]:
                 nonlocal ids, states
                 given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-                results = head.run(_draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
+                results = head.run(draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
                 ids, states = results[0].clone(), results[2].clone()
                 is_cut = results[3] < is_wanted
                 num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(i), num_drafted))
