@@ -138,6 +138,8 @@ def load_drafter(
         raise OptionError("corpus", str(corpus), "give a list of files")
     if corpus and not reads_corpus(draft):
         raise OptionError("corpus", [str(path) for path in corpus], "only the draft 'suffix' reads one")
+    if tokenizer is not None and (draft is None or isinstance(draft, (str, Path))):
+        raise OptionError("draft tokenizer", type(tokenizer).__name__, f"the draft {str(draft)!r} has its own, or none")
     if draft is None or draft == "none":
         return NoDrafter()
     if draft == "ngram":
@@ -148,10 +150,12 @@ def load_drafter(
         name = draft.removeprefix(HYBRID)
         if looks_up(name) or name in ("", "none"):
             raise OptionError("draft", draft, f"give the name of a model after {HYBRID!r}")
-        other = load_drafter(decoder, name, tokenizer=tokenizer, placement=placement, models_file=models_file)
+        other = load_drafter(decoder, name, placement=placement, models_file=models_file)
         vocab_size = decoder.target.vocab_size
         return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, options = split_name(draft)
+    if looks_up(model) or model == "none":
+        raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
         return ChainDrafter(load_mtp_of(decoder.target), **options)
@@ -170,7 +174,10 @@ def load_drafter(
     differing = _differing(decoder, checkpoint)
     if len(differing) >= _MOST_UNKNOWN * num_tokens:
         spelling = _spelling(decoder, checkpoint, differing)
-        return TranslatedDrafter.of(build_lm(checkpoint, num_tokens_of(checkpoint)), spelling, **options)
+        own = build_lm(checkpoint, num_tokens_of(checkpoint))
+        if model_drafter(own).mask_id is not None:
+            raise TokenizerMismatch(f"{checkpoint.name} drafts in one forward (PARD), for its own family only")
+        return TranslatedDrafter.of(own, spelling, **options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
     return model_drafter(lm, **options)
 
@@ -181,6 +188,7 @@ def _check_placement(placement: Placement, target: LM) -> None:
         "quantization": placement.quantization if placement.quantization != "none" else None,
         "device_map": placement.device_map if placement.device_map != "none" else None,
         "tensor_parallel": placement.tensor_parallel,
+        "store": placement.store if placement.store not in ("auto", None) else None,
         "device": None if placement.device in ("auto", str(target.device), target.device.type) else placement.device,
         "dtype": None if DTYPES.get(placement.dtype, target.dtype) == target.dtype else placement.dtype,
     }

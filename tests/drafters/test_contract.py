@@ -11,6 +11,8 @@ from block_heads import block_drafter
 from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
+from outrider.decoding.batch import Row
+from outrider.decoding.slots import SlotAssignment, Slots
 from outrider.drafters import block
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
@@ -193,6 +195,30 @@ def test_a_draft_does_not_look_ahead(name: str) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_draft_is_a_function_of_the_sequence(name: str) -> None:
     check_state(*PAIRS[name](), _sequences(FEW), K)
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "parallel", "short context", "eagle3", "dflash", "translated", "suffix", "hybrid with a head"]
+)
+def test_a_shared_prefix_changes_no_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that has ended, in its slot and in another one, and of one that is running."""
+    num_shared: list[int] = []
+    place = Slots.place
+
+    def counted(self: Slots, row: Row) -> SlotAssignment:
+        found = place(self, row)
+        num_shared.append(found.num_shared)
+        return found
+
+    monkeypatch.setattr(Slots, "place", counted)
+    generator = torch.Generator().manual_seed(4)
+    shared = torch.randint(FEW, (20,), generator=generator).tolist()
+    sequences = [
+        ([*shared[: 20 - i], (shared[20 - i - 1] + i) % FEW], torch.randint(FEW, (9,), generator=generator).tolist())
+        for i in range(4)
+    ]
+    check_state(*PAIRS[name](), sequences, K)
+    assert sum(num > 0 for num in num_shared) >= 3
 
 
 def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:

@@ -184,7 +184,7 @@ def test_names(tmp_path: Path) -> None:
 def test_a_log_does_not_tell_its_drafts() -> None:
     decoder = load("fable", "suffix+fable-draft", device="cpu")
     header = header_of(decoder, {}, None)
-    with pytest.raises(OptionError, match="its q is not that of a language model"):
+    with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         load_draft("suffix+fable-draft", header)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         next(replay([], header, decoder.drafter, "block", [2]))

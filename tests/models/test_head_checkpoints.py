@@ -14,9 +14,11 @@ from golden.make_eagle3 import VARIANTS
 from heads import LAYERS, mtp_pair, write_eagle3, write_mtp
 from hybrids import hybrid
 from outrider import load
+from outrider.api import load_drafter
 from outrider.drafters import chain
-from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head
+from outrider.models.placement import Placement
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
 from toys import as_lm, tiny_llama
@@ -238,3 +240,43 @@ def test_a_target_without_mtp_layers_is_refused(tmp_path: Path) -> None:
         load(loaded, "mtp")
     with pytest.raises(UnsupportedModel, match="was not loaded from files"):
         load(tiny_llama(), "mtp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "offset", "message"),
+    [
+        ({}, 1000, "its d2t does not name tokens"),
+        ({}, -50, "its d2t does not name tokens"),
+        ({"model_type": "unheard-of"}, 0, "no head can be built of head .KeyError"),
+        ({"hidden_size": "wide"}, 0, "no head can be built of head"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "123"}}, 0, "no head can be built of head .TypeError"),
+    ],
+)
+def test_damaged_heads_are_refused_in_one_line(
+    changes: dict[str, Any], offset: int, message: str, tmp_path: Path
+) -> None:
+    target = as_lm(tiny_llama(num_layers=4))
+    write_eagle3(tmp_path, target.model, layout="specforge", token_ids=[3, 5, 8])
+    path, file = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(path)
+    save_file({**tensors, "d2t": tensors["d2t"] + offset}, path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelCorrupt, match=message):
+        load_head(_spec(tmp_path), target)
+
+
+def test_options_that_a_draft_does_not_take_are_refused(tmp_path: Path) -> None:
+    decoder = load(tiny_llama(num_layers=4))
+    write_eagle3(tmp_path, decoder.target.model)
+    for draft, changes, message in (
+        ("suffix:min-prob=0.3", {}, "'suffix' takes no options"),
+        ("ngram:greedy", {}, "'ngram' takes no options"),
+        (f"{tmp_path}:greedy:min-prob=0.3", {}, "write min-prob before greedy"),
+        (str(tmp_path), {"placement": Placement(quantization="int8")}, "a head has the device and the type"),
+        (str(tmp_path), {"placement": Placement(dtype="float32")}, "a head has the device and the type"),
+        (str(tmp_path), {"tokenizer": object()}, "has its own, or none"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            load_drafter(decoder, draft, **changes)
+    name = f"{tmp_path}:min-prob=0.3:greedy"
+    assert load_drafter(decoder, name).name == name

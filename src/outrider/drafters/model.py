@@ -47,6 +47,8 @@ def split_name(name: Any) -> tuple[Any, dict[str, Any]]:
     model, separator, number = name.rpartition(_MIN_PROB)
     if not separator:
         return name, options
+    if model.endswith(_GREEDY):
+        raise OptionError("draft", name, f"write {_MIN_PROB[1:-1]} before {_GREEDY[1:]}")
     try:
         options["min_prob"] = float(number)
     except ValueError:

@@ -110,7 +110,9 @@ class TranslatedSession(Session):
         if origin != slot:
             self._ids[slot], self._ends[slot] = self._ids[origin], self._ends[origin]
         self._num_read[slot] = num_read
-        self._inner.assign(slot, source, int(self._ends[slot, num_read]))
+        # A sequence that is too long keeps nothing.
+        end = int(self._ends[slot, num_read])
+        self._inner.assign(slot, source, end if end < self._ids.shape[1] else 0)
 
     def prefill(self, chunk: Prefill) -> None:
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)

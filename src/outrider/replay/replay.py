@@ -23,6 +23,7 @@ from outrider.drafters.model import model_drafter, split_name
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
+from outrider.models.heads.loading import MTP, is_head
 from outrider.models.loading import load_tokenizer
 from outrider.models.registry import resolve
 from outrider.options import Sampling, looks_up
@@ -46,7 +47,7 @@ for any draft, and no better than ``rejection``; some other engines accept like 
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
 _NO_DRAFT = "a log is plain decoding already: name a draft to replay"
-_NO_MODEL = "its q is not that of a language model with the target's tokens: measure it, with outrider compare"
+_IN_ROUNDS = "its q is known in rounds with the target only: give the log's target (--target)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,9 @@ def load_draft(
         return NgramDrafter()
     if name == "suffix":
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
-    if looks_up(name):
-        raise OptionError("--draft", name, _NO_MODEL)
     model, options = split_name(name)
+    if looks_up(name) or model == MTP or is_head(resolve(model, models_file)):
+        raise OptionError("--draft", name, _IN_ROUNDS)
     loaded = load(model, device=device, dtype=dtype, models_file=models_file)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
@@ -209,7 +210,7 @@ def replay(
         raise OptionError(
             "draft",
             drafter.name,
-            "its q is known in rounds with the target only: give the log's target (--target)",
+            _IN_ROUNDS,
         )
     needs_probs = not is_forced and not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
     if needs_probs and header.num_probs is None:

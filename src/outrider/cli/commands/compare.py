@@ -234,13 +234,14 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     """Sanity check: if a draft is the target itself, p = q and nothing may be rejected."""
     from outrider.bench.run import count_rejections
     from outrider.drafters.model import split_name
+    from outrider.models.heads.loading import MTP
     from outrider.models.registry import resolve
 
     target = resolve(pair.target, pair.models)
     checks = []
     for name in pair.draft_names:
         model, options = split_name(name)
-        if name == "none" or looks_up(name) or "is_greedy" in options:  # q is not p, even for the same model
+        if name in ("none", MTP) or looks_up(name) or options:  # q is not p, even for the same model
             continue
         draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):

@@ -70,11 +70,13 @@ def models(
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
         from outrider.bench.predicted_memory import Workload
-        from outrider.models.heads.loading import is_head
+        from outrider.models.heads.loading import MTP, is_head
         from outrider.models.loading import context_len, read_config
         from outrider.models.registry import resolve
 
         sizes = _numbers_of_devices(devices)
+        if draft == MTP:
+            raise OptionError("--draft", draft, "its memory is not predicted: leave it out")
         specs = [resolve(name, models) for name in (target, draft) if name is not None]
         if draft is not None and is_head(specs[-1]):
             raise OptionError("--draft", draft, "it is a head, whose memory is not predicted: leave it out")

@@ -73,9 +73,9 @@ class PairOptions:
             metavar="NAME",
             help="Model, or head for the target (known name, folder or hub id); 'mtp', the target's own MTP layer; "
             "'ngram' or 'suffix', which look up the text so far; or 'none'. "
-            "NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts where it is unsure, suffix+NAME "
-            "looks them up where that promises more. Repeatable where drafts are compared. Default: fable-draft for "
-            "fable, else ngram.",
+            "NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, "
+            "suffix+NAME looks tokens up where that promises more. Repeatable where drafts are compared. Default: "
+            "fable-draft for fable, else ngram.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None

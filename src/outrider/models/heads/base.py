@@ -187,7 +187,7 @@ def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any]
         outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
 
     Raises:
-        ModelCorrupt: it has too few logits, or a ``d2t`` without an LM head of its own.
+        ModelCorrupt: it has too few logits, a ``d2t`` of another vocabulary, or one without an LM head of its own.
     """
     model: Any = target.model
     for module in outputs:
@@ -201,7 +201,10 @@ def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any]
     ids = None
     if offsets is not None:
         ids = torch.arange(len(offsets)) + offsets.long()
-        is_known = (ids >= 0) & (ids < target.vocab_size)  # others are padding of the target's embedding
+        is_token = (ids >= 0) & (ids < len(embedding_of(target)))
+        is_known = is_token & (ids < target.vocab_size)  # others are padding of the target's embedding
+        if not bool(is_token.all()) or not bool(is_known.any()) or len(ids.unique()) < len(ids):
+            raise ModelCorrupt(f"{name} is for another target: its d2t does not name tokens of {target.name}")
         ids = ids[is_known].to(target.device)
         for module in outputs:
             rows = is_known.to(module.weight.device)
@@ -223,6 +226,8 @@ def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, sh
     lacking, strange = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if lacking:
         raise ModelCorrupt(f"{name} lacks {len(lacking)} weights of the head, {lacking[0]} among them")
+    if any("weight_scale" in key for key in strange):
+        raise UnsupportedModel(f"{name} has quantized weights ({strange[0]}), which heads cannot have here")
     if strange:
         raise ModelCorrupt(
             f"{name} has {len(strange)} weights that do not belong to a head of this kind, {strange[0]} among them"

@@ -272,7 +272,7 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
 
 def _reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
     """Reach of the slots, by layer."""
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+    windows = _windows(config)
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
         return [Reach(is_causal and window is not None, before_anchor=window) for window in windows]
@@ -281,6 +281,11 @@ def _reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
         Reach(kind == "sliding_attention" if is_causal is None else bool(is_causal), window)
         for kind, window in zip(config.layer_types, windows, strict=True)
     ]
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Sliding windows of the layers; None for full attention."""
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
 def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) -> BlockHead:
@@ -317,10 +322,17 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
     config = Qwen3Config.from_dict(own)
     if is_embedding_of(target, tensors.get("embed_tokens.weight")):
         del tensors["embed_tokens.weight"]
+    for kind, window in zip(config.layer_types, _windows(config), strict=True):
+        if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and window is None):
+            raise UnsupportedModel(f"{name} has layers of type {kind} with the window {window}")
     try:
         head = BlockHead(config, stated, tensors, target)
     except KeyError as error:
         raise ModelCorrupt(f"{name} lacks weights of the head, {error.args[0]} among them") from None
+    if head.most_drafted < 1:
+        raise ModelCorrupt(f"{name} drafts nothing: its block_size is {head.block_size}")
+    if head.candidate_selector is not None and _value(stated, "selector_top_k", 16) < 1:
+        raise ModelCorrupt(f"{name} chooses among {_value(stated, 'selector_top_k')} candidates (selector_top_k)")
     check_features(head, head.fc.in_features, name, target)
     shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
     fill(head, tensors, name, target, shared=[f"{part}." for part in shared])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from outrider.errors import UnsupportedModel
+import torch
+
+from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
 from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.checkpoint import read_config, tensor_names
@@ -46,7 +49,8 @@ def load_head(spec: ModelSpec, target: LM) -> LM:
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
-    return head_lm(_LOADERS[kind](spec.location, stated, spec.name, target), spec.name, target)
+    with _building(spec.name):
+        return head_lm(_LOADERS[kind](spec.location, stated, spec.name, target), spec.name, target)
 
 
 def load_mtp_of(target: LM) -> LM:
@@ -63,7 +67,20 @@ def load_mtp_of(target: LM) -> LM:
         raise UnsupportedModel(
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
         )
-    return head_lm(load_mtp(location, target), f"{target.name}:{MTP}", target)
+    with _building(f"the MTP layer of {target.name}"):
+        return head_lm(load_mtp(location, target), f"{target.name}:{MTP}", target)
+
+
+@contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense."""
+    try:
+        yield
+    except (OutriderError, torch.OutOfMemoryError, AssertionError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelCorrupt(f"no head can be built of {name} ({type(error).__name__}: {reason})") from None
 
 
 def kind_of_head(location: str) -> str | None:
@@ -84,6 +101,8 @@ def _check_target(target: LM) -> None:
     """Raises UnsupportedModel: heads cannot read its states."""
     model: Any = target.model
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise UnsupportedModel(f"{target.name} is spread over several devices: heads need it on one")
     if target.num_shares > 1:
         raise UnsupportedModel(f"{target.name} is shared by {target.num_shares} processes: heads need it in one")
     if not all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb")):
