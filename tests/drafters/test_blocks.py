@@ -28,8 +28,9 @@ from outrider.models.registry import resolve
 from outrider.records import Stats
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import GUMBEL, RULES, Rule
+from outrider.sampling.rules import BLOCK, GUMBEL, RULES, Rule
 from pairs import NUM_WORDS, random_llama
+from sampled_law import law_z
 from toys import InTurn, as_lm, request, run, tiny_llama, tokens
 
 GOLDEN = load_file(golden.FILE)
@@ -235,6 +236,21 @@ def test_a_folder_is_loaded_as_a_draft(tmp_path: Path) -> None:
         assert [one.token_ids for one in got] == [one.token_ids for one in plain]
         assert sum(one.stats.num_draft_tokens for one in got) > 10
     assert sum(one.stats.num_accepted_draft_tokens for one in got) > 0  # there are only four tokens
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_the_distribution_is_the_targets(kind: str) -> None:
+    """With drafts that end where confidence is low, too."""
+    options: dict[str, dict[str, Any]] = {
+        "dflash": {"token_ids": [0, 1, 2, 4, 5]},
+        "dflash2": {"is_second": True, "selector_top_k": 3},
+        "dspark": {"layout": "speculators", "markov": "rnn", "has_confidence": True},
+    }
+    target = as_lm(tiny_llama(vocab_size=6, num_layers=4))
+    drafter = block_drafter(target, **options[kind])
+    if kind == "dspark":
+        drafter = replace(drafter, min_confidence=0.7)
+    assert law_z(target, drafter, BLOCK, (3, 1, 2), k=3, num_samples=2500) < 5
 
 
 @pytest.mark.slow
