@@ -58,7 +58,7 @@ def unrolled(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[P
     for d in range(depth):
         num = ids.shape[1] - 1 - d  # rounds that have not reached the end of the sequence
         own = torch.eye(num, dtype=torch.bool, device=ids.device)
-        # Of earlier steps a round sees what it saw before; of this one its own entry.
+        # A round sees the same entries of earlier steps as before, and its own of this step.
         seen = torch.ones_like(own).tril() if d == 0 else torch.cat((seen[:num], own), dim=1)
         mask = torch.zeros(seen.shape, dtype=states.dtype, device=ids.device)
         mask = mask.masked_fill_(~seen, torch.finfo(states.dtype).min)[None, None]

@@ -58,7 +58,7 @@ class Check:
 
     @property
     def alpha(self) -> Interval:
-        """That of the first drafted token."""
+        """alpha of the first drafted token."""
         return self.alphas[0]
 
     @property

@@ -86,6 +86,14 @@ class Prefill:
     lengths: Sequence[int]
     features: Tensor | None
 
+    @property
+    def feature_positions(self) -> Tensor:
+        """Positions of the features, -1 for padding. [R, T]"""
+        assert self.features is not None
+        starts, ends = torch.tensor([self.starts, self.ends], device=self.ids.device)
+        positions = starts[:, None] + torch.arange(self.features.shape[1], device=self.ids.device)
+        return torch.where(positions < ends[:, None], positions, -1)
+
 
 @dataclass(frozen=True, slots=True)
 class CommittedTokens:
@@ -104,6 +112,12 @@ class CommittedTokens:
     old_lengths: Tensor
     lengths: Tensor
     features: Tensor | None
+
+    @property
+    def feature_positions(self) -> Tensor:
+        """Positions of the features, -1 where they are not valid. [B, K+1]"""
+        following = self.old_lengths[:, None] + torch.arange(self.ids.shape[1], device=self.ids.device)
+        return torch.where(following < self.lengths[:, None], following - 1, -1)
 
 
 class Session(ABC):

@@ -191,21 +191,13 @@ class BlockSession(Session):
             self._cache.copy(source, slot, num_tokens)
 
     def prefill(self, chunk: Prefill) -> None:
-        if chunk.features is None:
-            return
-        device = chunk.ids.device
-        starts, ends = torch.tensor(chunk.starts, device=device), torch.tensor(chunk.ends, device=device)
-        positions = starts[:, None] + torch.arange(chunk.features.shape[1], device=device)
-        cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
-        self._keep(cache, chunk.features, torch.where(positions < ends[:, None], positions, -1))
+        if chunk.features is not None:
+            cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
+            self._keep(cache, chunk.features, chunk.feature_positions)
 
     def observe(self, committed: CommittedTokens) -> None:
         assert committed.features is not None
-        num_rows, width, _ = committed.features.shape
-        columns = torch.arange(width, device=committed.lengths.device)
-        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
-        positions = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, -1)
-        self._keep(self._cache.head(num_rows), committed.features, positions)
+        self._keep(self._cache.head(len(committed.ids)), committed.features, committed.feature_positions)
 
     def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
         """Write the context of tokens: [B, T, F], and their positions, -1 for padding [B, T]."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
-from outrider.drafters.drawing import draw_next, is_unsure, one_by_one
+from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
 from outrider.drafters.model import full_name
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -199,27 +199,21 @@ class ChainSession(Session):
         """Keep the states of a chunk of prompts, and feed its entries, except each prompt's last."""
         begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
         cache, device = self._cache.rows(begin, end), chunk.ids.device
-        starts, ends = torch.tensor(chunk.starts, device=device), torch.tensor(chunk.ends, device=device)
         if chunk.features is not None:
-            positions = starts[:, None] + torch.arange(chunk.features.shape[1], device=device)
-            _keep_states(self._head, cache, chunk.features, torch.where(positions < ends[:, None], positions, -1))
-        lasts = torch.tensor([length - 2 for length in chunk.lengths], device=device)
+            _keep_states(self._head, cache, chunk.features, chunk.feature_positions)
+        ends = [min(to, length - 2) for to, length in zip(chunk.ends, chunk.lengths, strict=True)]
         late = [
             self._num_late[slot] + to - at
             for slot, at, to in zip(range(begin, end), chunk.starts, chunk.ends, strict=True)
         ]
-        self._feed_late(
-            cache, chunk.ids, self._cached[begin:end], torch.minimum(ends, lasts), max(late), max(chunk.ends)
-        )
+        cached = self._cached[begin:end]
+        self._feed_late(cache, chunk.ids, cached, torch.tensor(ends, device=device), max(late), max(chunk.ends))
         self._num_late[begin:end] = [1] * len(chunk.ends)
 
     def observe(self, committed: CommittedTokens) -> None:
         assert committed.features is not None
         num_rows, width, _ = committed.features.shape
-        columns = torch.arange(width, device=committed.lengths.device)
-        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
-        positions = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, -1)
-        _keep_states(self._head, self._cache.head(num_rows), committed.features, positions)
+        _keep_states(self._head, self._cache.head(num_rows), committed.features, committed.feature_positions)
         self._num_late[:num_rows] = [num + width for num in self._num_late[:num_rows]]
 
     def catch_up(self, rows: Rows) -> bool:
@@ -283,8 +277,7 @@ class ChainSession(Session):
                 given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
                 results = head.run(draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
                 ids, states = results[0].clone(), results[2].clone()
-                is_cut = results[3] < is_wanted
-                num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(i), num_drafted))
+                end_before(num_drafted, i, results[3] < is_wanted)
                 return (*results[:2], *results[4:])
 
             num_drafted = num_wanted.clone()

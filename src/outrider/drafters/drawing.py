@@ -94,6 +94,11 @@ def is_unsure(logits: Tensor, min_prob: float, allowed: Tensor | None = None) ->
     return x.amax(dim=-1) - x.logsumexp(dim=-1) < math.log(min_prob)
 
 
+def end_before(num_drafted: Tensor, offset: int, is_cut: Tensor) -> None:
+    """End drafts before the token at this offset. In place. [B], [B]"""
+    num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(offset), num_drafted))
+
+
 def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> list[Tensor]:
     """Draft each token in a step of its own: the host must read a token to mask the next one.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
-from outrider.drafters.drawing import draw_next, is_unsure, one_by_one
+from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
 from outrider.drafters.parallel import draft_at_once, mask_token_of, parallel_logits
 from outrider.drafters.window import WindowSession
 from outrider.errors import OptionError
@@ -180,11 +180,6 @@ def draft_steps(
     if min_prob > 0:
         results.append(num_drafted)
     return tuple(results if is_greedy else [*results, torch.stack(probs, dim=1)])
-
-
-def _cut(num_drafted: Tensor, offset: int, is_cut: Tensor) -> None:
-    """End drafts before the token at this offset. In place. [B], [B]"""
-    num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(offset), num_drafted))
 
 
 class ModelSession(Session):
@@ -361,7 +356,7 @@ class ModelSession(Session):
             results = list(self._lm.run(draft_steps, static, *arguments, is_repeatable=rows.is_repeatable))
             fed, cached = results[0].clone(), results.pop(2).clone()
             if self._min_prob > 0:
-                _cut(rows.num_wanted, i, results.pop(2) < is_wanted)
+                end_before(rows.num_wanted, i, results.pop(2) < is_wanted)
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
                 states.bound = num_known + i
@@ -391,7 +386,7 @@ class ModelSession(Session):
             i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
         ) -> tuple[Tensor, ...]:
             if self._min_prob > 0:
-                _cut(rows.num_wanted, i, is_unsure(logits[:, i], self._min_prob, allowed))
+                end_before(rows.num_wanted, i, is_unsure(logits[:, i], self._min_prob, allowed))
             drawn = draw_next(rule, logits[:, i], rows.settings, history, allowed, noise.at(0), is_greedy=is_greedy)
             ids, q, is_good = (part[:, None] for part in drawn)
             return (ids, is_good) if is_greedy else (ids, is_good, q)

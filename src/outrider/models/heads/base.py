@@ -27,6 +27,7 @@ class Head(nn.Module, ABC):
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
         layers: its decoder layers.
+        embed_tokens, lm_head: its own, or those of the target.
         token_ids: the target's ids of its tokens, D numbers; None if it has the target's tokens. Their logits are those
             of a smaller vocabulary.
     """
@@ -35,6 +36,8 @@ class Head(nn.Module, ABC):
     features: tuple[int, ...]
     state_size: int
     layers: nn.ModuleList
+    embed_tokens: Any
+    lm_head: Any
     token_ids: Tensor | None
 
     @abstractmethod
@@ -210,6 +213,32 @@ def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any]
             rows = is_known.to(module.weight.device)
             module.weight = nn.Parameter(module.weight[rows], requires_grad=False)
     head.register_buffer("token_ids", ids, persistent=False)
+
+
+def set_vocabulary(head: Head, tensors: Mapping[str, Tensor], target: LM) -> None:
+    """Give a head the embedding and the LM head that its checkpoint has, else those of the target."""
+    model: Any = target.model
+    with torch.device("meta"):
+        if (weight := tensors.get("embed_tokens.weight")) is not None:
+            head.embed_tokens = nn.Embedding(*weight.shape)
+        if (weight := tensors.get("lm_head.weight")) is not None:
+            head.lm_head = nn.Linear(head.config.hidden_size, len(weight), bias=False)
+    if "embed_tokens.weight" not in tensors:
+        head.embed_tokens = model.get_input_embeddings()
+    if "lm_head.weight" not in tensors:
+        head.lm_head = model.get_output_embeddings()
+
+
+def fill_for(head: Head, num_read: int, tensors: Mapping[str, Tensor], name: str, target: LM) -> None:
+    """Give a head that reads ``num_read`` numbers of each token its weights, and check that it is for this target.
+
+    Raises:
+        ModelCorrupt
+    """
+    check_features(head, num_read, name, target)
+    shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
+    fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
+    check_embedding(head, "embed_tokens" in shared, name, target)
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str] = ()) -> None:

@@ -26,13 +26,12 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.heads.base import (
     Head,
     attention_shapes,
-    check_embedding,
-    check_features,
     decoder_of,
-    fill,
+    fill_for,
     is_embedding_of,
     layer_config,
     reduce_vocabulary,
+    set_vocabulary,
 )
 from outrider.models.heads.block_parts import (
     CandidateSelector,
@@ -144,14 +143,7 @@ class BlockHead(Head):
             self.markov_head = MarkovHead(markov, size) if markov else None
             self.candidate_selector = CandidateSelector(selector, size, num_candidates) if selector else None
             self.confidence_head = ConfidenceHead(confidence) if confidence else None
-            if "embed_tokens.weight" in tensors:
-                self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
-            if "lm_head.weight" in tensors:
-                self.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
-        if "embed_tokens.weight" not in tensors:
-            self.embed_tokens = model.get_input_embeddings()
-        if "lm_head.weight" not in tensors:
-            self.lm_head = model.get_output_embeddings()
+        set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(self.config).to(target.device)
 
     @property
@@ -333,10 +325,7 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
         raise ModelCorrupt(f"{name} drafts nothing: its block_size is {head.block_size}")
     if head.candidate_selector is not None and _value(stated, "selector_top_k", 16) < 1:
         raise ModelCorrupt(f"{name} chooses among {_value(stated, 'selector_top_k')} candidates (selector_top_k)")
-    check_features(head, head.fc.in_features, name, target)
-    shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
-    fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
-    check_embedding(head, "embed_tokens" in shared, name, target)
+    fill_for(head, head.fc.in_features, tensors, name, target)
     outputs = [head.lm_head, *([head.markov_head.markov_w2] if head.markov_head is not None else [])]
     reduce_vocabulary(head, offsets, outputs, name, target)
     if head.token_ids is not None:

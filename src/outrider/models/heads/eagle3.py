@@ -19,13 +19,12 @@ from outrider.errors import ModelCorrupt
 from outrider.models.heads.base import (
     ChainHead,
     attention_shapes,
-    check_embedding,
-    check_features,
     decoder_of,
-    fill,
+    fill_for,
     is_embedding_of,
     layer_config,
     reduce_vocabulary,
+    set_vocabulary,
 )
 from outrider.models.heads.checkpoint import read_tensors
 from outrider.runtime.cache_layers import LayerShape
@@ -75,14 +74,7 @@ class Eagle3Head(ChainHead):
                 setattr(first.self_attn, name, double)
             self.layers = decoder.layers
             self.norm = norm(size, eps=eps)
-            if "embed_tokens.weight" in tensors:
-                self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
-            if "lm_head.weight" in tensors:
-                self.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
-        if "embed_tokens.weight" not in tensors:
-            self.embed_tokens = model.get_input_embeddings()
-        if "lm_head.weight" not in tensors:
-            self.lm_head = model.get_output_embeddings()
+        set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(config).to(target.device)
 
     def layer_shapes(self, target: LM) -> list[LayerShape]:
@@ -159,9 +151,6 @@ def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM)
     if is_embedding_of(target, tensors.get("embed_tokens.weight")):
         del tensors["embed_tokens.weight"]
     head = Eagle3Head(config, stated, tensors, target)
-    check_features(head, head.fc.in_features, name, target)
-    shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
-    fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
-    check_embedding(head, "embed_tokens" in shared, name, target)
+    fill_for(head, head.fc.in_features, tensors, name, target)
     reduce_vocabulary(head, offsets, [head.lm_head], name, target)
     return head
