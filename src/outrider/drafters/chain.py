@@ -142,6 +142,8 @@ def draft_steps(
         [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
+    if is_greedy:
+        settings = settings.greedy()
     width = ids.shape[1]
     positions = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
     is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]

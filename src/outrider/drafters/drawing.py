@@ -33,6 +33,7 @@ def draw_next(
 
     Args:
         logits: [B, V]
+        settings: those of ``Settings.greedy`` if ``is_greedy``.
         history: before the token.
         allowed: the tokens that constraints allow; None for all. [B, V]
         noise: of this token.
@@ -44,7 +45,7 @@ def draw_next(
     here = history.map(lambda values: values[:, None])
     q = to_probs(
         logits[:, None],
-        settings.greedy() if is_greedy else settings,
+        settings,
         here,
         None if allowed is None else allowed[:, None],
     )[:, 0]
@@ -65,7 +66,7 @@ def draw_all(
     """
     num_tokens = logits.shape[1]
     if not any(True for _ in history.tensors):  # all rows of q at once: most of the time is spent in calls
-        q = to_probs(logits, settings.greedy() if is_greedy else settings)
+        q = to_probs(logits, settings)
         drawn = [q[:, i].argmax(dim=-1) if is_greedy else rule.draw(q[:, i], noise.at(i)) for i in range(num_tokens)]
         return torch.stack(drawn, dim=1), q, is_finite(logits)
     steps: list[tuple[Tensor, ...]] = []

@@ -144,6 +144,8 @@ def draft_steps(
     """
     assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
+    if is_greedy:
+        settings = settings.greedy()
     ids: list[Tensor] = []
     probs: list[Tensor] = []
     finite: list[Tensor] = []
@@ -378,6 +380,7 @@ class ModelSession(Session):
     ) -> tuple[Tensor, ...]:
         """Compute all logits in one forward, then draw and mask the tokens one by one."""
         rule, is_greedy, view_len = shape
+        settings = rows.settings.greedy() if is_greedy else rows.settings
         arguments = cache, fed, cached, rows.lengths, rows.num_wanted
         static = view_len, k, self._mask_id
         logits, now_cached = self._lm.run(parallel_logits, static, *arguments, is_repeatable=rows.is_repeatable)
@@ -387,7 +390,7 @@ class ModelSession(Session):
         ) -> tuple[Tensor, ...]:
             if self._min_prob > 0:
                 end_before(rows.num_wanted, i, is_unsure(logits[:, i], self._min_prob, allowed))
-            drawn = draw_next(rule, logits[:, i], rows.settings, history, allowed, noise.at(0), is_greedy=is_greedy)
+            drawn = draw_next(rule, logits[:, i], settings, history, allowed, noise.at(0), is_greedy=is_greedy)
             ids, q, is_good = (part[:, None] for part in drawn)
             return (ids, is_good) if is_greedy else (ids, is_good, q)
 

@@ -84,6 +84,8 @@ def draft_at_once(
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Draft K tokens in one forward. Arguments and results: see ``draft_steps``."""
+    if is_greedy:
+        settings = settings.greedy()
     logits, cached = parallel_logits(lm, view_len, k, mask_id, cache, fed, cached, lengths, num_drafted)
     ids, probs, finite = draw_all(rule, logits, settings, history, noise, is_greedy=is_greedy)
     results = [ids, finite, cached]
