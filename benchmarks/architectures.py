@@ -60,7 +60,9 @@ class _Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="as in configurations; all by default")
-    parser.add_argument("--page", type=Path, help="write the result in words to this file, too")
+    parser.add_argument(
+        "--page", type=Path, help="write the result in words to this page, too, up to its section on multimodal models"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
@@ -72,7 +74,8 @@ def main() -> None:
     counts = Counter(one.result for one in found.values())
     print(", ".join(f"{number} {result}" for result, number in counts.most_common()))
     if arguments.page is not None:
-        arguments.page.write_text(_page(found), encoding="utf-8")
+        _, heading, by_hand = arguments.page.read_text(encoding="utf-8").partition("\n## Multimodal\n")
+        arguments.page.write_text(_page(found) + heading + by_hand, encoding="utf-8")
     types = {name: asdict(one) for name, one in found.items()}
     json.dump({"provenance": provenance("cpu"), "types": types}, sys.stdout)
     print()

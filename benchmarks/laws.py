@@ -28,6 +28,7 @@ from peer_arms.llama_cpp import llama_cpp_arms
 
 from outrider.api import load, load_drafter
 from outrider.drafters.base import Drafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.export.engine_rules import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, EngineRule
 from outrider.models.registry import resolve
@@ -113,7 +114,7 @@ def main() -> None:
     for name, k, tau in _predicted(plain, drafter, num_texts, num_tokens):
         add(name, "predicted", k, tau)
     arms = {"ratio": (drafter, "rejection"), "block": (drafter, "block")}
-    arms["greedy"] = replace(drafter, is_greedy=True), "rejection"
+    arms["greedy"] = replace(drafter, options=DraftOptions(is_greedy=True)), "rejection"
     for name, (one, rule) in arms.items():
         for k in _KS:
             add(name, "Outrider", k, _by_outrider(plain, one, rule, num_texts, num_tokens, k))

@@ -4,6 +4,7 @@ The embedded pair speaks; nothing may depend on what it says. The tiny ones are 
 be read: words, pieces with a leading space, single bytes.
 """
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,16 @@ def zoo(name: str) -> Path:
     path = resolve(name).path
     assert path is not None
     return path
+
+
+def stating(folder: Path, options: dict[str, Any]) -> Path:
+    """The embedded target in a folder, whose ``generation_config.json`` states sampling options."""
+    folder.mkdir()
+    for file in zoo("fable").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").write_text(json.dumps(options))
+    return folder
 
 
 def word_tokenizer(num_words: int = NUM_WORDS, word: str = "w{}") -> PreTrainedTokenizerFast:

@@ -26,11 +26,11 @@ class HeadDrafter:
     models: tuple[LM, ...]
     session: Callable[[tuple[LM, ...], int, int], Session]
     features: tuple[int, ...] = ()
-    context_len: int | None = None
     is_one_hot: bool = False
 
     lm: ClassVar[LM | None] = None
     most_drafted: ClassVar[int | None] = None
+    favoured_k: ClassVar[tuple[int, ...]] = ()
     reads_on_host: ClassVar[bool] = False
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
@@ -46,8 +46,7 @@ def in_rounds(drafter: ModelDrafter) -> HeadDrafter:
     def session(models: tuple[LM, ...], num_slots: int, capacity: int) -> Session:
         return replace(drafter, draft_lm=models[0]).open(num_slots, capacity, models[0].device, 8)
 
-    context_len, is_one_hot = drafter.context_len, drafter.is_one_hot
-    return HeadDrafter(drafter.name, drafter.models, session, context_len=context_len, is_one_hot=is_one_hot)
+    return HeadDrafter(drafter.name, drafter.models, session, is_one_hot=drafter.is_one_hot)
 
 
 def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int, Tensor], Tensor]) -> Draft:

@@ -48,7 +48,7 @@ def round_law(
         history, q, weight = begin, [], 1.0
         for before, x in zip((last, *ids), ids, strict=False):
             here = history.map(lambda values: values[:, None])
-            row = to_probs(draft_table[before][None, None], settings, here, masks.here()[:, None])[0, 0]
+            row = to_probs(draft_table[before][None, None], settings, here, masks.here())[0, 0]
             q.append(row.tolist())
             weight *= q[-1][x]
             history = history.then(torch.tensor([x]))

@@ -20,7 +20,7 @@ from outrider.decoding.acceptance_estimates import PairEstimates
 from outrider.decoding.batch import Row
 from outrider.decoding.cost_model import LiveCosts
 from outrider.decoding.engine import decode
-from outrider.decoding.measured_costs import MeasuredCosts, timed_ks
+from outrider.decoding.measured_costs import MeasuredCosts, favoured_ks
 from outrider.decoding.schedule import AdaptiveSchedule, Schedule
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
@@ -187,7 +187,7 @@ def measured(seconds: Mapping[int, float], spread: float = 0.02) -> MeasuredCost
 
 def given_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> MeasuredCosts:
     """In the place of ``measure_round_costs``: a drafted token costs a tenth of a round without drafts."""
-    return measured({k: 0.01 + 0.001 * k for k in timed_ks(target, drafter)})
+    return measured({k: 0.01 + 0.001 * k for k in favoured_ks(target, drafter)})
 
 
 @dataclass

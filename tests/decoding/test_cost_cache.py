@@ -18,6 +18,7 @@ from outrider.decoding import cost_cache
 from outrider.decoding.cost_cache import kept_costs, round_costs
 from outrider.decoding.measured_costs import MeasuredCosts, measure_round_costs
 from outrider.decoding.pair_state import PairState
+from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import NoDrafter
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.records import Round, Timing
@@ -132,12 +133,14 @@ class _Clocked:
 
     def __init__(self, *factors: float) -> None:
         self.factors, self.num_runs = factors, 0
+        self.sizes = set[tuple[int, int]]()
 
-    def __call__(self, *_: object, num_draft_tokens: int, **__: object) -> Iterator[Round]:
+    def __call__(self, *_: object, num_draft_tokens: ConstantSchedule, **__: object) -> Iterator[Round]:
+        self.sizes.add((num_draft_tokens.k, num_draft_tokens.max_k))
         number, self.num_runs = self.num_runs, self.num_runs + 1
         for index in count():
             factor = self.factors[(number + index) % len(self.factors)]
-            yield Round((), Timing(0.0, 0.1, 0.1, factor * COSTS[num_draft_tokens]))
+            yield Round((), Timing(0.0, 0.1, 0.1, factor * COSTS[num_draft_tokens.k]))
 
 
 def test_times_that_scatter_are_measured_for_longer(
@@ -150,10 +153,12 @@ def test_times_that_scatter_are_measured_for_longer(
     caplog.set_level("INFO")
     num_rounds = []
     for factors in ((1.0, 1.01), (1.0, 1.6)):
-        monkeypatch.setattr("outrider.decoding.measured_costs.decode", _Clocked(*factors))
+        clocked = _Clocked(*factors)
+        monkeypatch.setattr("outrider.decoding.measured_costs.decode", clocked)
         found = measure_round_costs(target, drafter, RULES["rejection"], 1, 60)
         num_rounds.append(found.num_rounds[0])
     assert num_rounds[0] == 4 < num_rounds[1] and found.doubt is not None
+    assert clocked.sizes == {(k, 8) for k in (0, 1, 2, 3, 4, 6, 8)}  # as in the run, whose inputs have room for 8
     assert caplog.messages[0] == "measuring rounds of target with draft (1 row, K = 0, 1, 2, 3, 4, 6, 8)"
     assert caplog.messages[1].startswith("measuring rounds: K = ")
 

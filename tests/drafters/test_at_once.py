@@ -11,6 +11,7 @@ import outrider
 from contract import check_state, lead
 from hybrids import V, hybrid, hybrid_lm
 from outrider.drafters.base import NoDrafter, Rows
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter, ModelSession
 from outrider.errors import UnsupportedModel
 from outrider.records import Draft, Request, Stats
@@ -50,7 +51,7 @@ def test_the_output_is_that_of_plain_decoding(rule: Rule) -> None:
             assert [output.token_ids for output in outputs] == plain
             stats = sum((output.stats for output in outputs), Stats())
             assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
-        greedy = ModelDrafter(drafter.draft_lm, is_greedy=True, mask_id=MASK)
+        greedy = ModelDrafter(drafter.draft_lm, options=DraftOptions(is_greedy=True), mask_id=MASK)
         assert tokens(target, greedy, _requests(**options), rule, 3) == plain
 
 
@@ -109,7 +110,7 @@ def test_it_is_recognised_by_its_configuration(tmp_path: Path) -> None:
     target = save(tmp_path / "target", random_llama(), word_tokenizer())
     for i, (keys, mask_id) in enumerate([({"pard_token": 90}, 90), ({"ptd_token_id": 4}, 4), ({}, None)]):
         drafter = outrider.load(target, f"{_folder(tmp_path / str(i), **keys)}:greedy").drafter
-        assert isinstance(drafter, ModelDrafter) and drafter.is_greedy
+        assert isinstance(drafter, ModelDrafter) and drafter.options.is_greedy
         assert drafter.mask_id == mask_id and (drafter.lm is None) == (mask_id is not None)
     decoder = outrider.load(target, tmp_path / "0", acceptance="gumbel")
     (one,), (plain,) = (each.generate("w1 w2 w3", max_new_tokens=20, seed=1) for each in (decoder, decoder.plain()))

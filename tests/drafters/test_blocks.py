@@ -19,10 +19,13 @@ import outrider
 from block_heads import add_tensors, block_drafter, write_block
 from contract import lead
 from hybrids import hybrid, hybrid_lm
+from outrider.api import load_drafter
 from outrider.drafters import block
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.block import BlockDrafter
-from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
+from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import ModelCorrupt, ModelNotFound, OptionError, UnsupportedModel
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.records import Stats
@@ -74,7 +77,7 @@ def test_a_draft_ends_where_confidence_is_low(name: str, tmp_path: Path) -> None
     target = as_lm(model)
     confidence = GOLDEN[f"{name}: confidence"]
     threshold = float(confidence[:, 0].median()) - 1e-4
-    drafter = replace(_head(tmp_path, target), min_confidence=threshold)
+    drafter = replace(_head(tmp_path, target), options=DraftOptions(min_confidence=threshold))
     k, found = drafter.most_drafted, []
     sequences = [(golden.TEXT[: at + 1], golden.TEXT[at + 1 : at + 2 + k]) for at in golden.ANCHORS]
     led = lead(target, drafter, sequences, k)
@@ -88,7 +91,33 @@ def test_a_draft_ends_where_confidence_is_low(name: str, tmp_path: Path) -> None
 def test_only_some_heads_predict_acceptance() -> None:
     drafter = block_drafter(as_lm(tiny_llama(num_layers=4)))
     with pytest.raises(OptionError, match="does not predict acceptance"):
-        replace(drafter, min_confidence=0.5)
+        replace(drafter, options=DraftOptions(min_confidence=0.5))
+
+
+def test_least_confidence_in_a_name(tmp_path: Path) -> None:
+    """It is that of the drafter and of its name; other heads and models refuse it, and block heads all others."""
+    model = tiny_llama(num_layers=4)
+    write_block(tmp_path, model, layout="deepspec", markov="vanilla", has_confidence=True)
+    decoder = outrider.load(model)
+    name = f"{tmp_path}:min-confidence=0.4"
+    drafter = load_drafter(decoder, name)
+    assert isinstance(drafter, BlockDrafter) and drafter.options == DraftOptions(min_confidence=0.4)
+    assert drafter.name == f"{drafter.head.name}:min-confidence=0.4"
+    assert decoder.drafter.name == "none" and load_drafter(decoder, tmp_path).name == drafter.head.name
+    for option, remedy in (
+        ("greedy", "greedy of the draft = True is invalid: .* does not take it"),
+        ("min-prob=0.3", "min-prob of the draft = 0.3 is invalid"),
+        ("min-confidence=1", "min-confidence is a probability between 0 and 1"),
+        ("min-confidence", "min-confidence"),
+        ("min-confidence=0.4:min-confidence=0.5", "each once"),
+        ("min-confidence=0.4:min-prob=0.5", "write min-prob before min-confidence"),
+    ):
+        with pytest.raises((OptionError, ModelNotFound), match=remedy):
+            load_drafter(decoder, f"{tmp_path}:{option}")
+    with pytest.raises(OptionError, match="min_confidence|min-confidence of the draft"):
+        ModelDrafter(decoder.target, DraftOptions(min_confidence=0.4))
+    with pytest.raises(OptionError, match="min_prob = 1"):
+        DraftOptions(min_prob=1)
 
 
 def test_the_cases_differ() -> None:
@@ -249,7 +278,7 @@ def test_the_distribution_is_the_targets(kind: str) -> None:
     target = as_lm(tiny_llama(vocab_size=6, num_layers=4))
     drafter = block_drafter(target, **options[kind])
     if kind == "dspark":
-        drafter = replace(drafter, min_confidence=0.7)
+        drafter = replace(drafter, options=DraftOptions(min_confidence=0.7))
     assert law_z(target, drafter, BLOCK, (3, 1, 2), k=3, num_samples=2500) < 5
 
 

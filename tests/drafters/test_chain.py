@@ -17,6 +17,7 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import AlteredDrafter, Drafter, NoDrafter, Rows
 from outrider.drafters.chain import ChainSession
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -160,9 +161,9 @@ def _compiled_kinds(target: LM) -> dict[str, Drafter]:
     small = as_lm(random_llama(seed=1), "draft", 64)
     return {
         "eagle3": head,
-        "eagle3, sure": replace(head, min_prob=0.02),
+        "eagle3, sure": replace(head, options=DraftOptions(min_prob=0.02)),
         "parallel": ModelDrafter(small, mask_id=7),
-        "model, sure": ModelDrafter(small, min_prob=0.02),
+        "model, sure": ModelDrafter(small, options=DraftOptions(min_prob=0.02)),
         "suffix, then a model": HybridDrafter(SuffixDrafter(), ModelDrafter(small), target.vocab_size, 0.1),
     }
 

@@ -16,6 +16,7 @@ from outrider.decoding.slots import SlotAssignment, Slots
 from outrider.drafters import block
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.corpus import Corpus
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -37,7 +38,7 @@ def _model() -> tuple[LM, Drafter]:
 
 def _greedy() -> tuple[LM, Drafter]:
     target, drafter = _model()
-    return target, ModelDrafter(drafter.models[0], is_greedy=True)
+    return target, ModelDrafter(drafter.models[0], options=DraftOptions(is_greedy=True))
 
 
 def _parallel() -> tuple[LM, Drafter]:
@@ -60,12 +61,12 @@ def _short_context() -> tuple[LM, Drafter]:
 
 def _sure() -> tuple[LM, Drafter]:
     target, drafter = _model()
-    return target, ModelDrafter(drafter.models[0], min_prob=0.5)
+    return target, ModelDrafter(drafter.models[0], options=DraftOptions(min_prob=0.5))
 
 
 def _parallel_sure() -> tuple[LM, Drafter]:
     target, drafter = _parallel()
-    return target, ModelDrafter(drafter.models[0], mask_id=FEW, min_prob=0.5)
+    return target, ModelDrafter(drafter.models[0], mask_id=FEW, options=DraftOptions(min_prob=0.5))
 
 
 def _parallel_short_context() -> tuple[LM, Drafter]:
@@ -130,7 +131,7 @@ def _translated_short() -> tuple[LM, Drafter]:
 
 def _eagle3_sure() -> tuple[LM, Drafter]:
     target, drafter = _eagle3()
-    return target, replace(drafter, min_prob=0.6)
+    return target, replace(drafter, options=DraftOptions(min_prob=0.6))
 
 
 def _dflash() -> tuple[LM, Drafter]:
@@ -147,7 +148,7 @@ def _dspark() -> tuple[LM, Drafter]:
     """A draft ends before confidence is low: in the prompt below, after two of the four first tokens."""
     target = as_lm(tiny_llama(vocab_size=FEW, num_layers=4))
     options: dict[str, Any] = {"layout": "speculators", "markov": "rnn", "has_confidence": True}
-    return target, replace(block_drafter(target, **options), min_confidence=0.76)
+    return target, replace(block_drafter(target, **options), options=DraftOptions(min_confidence=0.76))
 
 
 PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
@@ -227,7 +228,7 @@ def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     draft = hybrid_lm(hybrid("qwen3_5_text"), "draft")
     check_state(target, ModelDrafter(draft), _sequences(V)[:3], K, atol=1e-4)
     draft.context_len = 12
-    check_state(target, ModelDrafter(draft, min_prob=0.05), _sequences(V)[:2], K, atol=1e-4)
+    check_state(target, ModelDrafter(draft, options=DraftOptions(min_prob=0.05)), _sequences(V)[:2], K, atol=1e-4)
 
 
 def test_blocks_of_a_hybrid_target_are_a_function_of_the_sequence() -> None:
@@ -288,9 +289,9 @@ def test_a_confidence_that_looks_at_its_token_is_detected(monkeypatch: pytest.Mo
     target, drafter = _dspark()
     draw = block._draw
 
-    def draw_first(head: Any, rule: Any, least: float, logits: Any, output: Any, *arguments: Any) -> Any:
-        (ids, is_good, q, _), state = draw(head, rule, 0.0, logits, output, *arguments)
-        return (ids, is_good, q, head.model.confidence(output, ids) >= least), state
+    def draw_first(head: Any, rule: Any, options: Any, logits: Any, output: Any, *arguments: Any) -> Any:
+        drawn, _, state = draw(head, rule, options, logits, output, *arguments)
+        return drawn, head.model.confidence(output, drawn[0]) < options.min_confidence, state
 
     monkeypatch.setattr(block, "_draw", draw_first)
     with pytest.raises(AssertionError, match="depends on later tokens"):

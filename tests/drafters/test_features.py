@@ -36,8 +36,8 @@ class Oracle:
 
     name = "oracle"
     lm: LM | None = None
-    context_len: int | None = None
     most_drafted: int | None = 2
+    favoured_k: tuple[int, ...] = ()
     is_one_hot = True
     features = FEATURES
 

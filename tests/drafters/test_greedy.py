@@ -10,6 +10,7 @@ from outrider.api import load_drafter
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import draft_rows
 from outrider.decoder import Decoder
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.replay.record import header_of, record_batch
@@ -43,7 +44,7 @@ def test_the_name_tells(greedy: Decoder) -> None:
 def test_drafts_are_the_likeliest_tokens(rule) -> None:
     """Each accepted one is what the draft would have said, and the first correction is not; nothing of q is kept."""
     target, drafter = table_pair(8)
-    greedy, best = replace(drafter, is_greedy=True), drafter.lm.model.table.argmax(-1).tolist()
+    greedy, best = replace(drafter, options=DraftOptions(is_greedy=True)), drafter.lm.model.table.argmax(-1).tolist()
     [output] = run(target, greedy, [request([3], max_new_tokens=200)], rule, 3)
     last, num_accepted = 3, 0
     for row in output.rounds:
@@ -60,7 +61,11 @@ def test_a_round_follows_the_targets_law() -> None:
     for rule in RULES.values():
         sampling = Sampling(temperature=0.8, top_p=0.9)
         report = check_exactly(
-            target, replace(drafter, is_greedy=True), sampling, rule, [Text([1, 2, 3]), Text([7] * 5)]
+            target,
+            replace(drafter, options=DraftOptions(is_greedy=True)),
+            sampling,
+            rule,
+            [Text([1, 2, 3]), Text([7] * 5)],
         )
         assert report.is_ok, report
 
@@ -68,7 +73,9 @@ def test_a_round_follows_the_targets_law() -> None:
 def test_q_is_one_hot_for_certificates() -> None:
     target, drafter = table_pair(8)
     texts = [Text((1, 2, 3, 4, 5, 6))]
-    [(_, _, q)] = draft_rows(target, replace(drafter, is_greedy=True), Sampling(temperature=0.7), texts)
+    [(_, _, q)] = draft_rows(
+        target, replace(drafter, options=DraftOptions(is_greedy=True)), Sampling(temperature=0.7), texts
+    )
     best = drafter.lm.model.table.argmax(-1)[torch.tensor([1, 2, 3, 4, 5])]
     assert torch.equal(q.argmax(-1), best) and torch.equal(q.amax(-1), torch.ones(5, dtype=torch.float64))
 

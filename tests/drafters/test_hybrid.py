@@ -12,6 +12,7 @@ from outrider.certify.exact import check_exactly
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.drafters.base import Drafter, Rows
 from outrider.drafters.corpus import Corpus
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.hybrid import HybridDrafter, HybridSession
 from outrider.drafters.model import ModelDrafter, ModelSession
 from outrider.drafters.suffix import SuffixDrafter
@@ -112,7 +113,7 @@ def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows
 
 def test_greedy_models_keep_no_probabilities(seen: list[tuple[Rows, Rows, Draft]]) -> None:
     target, model = llama_pair()
-    drafter = _hybrid(ModelDrafter(model.lm, is_greedy=True))
+    drafter = _hybrid(ModelDrafter(model.lm, options=DraftOptions(is_greedy=True)))
     assert drafter.is_one_hot and drafter.name == "suffix+draft:greedy"
     run(target, drafter, [request(PROMPTS[0], max_new_tokens=40)], REJECTION, 3)
     assert all(draft.probs is None for *_, draft in seen)

@@ -8,6 +8,7 @@ import torch
 
 from outrider.api import load_drafter
 from outrider.drafters.base import NoDrafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.parallel import mask_token_of
 from outrider.errors import OptionError
@@ -36,7 +37,9 @@ def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(rule: Rule, o
     is_sure = (probs >= min_prob).tolist()
     requests = [replace(request((i,), seed=i, max_new_tokens=24, **options), reports_drafts=True) for i in range(8)]
     numbers = set()
-    for output, one in zip(run(target, replace(drafter, min_prob=min_prob), requests, rule, 4), requests, strict=True):
+    for output, one in zip(
+        run(target, replace(drafter, options=DraftOptions(min_prob=min_prob)), requests, rule, 4), requests, strict=True
+    ):
         text = list(one.prompt_ids)
         for row in output.rounds[:-2]:
             assert row.drafted is not None
@@ -53,7 +56,10 @@ def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(rule: Rule, o
 @ALL_RULES
 def test_the_output_is_that_of_plain_decoding_and_of_a_row_alone(rule: Rule) -> None:
     target, drafter = llama_pair()
-    for sure in (replace(drafter, min_prob=0.15), replace(drafter, min_prob=0.15, is_greedy=True)):
+    for sure in (
+        replace(drafter, options=DraftOptions(min_prob=0.15)),
+        replace(drafter, options=DraftOptions(min_prob=0.15, is_greedy=True)),
+    ):
         for options in ({"temperature": 0.0}, {"temperature": 0.8, "repetition_penalty": 1.2}):
             requests = _requests(**options)
             outputs = run(target, sure, requests, rule, InTurn(4, 3, 0))
@@ -79,7 +85,7 @@ def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> No
             return forward(self, *args, **options)
 
         monkeypatch.setattr(type(drafter.draft_lm), "forward", count)
-        outputs = run(target, replace(drafter, min_prob=min_prob), _requests()[:1], GUMBEL, 4)
+        outputs = run(target, replace(drafter, options=DraftOptions(min_prob=min_prob)), _requests()[:1], GUMBEL, 4)
         num_forwards.append(len(calls) / len(outputs[0].rounds))
     assert num_forwards[1] < num_forwards[0] / 2
 
@@ -92,7 +98,7 @@ def test_names() -> None:
     ):
         drafter = load_drafter(decoder, name)
         assert isinstance(drafter, ModelDrafter) and drafter.name == name
-        assert (drafter.min_prob, drafter.is_greedy, drafter.lm) == (min_prob, is_greedy, None)
+        assert (drafter.options, drafter.lm) == (DraftOptions(is_greedy, min_prob), None)
         assert mask_token_of("fable-draft", drafter.draft_lm.model) is None
     for wrong in ("0", "1", "1.5", "-1", "nan", "many", ""):
         with pytest.raises(OptionError, match="min-prob is a probability between 0 and 1"):

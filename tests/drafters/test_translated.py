@@ -22,6 +22,7 @@ from outrider.compile.compiled import CompiledExecution
 from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter, ModelSession
 from outrider.drafters.suffix import SuffixDrafter
@@ -211,7 +212,9 @@ def test_a_draft_with_states() -> None:
 
 def test_greedy_and_after_a_suffix() -> None:
     target, drafter = _toy()
-    greedy = TranslatedDrafter.of(as_lm(tiny_llama(1, vocab_size=30), "draft"), drafter.spelling, is_greedy=True)
+    greedy = TranslatedDrafter.of(
+        as_lm(tiny_llama(1, vocab_size=30), "draft"), drafter.spelling, options=DraftOptions(is_greedy=True)
+    )
     assert greedy.is_one_hot and greedy.name == "draft:greedy"
     others: list[Drafter] = [greedy, HybridDrafter(SuffixDrafter(), drafter, 60, 0.4)]
     requests = [request([1, 2, 3, 4] * 4, temperature=0.0, max_new_tokens=60), request([5, 44], temperature=0.0)]
@@ -227,7 +230,7 @@ def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         decoder = _pair(1000)
     [message] = caplog.messages
     assert "has another tokenizer, with 1257 of the 4096 tokens of " in message and "% of those of a text" in message
-    assert decoder.drafter.lm is None and not decoder.drafter.is_one_hot and decoder.drafter.context_len is None
+    assert decoder.drafter.lm is None and not decoder.drafter.is_one_hot
     header = header_of(decoder, {}, None)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         next(replay([], header, decoder.drafter, "block", [2]))

@@ -70,8 +70,8 @@ def test_ctrl_c_keeps_the_rows_before_the_first_that_is_not_finished(
 ) -> None:
     stream_many = Decoder.stream_many
 
-    def interrupted(self: Decoder, prompts: object, **options: object) -> object:
-        for chunk in stream_many(self, prompts, **options | {"max_new_tokens": [2, 6, 3]}):
+    def interrupted(self: Decoder, prompts: object, sampling: Sampling, **more: object) -> object:
+        for chunk in stream_many(self, prompts, sampling, max_new_tokens=[2, 6, 3], **more):
             yield chunk
             if chunk.row == 2 and chunk.finish_reason is not None:
                 raise KeyboardInterrupt

@@ -15,6 +15,7 @@ from logs import EOS, header_of, written
 
 from enumeration import outcomes
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
@@ -184,7 +185,7 @@ def _replayed(
     drafter: Drafter | None = None,
     **q: Any,
 ) -> Stats:
-    target, drafter = table_lm(TARGET), drafter or ModelDrafter(table_lm(DRAFT, name="draft"), is_greedy)
+    target, drafter = table_lm(TARGET), drafter or ModelDrafter(table_lm(DRAFT, name="draft"), DraftOptions(is_greedy))
     header = header_of(target, 1 if has_probs else None, max_new_tokens=num_tokens)
     probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
     record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
@@ -277,7 +278,7 @@ def test_one_ratio_for_each_place_is_wrong(rule: str, monkeypatch: pytest.Monkey
 def test_forcing_a_draft_model_changes_nothing(pair: str, law: str, is_greedy: bool) -> None:
     """One ratio for each place is a case of one for each place and offset."""
     target, drafter = PAIRS[pair]()
-    drafter = dataclasses.replace(drafter, is_greedy=is_greedy)
+    drafter = dataclasses.replace(drafter, options=DraftOptions(is_greedy=is_greedy))
     header, records = written(target, PROMPTS, target.vocab_size, temperature=0.9, top_p=0.9, max_new_tokens=12)
     want, got = (
         list(replay(records, header, one, law, [1, 3], target=target, batch_size=3))
@@ -366,7 +367,7 @@ def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, pair: str, k
 def test_sampled_rounds_of_certain_drafts(rule: str, is_greedy: bool) -> None:
     """A drafted token of a one-hot q stands if and only if it is in the text, so that the rounds are certain."""
     target, drafter = table_pair(8, draft_context_len=11)
-    drafter = dataclasses.replace(drafter, is_greedy=True) if is_greedy else NgramDrafter()
+    drafter = dataclasses.replace(drafter, options=DraftOptions(is_greedy=True)) if is_greedy else NgramDrafter()
     scores = _z_scores(rule, 3, target, drafter, 100)
     assert set(scores.values()) == {0.0}
 

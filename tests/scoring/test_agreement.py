@@ -5,10 +5,12 @@ from operator import itemgetter
 import pytest
 import torch
 
+from outrider.drafters.window import window_start
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
 from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, overlap, sampling_grid
+from outrider.scoring.forcing import needs_forcing
 from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import in_rounds, two_tables
 from toys import as_lm, llama_pair, perturbed, random_table, table_lm, tiny_llama
@@ -77,13 +79,34 @@ def test_alpha_of_each_token_of_a_round() -> None:
 
 def test_forced_alpha_of_a_draft_model_is_its_alpha() -> None:
     """At the first offset; the others have fewer places."""
-    target, drafter = llama_pair(draft_context_len=100)
-    samplings = [Sampling(repetition_penalty=1.3), Sampling(temperature=0.7)]
-    want = measure_alpha(target, drafter.lm, TEXTS, samplings)
-    got = measure_forced_alpha(target, in_rounds(drafter), TEXTS, samplings, 2)
+    target, drafter = llama_pair()
+    texts, samplings = [Text([3, 1, 4, 1, 5, 9], 3), Text(list(range(2, 30)))], [Sampling(repetition_penalty=1.3)]
+    want = measure_alpha(target, drafter.lm, texts, samplings)
+    got = measure_forced_alpha(target, in_rounds(drafter), texts, samplings, 2)
     for a, b in zip(want, got, strict=True):
         assert b.alpha.value == pytest.approx(a.alpha.value, abs=1e-9) and b.num_tokens == a.num_tokens
         assert a.by_offset is None and b.by_offset is not None and b.by_offset[1].value != b.alpha.value
+
+
+def test_alpha_beyond_the_context_of_a_draft() -> None:
+    """At the first offset, the mean overlap with forwards of the draft over its windows: of the last 9 to 16 tokens. A
+    draft that read whole texts would have another alpha."""
+    target, drafter = llama_pair(draft_context_len=16)
+    (text,) = texts = [Text([int(i) for i in torch.randint(60, (50,), generator=torch.Generator().manual_seed(2))])]
+    assert needs_forcing(drafter, texts) and not needs_forcing(drafter, [Text(text.ids[:17])])
+    (got,) = measure_forced_alpha(target, drafter, texts, [Sampling()], 2)
+
+    def alpha(starts: list[int]) -> float:
+        overlaps = []
+        for length, start in enumerate(starts, start=1):
+            p = target.model(torch.tensor([text.ids[:length]])).logits[0, -1].softmax(-1)
+            q = drafter.draft_lm.model(torch.tensor([text.ids[start:length]])).logits[0, -1].softmax(-1)
+            overlaps.append(float(overlap(p, q)))
+        return sum(overlaps) / len(overlaps)
+
+    assert got.num_tokens == 49
+    assert got.alpha.value == pytest.approx(alpha([window_start(n, 16) for n in range(1, 50)]), abs=1e-9)
+    assert abs(got.alpha.value - alpha([0] * 49)) > 1e-3
 
 
 def test_batches_change_nothing() -> None:
@@ -96,9 +119,10 @@ def test_batches_change_nothing() -> None:
 
 
 def test_texts_are_cut_to_the_shorter_context() -> None:
+    """The last token need not be fed."""
     target = table_lm(random_table(5, 0))
     draft = table_lm(random_table(5, 1), context_len=4)
-    assert measure_alpha(target, draft, [Text([0, 1, 2, 3, 4, 0])], [Sampling()])[0].num_tokens == 3
+    assert measure_alpha(target, draft, [Text([0, 1, 2, 3, 4, 0])], [Sampling()])[0].num_tokens == 4
     with pytest.raises(PromptError, match="two tokens or more"):
         measure_alpha(target, draft, [Text([0])], [Sampling()])
 

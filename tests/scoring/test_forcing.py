@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
@@ -93,7 +94,7 @@ def test_drafts_end_as_in_the_loop() -> None:
 
 def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
     target, drafter = llama_pair()
-    greedy = in_rounds(ModelDrafter(drafter.lm, is_greedy=True))
+    greedy = in_rounds(ModelDrafter(drafter.lm, options=DraftOptions(is_greedy=True)))
     (q_rows,) = _whole(drafter.lm, TEXTS[:1], Sampling(temperature=0.0))
     text, num_scored = TEXTS[0], 0
     for one in force_drafts(target, greedy, [text], [Sampling(max_new_tokens=30)], K):
@@ -111,6 +112,11 @@ def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
 def test_the_drafters_that_need_forcing() -> None:
     target, drafter = llama_pair()
     table = random_table(4, 0)
-    without: list[Drafter] = [NoDrafter(), NgramDrafter(), drafter, ModelDrafter(drafter.lm, is_greedy=True)]
+    without: list[Drafter] = [
+        NoDrafter(),
+        NgramDrafter(),
+        drafter,
+        ModelDrafter(drafter.lm, options=DraftOptions(is_greedy=True)),
+    ]
     assert not any(map(needs_forcing, without))
     assert all(map(needs_forcing, [head(target), in_rounds(drafter), two_tables(table, table)]))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.decoding.measured_costs import MeasuredCosts, load_sizes, measure_round_costs, timed_ks
+from outrider.decoding.measured_costs import MeasuredCosts, favoured_ks, load_sizes, measure_round_costs
 from outrider.drafters.base import Drafter
 from outrider.errors import FileError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _KEPT = timedelta(days=30)  # drivers, power settings and neighbours change without a new name
 # Rounds correct them while they run. Measuring on a busy machine may take a minute, which not every run should.
 _DOUBTED = timedelta(hours=1)
-_METHOD = 6  # change it with the method of timing: cached costs with another number are ignored
+_METHOD = 7  # change it with the method of timing: cached costs with another number are ignored
 _DESCRIPTION = {
     **dict.fromkeys(("target", "draft", "acceptance", "dtype", "execution", "device", "processor", "torch"), str),
     **dict.fromkeys(("num_rows", "num_threads"), int),
@@ -39,7 +39,7 @@ _UNREADABLE = OSError, ValueError, LookupError, AttributeError, TypeError, Arith
 
 
 def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> dict[int, float]:
-    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K that the execution favours. If
+    """K -> seconds of a round of ``num_rows`` rows with K drafted tokens, for the K of ``favoured_ks``. If
     rounds do not wait for their programs, and compiled ones were not measured before, the costs of eager ones.
 
     Args:
@@ -47,7 +47,7 @@ def round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tok
             serve the run as well.
     """
     path = _path(target, drafter, rule, num_rows)
-    choices = timed_ks(target, drafter)
+    choices = favoured_ks(target, drafter)
     kept = current_ranks().of_first(lambda: _seconds(path, choices))
     if kept is not None:
         return kept
@@ -174,6 +174,6 @@ def _path(target: LM, drafter: Drafter, rule: Rule, num_rows: int) -> Path:
 
     lms = [target, *drafter.models]
     machine = *_machine(target).values(), torch.backends.cpu.get_cpu_capability()
-    loop = drafter.name, rule.name, num_rows, target.execution.favoured_k, current_ranks().size
+    loop = drafter.name, rule.name, num_rows, favoured_ks(target, drafter), current_ranks().size
     what = [facts(lm) for lm in lms], loop, machine, _METHOD
     return cache_folder("costs") / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"

@@ -16,6 +16,7 @@ import torch
 
 from outrider.decoding.cost_bounds import implausible_k
 from outrider.decoding.engine import decode
+from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
@@ -38,10 +39,11 @@ def load_sizes(num_slots: int) -> list[int]:
     return sorted({*(2**i for i in range(num_slots.bit_length())), num_slots})
 
 
-def timed_ks(target: LM, drafter: Drafter) -> list[int]:
-    """The K to measure: those that the execution favours and the drafter can draft."""
+def favoured_ks(target: LM, drafter: Drafter) -> tuple[int, ...]:
+    """Values of K for adaptive schedules, 0 included: those that the execution or the drafter favours, and the drafter
+    can draft."""
     most = drafter.most_drafted
-    return [k for k in target.execution.favoured_k if most is None or k <= most]
+    return tuple(k for k in sorted({*target.execution.favoured_k, *drafter.favoured_k}) if most is None or k <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ def measure_round_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int,
         num_tokens: final length of the longest row. The cache gets that size, so that programs compiled for measuring
             serve the run as well.
     """
-    arms = [CostArm(target, drafter, k) for k in timed_ks(target, drafter)]
+    ks = favoured_ks(target, drafter)
+    arms = [CostArm(target, drafter, k, ks[-1]) for k in ks]
     average = average_of([target, *drafter.models])
     load = _load_average()
     begin_s = logged_s = time.perf_counter()
@@ -160,11 +163,16 @@ def average_of(lms: Sequence[LM]) -> Callable[[Sequence[float]], float]:
 
 @dataclass(frozen=True, slots=True)
 class CostArm:
-    """A pair and the K at which its rounds are timed. K = 0 is plain decoding."""
+    """A pair and the K at which its rounds are timed. K = 0 is plain decoding.
+
+    Attributes:
+        max_k: the largest K of the run that is timed, if that is more than ``k``: some drafters feed as many columns.
+    """
 
     target: LM
     drafter: Drafter
     k: int
+    max_k: int = 0
 
 
 def tokens_needed(most_k: int) -> int:
@@ -208,6 +216,7 @@ def time_rounds(
 
     def rounds(arm: CostArm) -> list[Timing]:
         most_new = max(num_tokens - length, tokens_needed(max(arm.k for arm in arms)))
+        schedule = ConstantSchedule(arm.k, arm.max_k)
         prompts = torch.randint(arm.target.vocab_size, (num_rows, length), generator=generator).tolist()
         rows = [replace(sampling, seed=i, max_new_tokens=most_new) for i in range(num_rows)]
         requests = [Request(*pair) for pair in zip(prompts, rows, strict=True)]
@@ -215,7 +224,7 @@ def time_rounds(
         if not drafter.models:
             # In random tokens a look-up finds nothing, and its rounds would seem to be free.
             drafter = AlteredDrafter(drafter, drafter.name, _padded_draft)
-        loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=arm.k)
+        loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=schedule)
         first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
         if not others:  # the context is full
             return [first]

@@ -69,12 +69,17 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConstantSchedule:
-    """A constant K."""
+    """A constant K, in a cache and a session with room for ``most``, if that is more."""
 
-    max_k: int
+    k: int
+    most: int = 0
+
+    @property
+    def max_k(self) -> int:
+        return max(self.k, self.most)
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        return self.max_k
+        return self.k
 
     def learn(self, rounds: Sequence[RowRound]) -> None:
         pass

@@ -23,7 +23,7 @@ def warm_up(
         num_slots: the most rows of a round.
         num_tokens: most tokens of a row, prompt included.
     """
-    arms = [CostArm(target, drafter, k) for k in ks]
+    arms = [CostArm(target, drafter, k, max(ks)) for k in ks]
     most = min(num_tokens, target.context_len)
     for num_rows in load_sizes(num_slots):
         length = min(_SHORTEST, most // 2)

@@ -39,7 +39,7 @@ class Rows:
         history: of the sequences, as far as the settings need it.
         most_wanted: the host's upper bounds of ``num_wanted``, which it may not have read. B numbers
         longest: its upper bound of the lengths of active rows.
-        masks: the tokens that constraints allow; None if no row has a constraint.
+        masks: the effects of constraints; None if no row has a constraint.
         is_repeatable: one of the rows has to be (see ``Request``).
         most_drafted: where this drafter is one of several, the host's upper bounds of the tokens that all of them draft
             for each row; None: ``most_wanted``. B numbers
@@ -176,13 +176,13 @@ class Drafter(Protocol):
         ...
 
     @property
-    def context_len(self) -> int | None:
-        """Most tokens that it reads at a time: of longer sequences the last ones. None for no limit."""
+    def most_drafted(self) -> int | None:
+        """Most tokens that it can draft in a round: 0 for plain decoding, None for no limit."""
         ...
 
     @property
-    def most_drafted(self) -> int | None:
-        """Most tokens that it can draft in a round: 0 for plain decoding, None for no limit."""
+    def favoured_k(self) -> tuple[int, ...]:
+        """Values of K for adaptive schedules, besides those that the execution favours."""
         ...
 
     @property
@@ -221,8 +221,8 @@ class NoDrafter:
     name = "none"
     lm: LM | None = None
     models: tuple[LM, ...] = ()
-    context_len: int | None = None
     most_drafted: int | None = 0
+    favoured_k: tuple[int, ...] = ()
     is_one_hot = True
     reads_on_host = False
     features: tuple[int, ...] = ()
@@ -245,11 +245,13 @@ class AlteredDrafter:
 
     Args:
         alter: (rows, k, draft) -> draft.
+        show: (rows) -> the rows that it sees.
     """
 
     inner: Drafter
     name: str
-    alter: Callable[[Rows, int, Draft], Draft]
+    alter: Callable[[Rows, int, Draft], Draft] = lambda rows, k, draft: draft
+    show: Callable[[Rows], Rows] = lambda rows: rows
 
     @property
     def lm(self) -> LM | None:
@@ -260,12 +262,12 @@ class AlteredDrafter:
         return self.inner.models
 
     @property
-    def context_len(self) -> int | None:
-        return self.inner.context_len
-
-    @property
     def most_drafted(self) -> int | None:
         return self.inner.most_drafted
+
+    @property
+    def favoured_k(self) -> tuple[int, ...]:
+        return self.inner.favoured_k
 
     @property
     def is_one_hot(self) -> bool:
@@ -280,20 +282,22 @@ class AlteredDrafter:
         return self.inner.features
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return _AlteredSession(self.inner.open(num_slots, capacity, device, max_k), self.alter)
+        return _AlteredSession(self.inner.open(num_slots, capacity, device, max_k), self.alter, self.show)
 
     def with_models(self, change: Callable[[LM], LM]) -> AlteredDrafter:
         return replace(self, inner=self.inner.with_models(change))
 
 
 class _AlteredSession(Session):
-    def __init__(self, inner: Session, alter: Callable[[Rows, int, Draft], Draft]) -> None:
-        self._inner, self._alter = inner, alter
+    def __init__(
+        self, inner: Session, alter: Callable[[Rows, int, Draft], Draft], show: Callable[[Rows], Rows]
+    ) -> None:
+        self._inner, self._alter, self._show = inner, alter, show
         self.assign, self.prefill, self.observe = inner.assign, inner.prefill, inner.observe  # type: ignore[method-assign]
         self.catch_up = inner.catch_up  # type: ignore[method-assign]
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        return self._alter(rows, k, self._inner.propose(rows, k, rule, noise))
+        return self._alter(rows, k, self._inner.propose(self._show(rows), k, rule, noise))
 
 
 def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:

@@ -23,15 +23,19 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
-from outrider.drafters.drawing import draw_next, one_by_one
+from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
+from outrider.drafters.drawing import draw_next, end_before, one_by_one
 from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
+from outrider.sampling.masks import Masked
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
+
+_LARGE = 8  # K; executions favour some up to half of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +44,38 @@ class BlockDrafter:
 
     Attributes:
         head: its module is a ``BlockHead``.
-        min_confidence: a draft ends before a token whose probability to be accepted, as the head predicts it, is less.
+        options: a least confidence, for heads that predict acceptance.
     """
 
     head: LM
-    min_confidence: float = 0.0
+    options: DraftOptions = NO_OPTIONS
 
     lm: ClassVar[LM | None] = None
-    context_len: ClassVar[int | None] = None
     is_one_hot: ClassVar[bool] = False
     reads_on_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         module: Any = self.head.model
-        if self.min_confidence > 0 and module.confidence_head is None:
-            raise OptionError("min_confidence", self.min_confidence, f"{self.head.name} does not predict acceptance")
+        least = self.options.min_confidence
+        if least > 0 and module.confidence_head is None:
+            raise OptionError("min_confidence", least, f"{self.head.name} does not predict acceptance: leave it out")
+        self.options.check_taken(self.head.name, "min_confidence")
 
     @property
     def name(self) -> str:
-        return self.head.name
+        return self.options.full_name(self.head.name)
 
     @property
     def most_drafted(self) -> int:
         module: Any = self.head.model
         most: int = module.most_drafted
         return most
+
+    @property
+    def favoured_k(self) -> tuple[int, ...]:
+        """The whole block, which costs one forward in any case, and half of a large one, to verify less."""
+        most = self.most_drafted
+        return (most // 2, most) if most > _LARGE else (most,)
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -77,7 +88,7 @@ class BlockDrafter:
         return (self.head,)
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return BlockSession(self.head, self.min_confidence, num_slots, capacity)
+        return BlockSession(self.head, self.options, num_slots, capacity)
 
     def with_models(self, change: Callable[[LM], LM]) -> BlockDrafter:
         return replace(self, head=change(self.head))
@@ -103,7 +114,7 @@ def _block_step(
     positions = torch.where((num_drafted > 0)[:, None], positions, -1)
     cache.at(positions, view_len, is_single=False, keeps_finite=True)
     with head.lock:
-        outputs = module(ids, positions, view_len, cache)
+        outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache)
         logits = module.logits(outputs[:, first : first + k])
     correction = module.correction
     state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last_ids[:, 0])
@@ -113,16 +124,16 @@ def _block_step(
 def _draw(
     head: LM,
     rule: Rule,
-    min_confidence: float,
+    options: DraftOptions,
     logits: Tensor,
     output: Tensor,
     ids: Tensor,
     state: Tensor,
     settings: Settings,
     history: History,
-    allowed: Tensor | None,
+    allowed: Masked,
     noise: Any,
-) -> tuple[tuple[Tensor, ...], Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Draw a token for each row.
 
     Args:
@@ -132,23 +143,23 @@ def _draw(
         state: [B, R]
 
     Returns:
-        ids [B]; whether q is finite [B]; q [B, V]; whether the token may be drafted [B]; and the next state [B, R]
+        (ids [B], whether q is finite [B], q [B, V]); whether the draft ends before the token [B]; the next state [B, R]
     """
     module: Any = head.model
-    is_confident = torch.ones_like(ids, dtype=torch.bool)
-    if min_confidence > 0:
-        is_confident = module.confidence(output, ids) >= min_confidence
+    is_cut = torch.zeros_like(ids, dtype=torch.bool)
+    if options.min_confidence > 0:
+        is_cut = module.confidence(output, ids) < options.min_confidence
     if module.correction is not None:
         logits, state = module.correction(logits, output, ids, state)
     logits = spread(logits, module.token_ids, head.vocab_size)
     ids, q, is_good = draw_next(rule, logits, settings, history, allowed, noise, is_greedy=False)
-    return (ids, is_good, q, is_confident), state
+    return (ids, is_good, q), is_cut, state
 
 
 def _draft_step(
     head: LM,
     rule: Rule,
-    min_confidence: float,
+    options: DraftOptions,
     view_len: int,
     k: int,
     cache: SlotCache,
@@ -162,7 +173,7 @@ def _draft_step(
     """Feed the blocks and draw K tokens of each row.
 
     Returns:
-        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; whether a token may be drafted [B, K]
+        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; and the number of drafted tokens [B]
     """
     logits, outputs, state = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
     drawn, ids = list[tuple[Tensor, ...]](), last_ids[:, 0]
@@ -170,18 +181,18 @@ def _draft_step(
         if drawn:
             history = history.then(ids)
         given = logits[:, i], outputs[:, i], ids, state, settings, history, None, noise.at(i)
-        one, state = _draw(head, rule, min_confidence, *given)
-        ids = one[0]
+        one, is_cut, state = _draw(head, rule, options, *given)
+        num_drafted, ids = end_before(num_drafted, i, is_cut), one[0]
         drawn.append(one)
-    return tuple(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
+    return *(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True)), num_drafted
 
 
 class BlockSession(Session):
     """The head's cache over the slots of an engine."""
 
-    def __init__(self, head: LM, min_confidence: float, num_slots: int, capacity: int) -> None:
+    def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
         module: Any = head.model
-        self._head, self._module, self._min_confidence = head, module, min_confidence
+        self._head, self._module, self._options = head, module, options
         self._cache = head.new_cache(num_slots, capacity + module.block_size)  # a block goes beyond the sequence
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
@@ -214,24 +225,25 @@ class BlockSession(Session):
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
         blocks = cache, rows.last_ids[:, 1:], rows.lengths, num_wanted
-        static, least = (view_len, k), self._min_confidence
+        static = view_len, k
         if rows.masks is None:
-            options = rows.settings, rows.history, noise
-            results = head.run(_draft_step, (rule, least, *static), *blocks, *options, is_repeatable=rows.is_repeatable)
+            arguments = *blocks, rows.settings, rows.history, noise
+            *results, num_drafted = head.run(
+                _draft_step, (rule, self._options, *static), *arguments, is_repeatable=rows.is_repeatable
+            )
         else:
             fed = head.run(_block_step, static, *blocks, is_repeatable=rows.is_repeatable)
             (logits, outputs, state), ids = fed, rows.last_ids[:, 1]
 
             def draft(
-                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
             ) -> tuple[Tensor, ...]:
                 nonlocal ids, state
                 given = logits[:, i], outputs[:, i], ids, state, rows.settings, history, allowed, noise.at(0)
-                drawn, state = _draw(head, rule, least, *given)
+                drawn, is_cut, state = _draw(head, rule, self._options, *given)
                 ids = drawn[0]
-                return tuple(part[:, None] for part in drawn)
+                return is_cut, *(part[:, None] for part in drawn)
 
-            results = tuple(one_by_one(replace(rows, num_wanted=num_wanted), rows.masks, k, noise, draft))
-        num_confident = results[3].long().cumprod(dim=1).sum(dim=1)
-        num_drafted = torch.minimum(num_wanted, num_confident)
+            wanted = replace(rows, num_wanted=num_wanted)
+            num_drafted, results = one_by_one(wanted, rows.masks, k, noise, draft)
         return Draft(ids=results[0], probs=results[2], num_drafted=num_drafted, is_finite=results[1])

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
-from outrider.drafters.model import full_name
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
+from outrider.sampling.masks import Masked
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -40,25 +41,27 @@ class ChainDrafter:
 
     Attributes:
         head: its module is a ``ChainHead``.
-        is_greedy, min_prob: see ``ModelDrafter``.
+        options: greedy, and a least probability.
     """
 
     head: LM
-    is_greedy: bool = False
-    min_prob: float = 0.0
+    options: DraftOptions = NO_OPTIONS
 
     lm: ClassVar[LM | None] = None
-    context_len: ClassVar[int | None] = None
     most_drafted: ClassVar[int | None] = None
+    favoured_k: ClassVar[tuple[int, ...]] = ()
     reads_on_host: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.options.check_taken(self.head.name, "is_greedy", "min_prob")
 
     @property
     def name(self) -> str:
-        return full_name(self.head.name, self.is_greedy, self.min_prob)
+        return self.options.full_name(self.head.name)
 
     @property
     def is_one_hot(self) -> bool:
-        return self.is_greedy
+        return self.options.is_greedy
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -112,8 +115,7 @@ def _feed(
 def draft_steps(
     head: LM,
     rule: Rule,
-    is_greedy: bool,
-    min_prob: float,
+    options: DraftOptions,
     view_len: int,
     k: int,
     cache: SlotCache,
@@ -124,7 +126,7 @@ def draft_steps(
     num_drafted: Tensor,
     settings: Settings,
     history: History,
-    allowed: Tensor | None,
+    allowed: Masked,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Draft K tokens, one after the other.
@@ -135,14 +137,14 @@ def draft_steps(
         cached: entries in the cache, which are not fed again. [B]
         lengths: [B]
         num_drafted: the most tokens to draft; rows without are not fed. [B]
-        allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
+        allowed: the effects of constraints, for K = 1. [B, 1, V]
 
     Returns:
         ids [B, K]; whether q is finite [B, K]; the head's last output [B, 1, H]; the number of drafted tokens [B]; q
         [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
-    if is_greedy:
+    if options.is_greedy:
         settings = settings.greedy()
     width = ids.shape[1]
     positions = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
@@ -156,16 +158,17 @@ def draft_steps(
             history = history.then(drawn[-1][0])
         logits, states = _feed(head, view_len, cache, ids, states, positions)
         states = states[:, -1:]
-        if min_prob > 0:
-            num_sure = torch.where(is_unsure(logits[:, -1], min_prob, allowed), i, k)
-            num_drafted = torch.minimum(num_drafted, num_sure)
-        one, q, is_good = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=is_greedy)
+        last = logits[:, -1]
+        if options.min_prob > 0:
+            num_drafted = end_before(num_drafted, i, is_unsure(last, options.min_prob, allowed))
+        drawn_by = rule, last, settings, history, allowed, noise.at(i)
+        one, q, is_good = draw_next(*drawn_by, is_greedy=options.is_greedy)
         drawn.append((one, is_good, q))
         ids = one[:, None]
         positions = torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
     found, is_finite, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
     results = found, is_finite, states, num_drafted
-    return results if is_greedy else (*results, probs)
+    return results if options.is_greedy else (*results, probs)
 
 
 class ChainSession(Session):
@@ -176,7 +179,7 @@ class ChainSession(Session):
     """
 
     def __init__(self, drafter: ChainDrafter, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
-        self._head, self._options = drafter.head, (drafter.is_greedy, drafter.min_prob)
+        self._head, self._options = drafter.head, drafter.options
         head = drafter.head
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
@@ -263,7 +266,7 @@ class ChainSession(Session):
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         ids = rows.ids.gather(1, columns.clamp_min(0))
         view_len = head.view_len(rows.longest + k, cache)
-        shape = rule, *self._options, view_len
+        shape = rule, self._options, view_len
         if rows.masks is None:
             arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
             drafted, is_finite, _, num_drafted, *probs = head.run(
@@ -273,18 +276,16 @@ class ChainSession(Session):
             states: Tensor | None = None
 
             def draft(
-                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
             ) -> tuple[Tensor, ...]:
                 nonlocal ids, states
                 given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
                 results = head.run(draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
                 ids, states = results[0].clone(), results[2].clone()
-                end_before(num_drafted, i, results[3] < is_wanted)
-                return (*results[:2], *results[4:])
+                return results[3] < is_wanted, *results[:2], *results[4:]
 
-            num_drafted = num_wanted.clone()
-            wanted = replace(rows, num_wanted=num_drafted)
-            drafted, is_finite, *probs = one_by_one(wanted, rows.masks, k, noise, draft)
+            wanted = replace(rows, num_wanted=num_wanted)
+            num_drafted, (drafted, is_finite, *probs) = one_by_one(wanted, rows.masks, k, noise, draft)
         cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
         self._num_late[:num_rows] = [
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)

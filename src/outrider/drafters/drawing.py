@@ -12,11 +12,11 @@ from torch import Tensor
 from outrider.drafters.base import Rows
 from outrider.errors import CompileError
 from outrider.sampling.history import History
-from outrider.sampling.masks import Masks
+from outrider.sampling.masks import Masked, Masks, masked
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
-NextToken = Callable[[int, Tensor, Tensor, History, Tensor, Any], tuple[Tensor, ...]]
+NextToken = Callable[[int, Tensor, Tensor, History, Masked, Any], tuple[Tensor, ...]]
 
 
 def draw_next(
@@ -24,7 +24,7 @@ def draw_next(
     logits: Tensor,
     settings: Settings,
     history: History,
-    allowed: Tensor | None,
+    allowed: Masked,
     noise: Any,
     *,
     is_greedy: bool,
@@ -35,7 +35,7 @@ def draw_next(
         logits: [B, V]
         settings: those of ``Settings.greedy`` if ``is_greedy``.
         history: before the token.
-        allowed: the tokens that constraints allow; None for all. [B, V]
+        allowed: the effects of constraints. [B, 1, V]
         noise: of this token.
         is_greedy: take the most probable token instead.
 
@@ -43,12 +43,7 @@ def draw_next(
         ids [B]; q, from which they were drawn [B, V]; whether the logits are finite [B]
     """
     here = history.map(lambda values: values[:, None])
-    q = to_probs(
-        logits[:, None],
-        settings,
-        here,
-        None if allowed is None else allowed[:, None],
-    )[:, 0]
+    q = to_probs(logits[:, None], settings, here, allowed)[:, 0]
     return q.argmax(dim=-1) if is_greedy else rule.draw(q, noise), q, is_finite(logits)
 
 
@@ -77,52 +72,53 @@ def draw_all(
     return ids, q, finite
 
 
-def is_unsure(logits: Tensor, min_prob: float, allowed: Tensor | None = None) -> Tensor:
+def is_unsure(logits: Tensor, min_prob: float, allowed: Masked = None) -> Tensor:
     """Whether the draft's most probable token has a probability below ``min_prob``, by its logits before any option: a
     reason to end a draft before that token. It may depend on the tokens before it alone. A cut that looked at the drawn
     token would bias the output, since the tokens that remain would not be drawn from q.
 
     Args:
-        logits: [..., V]
-        allowed: the tokens that constraints allow; None for all. [..., V]
+        logits: [..., V]; with an effect of constraints [B, V]
+        allowed: the effects of constraints. [B, 1, V]
 
     Returns:
         [...]; False where the logits are not finite.
     """
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if allowed is not None:
-        x = x.masked_fill(~allowed, -torch.inf)
+        x = masked(x[:, None], allowed)[:, 0]
     return x.amax(dim=-1) - x.logsumexp(dim=-1) < math.log(min_prob)
 
 
-def end_before(num_drafted: Tensor, offset: int, is_cut: Tensor) -> None:
-    """End drafts before the token at this offset. In place. [B], [B]"""
-    num_drafted.copy_(torch.where(is_cut, num_drafted.clamp_max(offset), num_drafted))
+def end_before(num_drafted: Tensor, offset: int, is_cut: Tensor) -> Tensor:
+    """The numbers of drafted tokens if some drafts end before the token at this offset. [B], [B] -> [B]"""
+    return torch.where(is_cut, num_drafted.clamp_max(offset), num_drafted)
 
 
-def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> list[Tensor]:
+def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> tuple[Tensor, list[Tensor]]:
     """Draft each token in a step of its own: the host must read a token to mask the next one.
 
     Args:
-        rows: ``num_wanted`` may be reduced in place by ``draft``.
-        draft: (i, rows that want token i [B], lengths with the tokens drafted so far [B], history, allowed tokens
-            [B, V], noise from this token on) -> its id, and other results [B, 1, ...].
+        draft: (i, rows that want token i [B], lengths with the tokens drafted so far [B], history, effects of
+            constraints [B, 1, V], noise from this token on) -> whether the draft ends before it [B], its id, and other
+            results [B, 1, ...].
 
     Returns:
-        The results of all steps, [B, K, ...] each.
+        The number of drafted tokens [B], and the results of all steps, [B, K, ...] each.
     """
-    lengths, history = rows.lengths, rows.history
+    num_drafted, lengths, history = rows.num_wanted, rows.lengths, rows.history
     steps: list[tuple[Tensor, ...]] = []
     for i in range(k):
-        is_wanted = (rows.num_wanted - i).clamp(0, 1)
+        is_wanted = (num_drafted - i).clamp(0, 1)
         try:
-            results = draft(i, is_wanted, lengths, history, masks.here(), noise.token(i))
+            is_cut, *results = draft(i, is_wanted, lengths, history, masks.here(), noise.token(i))
         except CompileError:
             masks.roll_back()  # other rows may continue
             raise
         # Copied, since a prepared step overwrites its results.
+        num_drafted = end_before(num_drafted, i, is_cut)
         steps.append(tuple(part.clone() for part in results))
         ids = steps[-1][0][:, 0]
         lengths, history = lengths + 1, history.then(ids)
         masks.push(ids, is_wanted)
-    return [torch.cat(parts, dim=1) for parts in zip(*steps, strict=True)]
+    return num_drafted, [torch.cat(parts, dim=1) for parts in zip(*steps, strict=True)]

@@ -43,7 +43,6 @@ class HybridDrafter:
     rival_acceptance: float = RIVAL_ACCEPTANCE
 
     lm: ClassVar[LM | None] = None
-    context_len: ClassVar[int | None] = None
     most_drafted: ClassVar[int | None] = None
     reads_on_host: ClassVar[bool] = True
 
@@ -54,6 +53,10 @@ class HybridDrafter:
     @property
     def models(self) -> tuple[LM, ...]:
         return self.other.models
+
+    @property
+    def favoured_k(self) -> tuple[int, ...]:
+        return self.other.favoured_k
 
     @property
     def is_one_hot(self) -> bool:

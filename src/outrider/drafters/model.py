@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -11,51 +10,23 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Prefill, Rows, Session, empty_draft
+from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
-from outrider.drafters.parallel import draft_at_once, mask_token_of, parallel_logits
+from outrider.drafters.parallel import FAVOURED_K, draft_at_once, mask_token_of, parallel_logits
 from outrider.drafters.window import WindowSession
-from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.padding import num_together
 from outrider.sampling.history import History
-from outrider.sampling.masks import Masks
+from outrider.sampling.masks import Masked, Masks
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
-_GREEDY, _MIN_PROB = ":greedy", ":min-prob="  # options at the end of a draft's name
 
-
-def model_drafter(lm: LM, *, is_greedy: bool = False, min_prob: float = 0.0) -> ModelDrafter:
-    """The drafter of a loaded model. Raises UnsupportedModel."""
-    return ModelDrafter(lm, is_greedy, mask_token_of(lm.name, lm.model), min_prob)
-
-
-def full_name(model: str, is_greedy: bool, min_prob: float) -> str:
-    """Name of a draft: the model and its options (see ``split_name``)."""
-    return model + (f"{_MIN_PROB}{min_prob:g}" if min_prob > 0 else "") + _GREEDY * is_greedy
-
-
-def split_name(name: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a draft's name into the model, and the options of ``model_drafter``. Raises OptionError."""
-    options: dict[str, Any] = {}
-    if not isinstance(name, str):
-        return name, options
-    if name.endswith(_GREEDY):
-        name, options["is_greedy"] = name.removesuffix(_GREEDY), True
-    model, separator, number = name.rpartition(_MIN_PROB)
-    if not separator:
-        return name, options
-    if model.endswith(_GREEDY):
-        raise OptionError("draft", name, f"write {_MIN_PROB[1:-1]} before {_GREEDY[1:]}")
-    try:
-        options["min_prob"] = float(number)
-    except ValueError:
-        options["min_prob"] = math.nan
-    if not 0 < options["min_prob"] < 1:
-        raise OptionError("draft", name, f"{_MIN_PROB[1:-1]} is a probability between 0 and 1")
-    return model, options
+def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS) -> ModelDrafter:
+    """The drafter of a loaded model. Raises UnsupportedModel, OptionError."""
+    return ModelDrafter(lm, options, mask_token_of(lm.name, lm.model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +34,47 @@ class ModelDrafter:
     """Drafts with a language model, under the same sampling options as the target.
 
     Attributes:
-        is_greedy: draft the most probable tokens instead, so that q is one-hot and tokens are accepted with probability
-            p instead of min(1, p/q). Several inference engines draft like this.
+        options: greedy, and a least probability.
         mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see parallel.py); None for the
             usual models, which draft one token after the other.
-        min_prob: a draft ends before a token of which the model is unsure (``is_unsure``); 0 for never.
     """
 
     draft_lm: LM
-    is_greedy: bool = False
+    options: DraftOptions = NO_OPTIONS
     mask_id: int | None = None
-    min_prob: float = 0.0
 
     most_drafted: ClassVar[int | None] = None
     reads_on_host: ClassVar[bool] = False
     features: ClassVar[tuple[int, ...]] = ()
 
+    def __post_init__(self) -> None:
+        self.options.check_taken(self.draft_lm.name, "is_greedy", "min_prob")
+
     @property
     def name(self) -> str:
-        return full_name(self.draft_lm.name, self.is_greedy, self.min_prob)
+        return self.options.full_name(self.draft_lm.name)
 
     @property
     def lm(self) -> LM | None:
-        return self.draft_lm if self.mask_id is None and self.min_prob == 0 else None
+        return self.draft_lm if self.mask_id is None and self.options.min_prob == 0 else None
+
+    @property
+    def favoured_k(self) -> tuple[int, ...]:
+        return () if self.mask_id is None else FAVOURED_K
 
     @property
     def is_one_hot(self) -> bool:
-        return self.is_greedy
+        return self.options.is_greedy
 
     @property
     def models(self) -> tuple[LM, ...]:
         return (self.draft_lm,)
 
-    @property
-    def context_len(self) -> int:
-        return self.draft_lm.context_len
-
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         most_owed = 1 if self.mask_id is None else max_k
         session = ModelSession(self, num_slots, capacity, device, most_owed)
-        return session if capacity <= self.context_len else WindowSession(session, self.context_len, num_slots)
+        context_len = self.draft_lm.context_len
+        return session if capacity <= context_len else WindowSession(session, context_len, num_slots)
 
     def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
         return replace(self, draft_lm=change(self.draft_lm))
@@ -111,10 +83,9 @@ class ModelDrafter:
 def draft_steps(
     lm: LM,
     rule: Rule,
-    is_greedy: bool,
+    options: DraftOptions,
     view_len: int,
     k: int,
-    min_prob: float,
     stops_early: bool,
     cache: SlotCache,
     fed: Tensor,
@@ -123,15 +94,14 @@ def draft_steps(
     num_wanted: Tensor,
     settings: Settings,
     history: History,
-    allowed: Tensor | None,
+    allowed: Masked,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Draft K tokens, one after the other.
 
     Args:
-        min_prob: see ``ModelDrafter``.
         stops_early: draft fewer than K tokens if no row has more, which needs reading on the host.
-        allowed: the tokens that constraints allow, for K = 1; None for all. [B, V]
+        allowed: the effects of constraints, for K = 1. [B, 1, V]
         fed: the first tokens to feed; the last one is the last committed token. Tokens in the cache (``cached``) are
             not fed again, and rows without drafts are not fed. [B, T]
         cached: tokens in the cache. [B]
@@ -139,12 +109,12 @@ def draft_steps(
         num_wanted: the most tokens to draft. [B]
 
     Returns:
-        ids [B, K], whether q is finite [B, K], the number of cached tokens [B], the number of drafted tokens [B] if
-        ``min_prob`` is not 0, and q [B, K, V] unless it is one-hot
+        ids [B, K], whether q is finite [B, K], the number of cached tokens [B], the number of drafted tokens [B], and q
+        [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
     cached = torch.minimum(cached, lengths - 1)
-    if is_greedy:
+    if options.is_greedy:
         settings = settings.greedy()
     ids: list[Tensor] = []
     probs: list[Tensor] = []
@@ -163,10 +133,10 @@ def draft_steps(
             states.settle(lengths + i)
             if i == 0 and k > 1:
                 states = cache.scratch()
-        if min_prob > 0:
-            num_sure = torch.where(is_unsure(logits[:, -1], min_prob, allowed), i, k)
-            num_drafted = torch.minimum(num_drafted, num_sure)
-        drawn = draw_next(rule, logits[:, -1], settings, history, allowed, noise.at(i), is_greedy=is_greedy)
+        last = logits[:, -1]
+        if options.min_prob > 0:
+            num_drafted = end_before(num_drafted, i, is_unsure(last, options.min_prob, allowed))
+        drawn = draw_next(rule, last, settings, history, allowed, noise.at(i), is_greedy=options.is_greedy)
         for results, one in zip((ids, probs, finite), drawn, strict=True):
             results.append(one)
         if stops_early and not bool((num_drafted > i + 1).any()):
@@ -174,14 +144,9 @@ def draft_steps(
         fed = ids[-1][:, None]
         positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
     num_known = torch.minimum(num_drafted, num_wanted - 1)  # drafted tokens fed: the last one only if the next was cut
-    results = [
-        torch.stack(ids, dim=1),
-        torch.stack(finite, dim=1),
-        torch.where(num_wanted > 0, lengths + num_known, cached),
-    ]
-    if min_prob > 0:
-        results.append(num_drafted)
-    return tuple(results if is_greedy else [*results, torch.stack(probs, dim=1)])
+    cached = torch.where(num_wanted > 0, lengths + num_known, cached)
+    found = torch.stack(ids, dim=1), torch.stack(finite, dim=1), cached, num_drafted
+    return found if options.is_greedy else (*found, torch.stack(probs, dim=1))
 
 
 class ModelSession(Session):
@@ -207,9 +172,8 @@ class ModelSession(Session):
             most_owed: the most tokens, besides the last one, that a row's cache lacks after a round with drafts.
         """
         lm = drafter.draft_lm
-        self._lm, self._is_greedy, self._mask_id = lm, drafter.is_greedy, drafter.mask_id
-        self._min_prob = drafter.min_prob
-        self._stops_early = drafter.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
+        self._lm, self._options, self._mask_id = lm, drafter.options, drafter.mask_id
+        self._stops_early = drafter.options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
@@ -310,23 +274,19 @@ class ModelSession(Session):
             known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
         view_len = lm.view_len(rows.longest + k - 1, cache)
-        shape: tuple[Any, ...] = rule, self._is_greedy, view_len
+        shape: tuple[Any, ...] = rule, self._options, view_len
         if (masks := rows.masks) is not None:
-            if self._min_prob > 0:
-                rows = replace(rows, num_wanted=rows.num_wanted.clone())  # reduced in place
             draft_masked = self._one_by_one if self._mask_id is None else self._masked_at_once
             results = draft_masked(rows, masks, shape, k, cache, fed, cached, noise)
         else:
             arguments = cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
-            shape = *shape, k, self._min_prob
             if self._mask_id is None:
-                static = *shape, self._stops_early
+                static = *shape, k, self._stops_early
                 results = lm.run(draft_steps, static, *arguments, None, noise, is_repeatable=rows.is_repeatable)
             else:
-                static = *shape, self._mask_id
+                static = *shape, k, self._mask_id
                 results = lm.run(draft_at_once, static, *arguments, noise, is_repeatable=rows.is_repeatable)
-        ids, is_good, now_cached, *others = results
-        num_drafted = others.pop(0) if self._min_prob > 0 else rows.num_wanted
+        ids, is_good, now_cached, num_drafted, *others = results
         probs = others[0] if others else None
         if self._stops_early:
             width = max(1, int(num_drafted.amax()))
@@ -348,24 +308,22 @@ class ModelSession(Session):
     ) -> tuple[Tensor, ...]:
         """See ``one_by_one``."""
         states, num_known = cache, cache.bound + fed.shape[1]
-        static = *shape, 1, self._min_prob, False
+        static = *shape, 1, False
 
         def draft(
-            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
         ) -> tuple[Tensor, ...]:
             nonlocal states, fed, cached
             arguments = states, fed, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-            results = list(self._lm.run(draft_steps, static, *arguments, is_repeatable=rows.is_repeatable))
-            fed, cached = results[0].clone(), results.pop(2).clone()
-            if self._min_prob > 0:
-                end_before(rows.num_wanted, i, results.pop(2) < is_wanted)
+            results = self._lm.run(draft_steps, static, *arguments, is_repeatable=rows.is_repeatable)
+            fed, cached = results[0].clone(), results[2].clone()
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
                 states.bound = num_known + i
-            return tuple(results)
+            return results[3] < is_wanted, *results[:2], *results[4:]
 
-        ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
-        return ids, is_good, cached, *self._cut_numbers(rows), *probs
+        num_drafted, (ids, is_good, *probs) = one_by_one(rows, masks, k, noise, draft)
+        return ids, is_good, cached, num_drafted, *probs
 
     def _masked_at_once(
         self,
@@ -379,27 +337,23 @@ class ModelSession(Session):
         noise: Any,
     ) -> tuple[Tensor, ...]:
         """Compute all logits in one forward, then draw and mask the tokens one by one."""
-        rule, is_greedy, view_len = shape
-        settings = rows.settings.greedy() if is_greedy else rows.settings
+        rule, options, view_len = shape
+        settings = rows.settings.greedy() if options.is_greedy else rows.settings
         arguments = cache, fed, cached, rows.lengths, rows.num_wanted
         static = view_len, k, self._mask_id
         logits, now_cached = self._lm.run(parallel_logits, static, *arguments, is_repeatable=rows.is_repeatable)
 
         def draft(
-            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Tensor, noise: Any
+            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
         ) -> tuple[Tensor, ...]:
-            if self._min_prob > 0:
-                end_before(rows.num_wanted, i, is_unsure(logits[:, i], self._min_prob, allowed))
-            drawn = draw_next(rule, logits[:, i], settings, history, allowed, noise.at(0), is_greedy=is_greedy)
+            here = logits[:, i]
+            is_cut = is_unsure(here, options.min_prob, allowed) if options.min_prob > 0 else is_wanted < 0
+            drawn = draw_next(rule, here, settings, history, allowed, noise.at(0), is_greedy=options.is_greedy)
             ids, q, is_good = (part[:, None] for part in drawn)
-            return (ids, is_good) if is_greedy else (ids, is_good, q)
+            return (is_cut, ids, is_good) if options.is_greedy else (is_cut, ids, is_good, q)
 
-        ids, is_good, *probs = one_by_one(rows, masks, k, noise, draft)
-        return ids, is_good, now_cached, *self._cut_numbers(rows), *probs
-
-    def _cut_numbers(self, rows: Rows) -> tuple[Tensor, ...]:
-        """As steps return them."""
-        return (rows.num_wanted,) if self._min_prob > 0 else ()
+        num_drafted, (ids, is_good, *probs) = one_by_one(rows, masks, k, noise, draft)
+        return ids, is_good, now_cached, num_drafted, *probs
 
     def _count_late(self, rows: Rows) -> None:
         """Update the bounds for a round."""

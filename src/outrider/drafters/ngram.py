@@ -25,8 +25,8 @@ class NgramDrafter:
     name = "ngram"
     lm: LM | None = None
     models: tuple[LM, ...] = ()
-    context_len: int | None = None
     most_drafted: int | None = None
+    favoured_k: tuple[int, ...] = ()
     is_one_hot = True
     reads_on_host = False
     features: tuple[int, ...] = ()

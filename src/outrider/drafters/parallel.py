@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.drawing import draw_all, is_unsure
+from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.drawing import draw_all, end_before, is_unsure
 from outrider.errors import UnsupportedModel
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
+
+FAVOURED_K = (7, 15)  # a large K costs little; K + 1 tokens are verified, and kernels work in eights
 
 _KEYS = ("pard_token", "ptd_token_id")
 
@@ -69,10 +72,9 @@ def parallel_logits(
 def draft_at_once(
     lm: LM,
     rule: Rule,
-    is_greedy: bool,
+    options: DraftOptions,
     view_len: int,
     k: int,
-    min_prob: float,
     mask_id: int,
     cache: SlotCache,
     fed: Tensor,
@@ -84,12 +86,12 @@ def draft_at_once(
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Draft K tokens in one forward. Arguments and results: see ``draft_steps``."""
-    if is_greedy:
+    if options.is_greedy:
         settings = settings.greedy()
     logits, cached = parallel_logits(lm, view_len, k, mask_id, cache, fed, cached, lengths, num_drafted)
-    ids, probs, finite = draw_all(rule, logits, settings, history, noise, is_greedy=is_greedy)
-    results = [ids, finite, cached]
-    if min_prob > 0:
-        num_sure = (is_unsure(logits, min_prob).long().cumsum(dim=1) == 0).sum(dim=1)
-        results.append(torch.minimum(num_drafted, num_sure))
-    return tuple(results if is_greedy else [*results, probs])
+    if options.min_prob > 0:
+        for i, is_cut in enumerate(is_unsure(logits, options.min_prob).unbind(dim=1)):
+            num_drafted = end_before(num_drafted, i, is_cut)
+    ids, probs, finite = draw_all(rule, logits, settings, history, noise, is_greedy=options.is_greedy)
+    results = ids, finite, cached, num_drafted
+    return results if options.is_greedy else (*results, probs)

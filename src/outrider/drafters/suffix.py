@@ -44,8 +44,8 @@ class SuffixDrafter:
 
     lm: ClassVar[LM | None] = None
     models: ClassVar[tuple[LM, ...]] = ()
-    context_len: ClassVar[int | None] = None
     most_drafted: ClassVar[int | None] = None
+    favoured_k: ClassVar[tuple[int, ...]] = ()
     is_one_hot: ClassVar[bool] = True
     reads_on_host: ClassVar[bool] = True
     features: ClassVar[tuple[int, ...]] = ()

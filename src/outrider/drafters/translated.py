@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session
-from outrider.drafters.model import ModelDrafter, ModelSession, full_name
+from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
+from outrider.drafters.model import ModelDrafter, ModelSession
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
@@ -36,32 +37,34 @@ class TranslatedDrafter:
 
     Attributes:
         model: with the target's vocabulary (``LM.with_tokens``).
-        is_greedy, min_prob: see ``ModelDrafter``.
+        options: greedy, and a least probability.
     """
 
     model: LM
     spelling: Spelling
-    is_greedy: bool = False
-    min_prob: float = 0.0
+    options: DraftOptions = NO_OPTIONS
 
     lm: ClassVar[LM | None] = None  # the tools would feed it the target's tokens
-    context_len: ClassVar[int | None] = None  # its limit is in its own tokens
     most_drafted: ClassVar[int | None] = None
+    favoured_k: ClassVar[tuple[int, ...]] = ()
     reads_on_host: ClassVar[bool] = True
     features: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
-    def of(cls, lm: LM, spelling: Spelling, *, is_greedy: bool = False, min_prob: float = 0.0) -> TranslatedDrafter:
+    def of(cls, lm: LM, spelling: Spelling, options: DraftOptions = NO_OPTIONS) -> TranslatedDrafter:
         """The drafter of a model with its own tokens."""
-        return cls(lm.with_tokens(spelling.equals), spelling, is_greedy, min_prob)
+        return cls(lm.with_tokens(spelling.equals), spelling, options)
+
+    def __post_init__(self) -> None:
+        self.options.check_taken(self.model.name, "is_greedy", "min_prob")
 
     @property
     def name(self) -> str:
-        return full_name(self.model.name, self.is_greedy, self.min_prob)
+        return self.options.full_name(self.model.name)
 
     @property
     def is_one_hot(self) -> bool:
-        return self.is_greedy
+        return self.options.is_greedy
 
     @property
     def models(self) -> tuple[LM, ...]:
@@ -97,7 +100,7 @@ class TranslatedSession(Session):
         self._ids[:, : len(prefix)] = lm.vocab_size + torch.tensor(prefix, dtype=torch.long, device=device)
         self._ends = torch.full((num_slots, capacity + 2), len(prefix), dtype=torch.long, device=device)
         self._num_read = torch.zeros(num_slots, dtype=torch.long, device=device)  # tokens that are spelled
-        inner = ModelDrafter(lm, drafter.is_greedy, None, drafter.min_prob)
+        inner = ModelDrafter(lm, drafter.options)
         self._inner = ModelSession(inner, num_slots, own_capacity, device, self._most)
 
     def _limit(self, num_tokens: Any) -> Any:

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.options import Sampling
 from outrider.replay.bounds import agreement
 from outrider.replay.log_format import Header, Record
 from outrider.replay.renewal import Floats, Integers, log_ratios
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import normalised
+from outrider.sampling.probs import Settings, normalised
 from outrider.sampling.rules import GUMBEL, RULES
 from outrider.scoring.alpha import overlap
 from outrider.scoring.forcing import measure_drafts
@@ -38,15 +39,24 @@ class ForcedRecord:
 
 
 def force_records(
-    records: Sequence[Record], header: Header, target: LM, drafter: Drafter, acceptance: str, k: int
+    records: Sequence[Record],
+    header: Header,
+    target: LM,
+    drafter: Drafter,
+    acceptance: str,
+    k: int,
+    draft_sampling: Sampling | None = None,
 ) -> list[ForcedRecord]:
     """Score records in one batch. p is the target's own, so that the log need not hold it.
 
     Args:
         target: of the log.
         acceptance: one of ``outrider.replay.replay.PREDICTED_RULES``.
+        draft_sampling: options of q, if they differ from those of p.
     """
     sampling = header.sampling.with_ends(header.eos_ids)
+    if draft_sampling is not None and draft_sampling != header.sampling:
+        drafter = _under(drafter, draft_sampling.with_ends(header.eos_ids), header.vocab_size)
     found = measure_drafts(
         target,
         drafter,
@@ -71,6 +81,16 @@ def force_records(
         estimate = np.exp(np.minimum(ratios[first, 0], 0.0))
         forced.append(ForcedRecord(np.where(is_scored, logs, -np.inf), one.num_drafted, (overlaps[first, 0], estimate)))
     return forced
+
+
+def _under(drafter: Drafter, sampling: Sampling, vocab_size: int) -> Drafter:
+    """A drafter whose q has its own options."""
+
+    def show(rows: Rows) -> Rows:
+        settings = Settings.of([sampling] * len(rows), vocab_size, rows.ids.device)
+        return replace(rows, settings=settings)
+
+    return AlteredDrafter(drafter, drafter.name, show=show)
 
 
 def _measure(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:

@@ -73,10 +73,6 @@ class Costs:
     def drafts(self) -> list[str]:
         return list(dict.fromkeys(name for name, _ in self.rounds))
 
-    @property
-    def ks(self) -> set[int]:
-        return {k for _, k in self.rounds}
-
     def draft_step_s(self, draft: str) -> float:
         """t_draft(1): seconds of one draft step, from the round with the largest K."""
         k = max(k for name, k in self.rounds if name == draft)
@@ -93,7 +89,7 @@ class Costs:
 def measure_costs(
     target: LM,
     drafters: Mapping[str, Drafter],
-    ks: Sequence[int],
+    ks: Mapping[str, Sequence[int]],
     rule: Rule,
     sampling: Sampling,
     setting: Setting,
@@ -103,9 +99,10 @@ def measure_costs(
     """Time rounds of every draft and K, and plain ones, in turn.
 
     Args:
+        ks: of each draft.
         on_pass: called after warming up and after each pass: NUM_STEPS times, unless ``num_passes`` says otherwise.
     """
-    keys = [(name, k) for name in drafters for k in ks]
+    keys = [(name, k) for name in drafters for k in ks[name]]
     arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
     plain, *rounds = time_rounds(
         arms,
@@ -118,13 +115,13 @@ def measure_costs(
     )
     average = average_of([target, *(lm for drafter in drafters.values() for lm in drafter.models)])
     by_key = {key: RoundCost.of(timings, average) for key, timings in zip(keys, rounds, strict=True)}
-    lookups = [name for name, drafter in drafters.items() if not drafter.models]
+    lookups = [name for name, drafter in drafters.items() if ks[name] and not drafter.models]
     return Costs(
         setting=setting,
         prefill_s=statistics.median(one.prefill_s for one in plain if one.prefill_s > 0),
         plain=RoundCost.of(plain, average),
         rounds=by_key,
-        lookup_s={name: by_key[name, min(ks)].draft_s for name in lookups},
+        lookup_s={name: by_key[name, min(ks[name])].draft_s for name in lookups},
     )
 
 

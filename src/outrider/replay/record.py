@@ -70,7 +70,7 @@ def record_batch(
     is_interrupted = False
     try:
         seeds = [seed for *_, seed in labels]
-        for chunk in decoder.stream_many(prompts, num_slots=num_slots, **options, seed=seeds):
+        for chunk in decoder.stream_many(prompts, Sampling(**options), num_slots=num_slots, seed=seeds):
             chunks[chunk.row].append(chunk)
             if chunk.finish_reason is not None:
                 on_done(1)

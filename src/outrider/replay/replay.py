@@ -19,7 +19,8 @@ import numpy as np
 
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
-from outrider.drafters.model import model_drafter, split_name
+from outrider.drafters.draft_options import split_name
+from outrider.drafters.model import model_drafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
@@ -161,7 +162,7 @@ def load_draft(
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
         lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
-    return model_drafter(lm, **options)
+    return model_drafter(lm, options)
 
 
 def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
@@ -195,7 +196,7 @@ def replay(
     Args:
         acceptance: one of PREDICTED_RULES.
         target: of the log; run for drafters that need forcing, and only for these.
-        draft_sampling: options of a draft model, if they differ from the target's.
+        draft_sampling: options of q, if they differ from the target's.
 
     Raises:
         OptionError: the rule is unknown, there is no draft, the log lacks the probabilities needed, or the target is
@@ -224,8 +225,8 @@ def replay(
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
         if is_forced:
-            assert target is not None and draft_sampling is None, "the loop has one kind of options for p and q"
-            yield from _replay_forced(group, header, target, drafter, acceptance, ks)
+            assert target is not None
+            yield from _replay_forced(group, header, target, drafter, acceptance, ks, draft_sampling)
         elif drafter.lm is not None:
             sampling = q_sampling(drafter, draft_sampling or header.sampling)
             yield from _replay_model(group, header, drafter.lm, acceptance, sampling, drafter.is_one_hot)
@@ -295,10 +296,16 @@ def _distributions(
 
 
 def _replay_forced(
-    records: Sequence[Record], header: Header, target: LM, drafter: Drafter, acceptance: str, ks: Sequence[int]
+    records: Sequence[Record],
+    header: Header,
+    target: LM,
+    drafter: Drafter,
+    acceptance: str,
+    ks: Sequence[int],
+    draft_sampling: Sampling | None,
 ) -> Iterator[ReplayedRecord]:
     """Replay by forcing, for each K by itself, since q may depend on how many tokens are drafted."""
-    by_k = {k: force_records(records, header, target, drafter, acceptance, k) for k in ks}
+    by_k = {k: force_records(records, header, target, drafter, acceptance, k, draft_sampling) for k in ks}
     for i, record in enumerate(records):
         forced = {k: found[i] for k, found in by_k.items()}
         overlap, estimate = forced[ks[0]].overlap

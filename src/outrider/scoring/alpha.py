@@ -67,13 +67,14 @@ def measure_alpha(
     """Measure alpha under each of the sampling options; each model reads every text once.
 
     Args:
-        texts: cut to the context of both models; texts without a token to score are left out.
+        texts: cut to the context of both models (beyond that of a draft, see ``measure_forced_alpha``); texts without a
+            token to score are left out.
         on_done: called with the number of texts just done, for a progress bar.
 
     Raises:
         PromptError: there is nothing to score.
     """
-    texts = _cut(texts, min(target.context_len, draft.context_len))
+    texts = _cut(texts, min(target.context_len, draft.context_len + 1))
     settings = [Settings.of([sampling], target.vocab_size, target.device) for sampling in samplings]
 
     def agreement(p: ForcedTokens, q: ForcedTokens) -> Tensor:
@@ -99,9 +100,9 @@ def measure_forced_alpha(
 ) -> list[Alpha]:
     """Measure alpha of a drafter that needs forcing, at each of K offsets after the texts' own tokens.
 
-    Args, Raises: see ``measure_alpha``.
+    Args, Raises: see ``measure_alpha``; texts are cut to the context of the target.
     """
-    texts = _cut(texts, min(target.context_len, drafter.context_len or target.context_len))
+    texts = _cut(texts, target.context_len)
     sums = np.zeros((len(samplings), k, len(texts)))
     counts = np.zeros_like(sums)
     for begin in range(0, len(texts), batch_size):

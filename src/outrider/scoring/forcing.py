@@ -4,8 +4,8 @@ Under the *forcing* rule the engine drafts the tokens that follow in the sequenc
 begins at every *place* of a sequence, the token at *offset* i of its draft is the i-th after that place, and p and q
 are those of the loop. A drafter with a one-hot q drafts tokens of its own; they are compared with the sequence.
 
-Where q depends on the tokens alone, teacher forcing (outrider.scoring.teacher_forcing) gives it at once; look-ups
-need no target (outrider.scoring.lookups). Here a sequence of n tokens takes n rounds.
+Where q depends on the tokens alone, and the draft reads all of them, teacher forcing (outrider.scoring.teacher_forcing)
+gives it at once; look-ups need no target (outrider.scoring.lookups). Here a sequence of n tokens takes n rounds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from outrider.sampling.rules import Rule
 from outrider.scoring.teacher_forcing import Text
 
 
-def needs_forcing(drafter: Drafter) -> bool:
+def needs_forcing(drafter: Drafter, texts: Sequence[Text] = ()) -> bool:
     """Whether q is known in rounds only: with a model whose q depends on hidden states of the target, or on where the
-    round began."""
-    return drafter.lm is None and bool(drafter.models or drafter.features)
+    round began, or one that reads the last tokens only of one of these texts."""
+    if drafter.lm is None:
+        return bool(drafter.models or drafter.features)
+    most = drafter.lm.context_len + 1  # the last token is not fed
+    return any(len(text.ids) > most for text in texts)
 
 
 @dataclass(frozen=True, slots=True)

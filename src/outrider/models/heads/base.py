@@ -139,9 +139,9 @@ def embedding_of(target: LM) -> Any:
 
 
 def is_embedding_of(target: LM, weight: Tensor | None) -> bool:
-    """Whether a head's embedding is the target's."""
+    """Whether a head's embedding is the target's. (Not that of a skeleton, which has no values.)"""
     own = embedding_of(target)
-    if weight is None or type(own) is not nn.Parameter or weight.shape != own.shape:
+    if weight is None or own.is_meta or type(own) is not nn.Parameter or weight.shape != own.shape:
         return False
     return bool(torch.equal(weight.to(own.device, own.dtype), own))
 
@@ -209,8 +209,9 @@ def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any]
         if not bool(is_token.all()) or not bool(is_known.any()) or len(ids.unique()) < len(ids):
             raise ModelCorrupt(f"{name} is for another target: its d2t does not name tokens of {target.name}")
         ids = ids[is_known].to(target.device)
+        known = is_known.nonzero()[:, 0]
         for module in outputs:
-            rows = is_known.to(module.weight.device)
+            rows = known.to(module.weight.device)
             module.weight = nn.Parameter(module.weight[rows], requires_grad=False)
     head.register_buffer("token_ids", ids, persistent=False)
 

@@ -40,8 +40,6 @@ from outrider.models.heads.block_parts import (
     MarkovHead,
     part_of,
 )
-from outrider.models.heads.checkpoint import read_tensors
-from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
@@ -162,7 +160,7 @@ class BlockHead(Head):
         fused: Tensor = self.hidden_norm(self.fc(features))
         return fused
 
-    def keep(self, states: Tensor, positions: Tensor, cache: SlotCache) -> None:
+    def keep(self, states: Tensor, positions: Tensor, cache: Any) -> None:
         """Write the context of tokens: their keys and values in each layer.
 
         Args:
@@ -179,20 +177,26 @@ class BlockHead(Head):
             values = attention.v_proj(states).view(shape).transpose(1, 2)
             store.update(_rotated(keys, cos[:, None], sin[:, None]), values)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, view_len: int, past_key_values: Any) -> Tensor:
+    def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> dict[Reach, Tensor]:
+        """Masks of blocks for ``forward``; see ``Reach.mask``."""
+        return {reach: reach.mask(positions, view_len, dtype) for reach in set(self.reaches)}
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, masks: Mapping[Reach, Tensor], past_key_values: Any
+    ) -> Tensor:
         """Feed blocks.
 
         Args:
             input_ids: [B, T]
             positions: -1 in rows that are not fed. [B, T]
+            masks: additive, over the keys of the cache. [B, 1, T, view_len]
             past_key_values: the cache of its layers, set up for these positions.
 
         Returns:
             Outputs of the slots. [B, T, H]
         """
         weight = self.embed_tokens.weight  # as it is: some embeddings scale their output
-        hidden = functional.embedding(input_ids.to(weight.device), weight).to(positions.device) * self.scale
-        masks = {reach: reach.mask(positions, view_len, hidden.dtype) for reach in set(self.reaches)}
+        hidden = functional.embedding(input_ids.to(weight.device), weight).to(self.norm.weight) * self.scale
         positions = positions.clamp_min(0)
         about: dict[str, Any] = {
             "past_key_values": past_key_values,
@@ -280,18 +284,17 @@ def _windows(config: Any) -> list[int | None]:
     return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
-def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) -> BlockHead:
+def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> BlockHead:
     """Load a block head for a target.
 
     Args:
-        location: a folder or hub id.
+        stored: all tensors of its checkpoint.
         stated: its config.json.
         name: for messages.
 
     Raises:
         UnsupportedModel: it is of a kind that is not known here.
         ModelCorrupt: its weights do not fit its configuration or the target.
-        ModelNotFound
     """
     from transformers import Qwen3Config
 
@@ -300,7 +303,7 @@ def load_block(location: str, stated: Mapping[str, Any], name: str, target: LM) 
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
     tensors = {
         key.replace("_codebook.weight", "_codebook"): value
-        for key, value in read_tensors(location).items()
+        for key, value in stored.items()
         if not key.startswith(_UNUSED)
     }
     offsets = tensors.pop("d2t", None)

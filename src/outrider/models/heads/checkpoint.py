@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,48 @@ def read_config(location: str) -> dict[str, Any]:
     return stated
 
 
-def tensor_names(location: str) -> list[str]:
-    """Names of all tensors of a checkpoint. Only headers are read.
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """Tensors of a checkpoint.
 
-    Raises:
-        ModelNotFound, ModelCorrupt
+    Attributes:
+        location: a folder or hub id.
+        by_file: names of the tensors in each file.
+        loaded: all tensors, of a file that can only be read whole; else none.
     """
-    return [name for file, names in _by_file(location) for name in names]
+
+    location: str
+    by_file: Mapping[str, Sequence[str]]
+    loaded: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for names in self.by_file.values() for name in names}
+
+    def read(self, prefix: str = "") -> dict[str, Tensor]:
+        """Tensors whose names begin with ``prefix``. Only their files are read.
+
+        Raises:
+            ModelCorrupt
+        """
+        from safetensors import safe_open
+
+        found = {name: value for name, value in self.loaded.items() if name.startswith(prefix)}
+        for file, names in self.by_file.items():
+            wanted = [name for name in names if name.startswith(prefix) and name not in self.loaded]
+            if not wanted:
+                continue
+            path = _file(self.location, file)
+            if path is None:
+                raise ModelCorrupt(f"{self.location} lacks {file}, which its index names")
+            with _reading(path), safe_open(path, "pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in wanted}
+        return found
 
 
-def read_tensors(location: str, prefix: str | tuple[str, ...] = "") -> dict[str, Tensor]:
-    """Tensors whose names begin with ``prefix``. Only their files are read.
+def open_tensors(location: str) -> StoredTensors:
+    """Find the tensors of a folder or hub repository. Of safetensors only headers are read; an old file is read whole,
+    once.
 
     Raises:
         ModelNotFound: there are no weights.
@@ -52,39 +84,18 @@ def read_tensors(location: str, prefix: str | tuple[str, ...] = "") -> dict[str,
     import torch
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
-    for file, names in _by_file(location):
-        wanted = [name for name in names if name.startswith(prefix)]
-        if not wanted:
-            continue
-        path = _file(location, file)
-        if path is None:
-            raise ModelCorrupt(f"{location} lacks {file}, which its index names")
-        with _reading(path):
-            if file == _OLD:
-                tensors = torch.load(path, map_location="cpu", weights_only=True)
-                found |= {name: tensors[name] for name in wanted}
-            else:
-                with safe_open(path, "pt") as opened:
-                    found |= {name: opened.get_tensor(name) for name in wanted}
-    return found
-
-
-def _by_file(location: str) -> list[tuple[str, list[str]]]:
-    """Files of weights with the names of their tensors."""
-    import torch
-    from safetensors import safe_open
-
     if (whole := _file(location, _WHOLE)) is not None:
         with _reading(whole), safe_open(whole, "pt") as opened:
-            return [(_WHOLE, list(opened.keys()))]
+            return StoredTensors(location, {_WHOLE: list(opened.keys())})
     if (index := _file(location, _INDEX)) is not None:
         with _reading(index):
             home: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return [(file, [name for name in home if home[name] == file]) for file in sorted(set(home.values()))]
+            files = {file: [name for name in home if home[name] == file] for file in sorted(set(home.values()))}
+            return StoredTensors(location, files)
     if (old := _file(location, _OLD)) is not None:
         with _reading(old):
-            return [(_OLD, list(torch.load(old, map_location="cpu", weights_only=True)))]
+            loaded = torch.load(old, map_location="cpu", weights_only=True)
+            return StoredTensors(location, {_OLD: list(loaded)}, loaded)
     raise ModelNotFound(f"{location} has no weights: neither {_WHOLE}, {_INDEX} nor {_OLD}")
 
 

@@ -26,7 +26,6 @@ from outrider.models.heads.base import (
     reduce_vocabulary,
     set_vocabulary,
 )
-from outrider.models.heads.checkpoint import read_tensors
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
@@ -121,22 +120,22 @@ def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     return tuple(stated.get(LAYER_IDS) or by_output or (2, num_layers // 2, num_layers - 3))
 
 
-def load_eagle3(location: str, stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
+def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
     """Load an EAGLE-3 head for a target.
 
     Args:
-        location: a folder or hub id.
+        stored: all tensors of its checkpoint.
         stated: its config.json.
         name: for messages.
 
     Raises:
         ModelCorrupt: its weights do not fit its configuration or the target.
-        ModelNotFound, UnsupportedModel
+        UnsupportedModel
     """
     from transformers import CONFIG_MAPPING
 
     tensors = {}
-    for key, value in read_tensors(location).items():
+    for key, value in stored.items():
         for old, new in _RENAMED.items():
             key = key.replace(old, new)
         if not key.startswith(_UNUSED):

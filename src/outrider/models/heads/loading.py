@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
 from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
-from outrider.models.heads.checkpoint import read_config, tensor_names
+from outrider.models.heads.checkpoint import open_tensors, read_config
 from outrider.models.heads.eagle3 import load_eagle3
 from outrider.models.heads.mtp import load_mtp
 from outrider.models.kinds import head_named
@@ -21,7 +22,8 @@ from outrider.runtime.lm import LM
 MTP = "mtp"
 """Draft with the MTP layers of the target's own checkpoint."""
 
-_LOADERS: dict[str, Callable[[str, Mapping[str, Any], str, LM], Head]] = {"eagle3": load_eagle3, "block": load_block}
+_Loader = Callable[[Mapping[str, Tensor], Mapping[str, Any], str, LM], Head]
+_LOADERS: dict[str, _Loader] = {"eagle3": load_eagle3, "block": load_block}
 
 
 def is_head(spec: ModelSpec) -> bool:
@@ -43,14 +45,15 @@ def load_head(spec: ModelSpec, target: LM) -> LM:
         ModelCorrupt: it does not fit the target, or is incomplete.
         ModelNotFound
     """
-    _check_target(target)
+    check_target(target)
     stated = read_config(spec.location)
-    kind = kind_of_head(spec.location)
+    stored = open_tensors(spec.location)
+    kind = kind_of_head(stored.names)
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
     with _building(spec.name):
-        return head_lm(_LOADERS[kind](spec.location, stated, spec.name, target), spec.name, target)
+        return head_lm(_LOADERS[kind](stored.read(), stated, spec.name, target), spec.name, target)
 
 
 def load_mtp_of(target: LM) -> LM:
@@ -60,7 +63,7 @@ def load_mtp_of(target: LM) -> LM:
         UnsupportedModel: it has none.
         ModelCorrupt, ModelNotFound
     """
-    _check_target(target)
+    check_target(target)
     model: Any = target.model
     location = str(getattr(model.config, "name_or_path", "") or "")
     if not location:
@@ -83,13 +86,8 @@ def _building(name: str) -> Iterator[None]:
         raise ModelCorrupt(f"no head can be built of {name} ({type(error).__name__}: {reason})") from None
 
 
-def kind_of_head(location: str) -> str | None:
-    """Kind of a head by its tensors: names in configurations are less reliable.
-
-    Raises:
-        ModelNotFound, ModelCorrupt
-    """
-    found = set(tensor_names(location))
+def kind_of_head(found: Set[str]) -> str | None:
+    """Kind of a head by the names of its tensors: those in configurations are less reliable."""
     if "fc.weight" in found and found & {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}:
         return "eagle3"
     if found >= {"fc.weight", "hidden_norm.weight"}:
@@ -97,8 +95,8 @@ def kind_of_head(location: str) -> str | None:
     return None
 
 
-def _check_target(target: LM) -> None:
-    """Raises UnsupportedModel: heads cannot read its states."""
+def check_target(target: LM) -> None:
+    """Check that heads can read the states of a target. Raises UnsupportedModel."""
     model: Any = target.model
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import ChainHead, fill, layer_config
-from outrider.models.heads.checkpoint import read_tensors, tensor_names
+from outrider.models.heads.checkpoint import open_tensors
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
@@ -111,10 +111,10 @@ def load_mtp(location: str, target: LM) -> MtpHead:
     model: Any = target.model
     config = model.config.get_text_config(decoder=True)
     num_layers = config.num_hidden_layers
-    names = tensor_names(location)
+    stored = open_tensors(location)
     prefixes = [
         match.group()
-        for name in names
+        for name in stored.names
         if (match := re.match(rf"(model\.)?mtp\.|(model\.(language_model\.)?)?layers\.{num_layers}\.", name))
     ]
     if not prefixes:
@@ -123,7 +123,7 @@ def load_mtp(location: str, target: LM) -> MtpHead:
         raise UnsupportedModel(f"the checkpoint of {target.name} has no MTP layers{reason}: choose another draft")
     prefix = min(prefixes)
     tensors = {}
-    for key, value in read_tensors(location, prefix).items():
+    for key, value in stored.read(prefix).items():
         key = key.removeprefix(prefix)
         if key.startswith(_OF_TARGET):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.errors import UnsupportedModel
-from outrider.models.heads.checkpoint import read_config, read_tensors
-from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head, stated_features
+from outrider.models.heads.base import Head
+from outrider.models.heads.checkpoint import open_tensors, read_config
+from outrider.models.heads.eagle3 import LAYER_IDS, stated_features
 from outrider.runtime.lm import LM
 
 
-def save_speculators(head: Eagle3Head, target: LM, folder: Path, *, num_draft_tokens: int, dtype: torch.dtype) -> None:
-    """Write an EAGLE-3 head in the speculators layout, which vLLM reads too. Its embedding is left to the target.
+def save_speculators(
+    head: Head, target: LM, folder: Path, settings: Mapping[str, Any], *, num_draft_tokens: int, dtype: torch.dtype
+) -> None:
+    """Write a head in the speculators layout, which vLLM reads too. Its embedding is left to the target.
 
     Args:
+        settings: those of its kind.
         num_draft_tokens: K, a proposal for those who load it.
     """
     tensors = {name: value for name, value in head.state_dict().items() if not name.startswith("embed_tokens.")}
     tensors = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
-    num_tokens = len(tensors["lm_head.weight"])
     if head.token_ids is not None:
         tensors |= token_tables(head.token_ids.cpu(), head.config.vocab_size)
     own = head.config.to_dict()
@@ -32,11 +36,9 @@ def save_speculators(head: Eagle3Head, target: LM, folder: Path, *, num_draft_to
         own.pop(key, None)
     model: Any = target.model
     stated = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": settings["speculators_model_type"],
             "default_proposal_method": "greedy",  # the only one that the format has
             "proposal_methods": [
                 {
@@ -50,15 +52,11 @@ def save_speculators(head: Eagle3Head, target: LM, folder: Path, *, num_draft_to
         },
         # Older readers look for the base beside the parameters.
         "transformer_layer_config": own | {"rope_theta": own["rope_parameters"]["rope_theta"]},
-        "draft_vocab_size": num_tokens,
+        "draft_vocab_size": len(head.lm_head.weight),
         "target_hidden_size": None,  # that of the head
-        LAYER_IDS: list(head.features),
-        "norm_before_residual": head.norm_before_residual,
-        "norm_output": head.norm_output,
-        "norm_before_fc": False,
-        "fc_norm": False,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
+        **settings,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
@@ -77,7 +75,7 @@ def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str
         UnsupportedModel: SGLang does not know a part of it.
         ModelNotFound, ModelCorrupt
     """
-    stated, tensors = read_config(location), read_tensors(location)
+    stated, tensors = read_config(location), open_tensors(location).read()
     inner = dict(stated.get("transformer_layer_config") or stated)
     strange = [key for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if stated.get(key)]
     if "speculators_model_type" in stated and "norm_before_residual" not in stated:
@@ -98,6 +96,44 @@ def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(inner, indent=2) + "\n", encoding="utf-8")
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def convert_to_zlab(location: str, num_layers: int, folder: Path, name: str) -> None:
+    """Write a DFlash head in z-lab's layout, which SGLang reads: its embedding and LM head are the target's.
+
+    Args:
+        location: a head in the speculators layout; a folder or hub id.
+        num_layers: of the target.
+        name: for messages.
+
+    Raises:
+        UnsupportedModel: the layout cannot state a part of it.
+        ModelNotFound, ModelCorrupt
+    """
+    stated, tensors = read_config(location), open_tensors(location).read()
+    inner = dict(stated["transformer_layer_config"])
+    # The output of layer i is the input of layer i + 1.
+    layer_ids = [i - 1 for i in stated["aux_hidden_state_layer_ids"]]
+    obstacles = {
+        "a reduced vocabulary": "d2t" in tensors,
+        "sliding windows": "sliding_attention" in (inner.get("layer_types") or ()),
+        "the embedding of the target among its hidden states": min(layer_ids) < 0,
+    }
+    if strange := [part for part, is_there in obstacles.items() if is_there]:
+        raise UnsupportedModel(f"{name} has {' and '.join(strange)}, which z-lab's layout of DFlash cannot state")
+    inner |= {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": stated["block_size"],
+        "num_target_layers": num_layers,
+        "dflash_config": {"mask_token_id": stated["mask_token_id"], "target_layer_ids": layer_ids},
+        "tie_word_embeddings": False,
+        "dtype": stated.get("dtype"),
+    }
+    theirs = ("embed_tokens.", "lm_head.", "verifier_", "t2d")
+    own = {key: value.contiguous() for key, value in tensors.items() if not key.startswith(theirs)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(inner, indent=2) + "\n", encoding="utf-8")
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def token_tables(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -1,0 +1,80 @@
+"""How a draft is drawn, beside the sampling options: given in its name, like "NAME:min-prob=0.3:greedy"."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import OptionError
+
+_WORDS = {"min_prob": "min-prob", "min_confidence": "min-confidence", "is_greedy": "greedy"}  # in their order in names
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """Options of a draft model or a head.
+
+    Attributes:
+        is_greedy: draft the most probable tokens instead, so that q is one-hot and tokens are accepted with probability
+            p instead of min(1, p/q). Several inference engines draft like this.
+        min_prob: a draft ends before a token of which the model is unsure (``is_unsure``); 0 for never.
+        min_confidence: a draft ends before a token whose probability to be accepted, as the head predicts it, is less;
+            0 for never.
+    """
+
+    is_greedy: bool = False
+    min_prob: float = 0.0
+    min_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("min_prob", "min_confidence"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise OptionError(name, value, "a number from 0, for none, to below 1")
+
+    def full_name(self, model: str) -> str:
+        """Name of a draft: the model and its options (see ``split_name``)."""
+        for field, word in _WORDS.items():
+            value = getattr(self, field)
+            if value:
+                model += f":{word}" if value is True else f":{word}={value:g}"
+        return model
+
+    def check_taken(self, model: str, *taken: str) -> None:
+        """Raises OptionError: an option is given, and is not among these."""
+        for field, word in _WORDS.items():
+            value = getattr(self, field)
+            if value and field not in taken:
+                raise OptionError(f"{word} of the draft", value, f"{model} does not take it: leave it out")
+
+
+NO_OPTIONS = DraftOptions()
+
+
+def split_name(name: Any) -> tuple[Any, DraftOptions]:
+    """Split a draft's name into the model and its options. Raises OptionError."""
+    given: dict[str, Any] = {}
+    order = list(_WORDS)
+    model, words = name, name.split(":")[1:] if isinstance(name, str) else []
+    for text in reversed(words):
+        word, equals, number = text.partition("=")
+        field = next((one for one in order if _WORDS[one] == word), None)
+        if field is None or bool(equals) == (field == "is_greedy"):
+            break
+        later = next(iter(given), None)
+        if later is not None and order.index(field) >= order.index(later):
+            raise OptionError("draft", name, f"write {_WORDS[later]} before {word}, and each once")
+        given = {field: True if field == "is_greedy" else _probability(name, word, number), **given}
+        model = model.removesuffix(f":{text}")
+    return model, DraftOptions(**given)
+
+
+def _probability(name: str, word: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise OptionError("draft", name, f"{word} is a probability between 0 and 1")
+    return value
