@@ -46,9 +46,10 @@ def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path
     assert more.code == 0 and AutoConfig.from_pretrained(tmp_path / "more").hidden_size == 64
 
 
-def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("kind", [("eagle3", "--draft-vocab", 300), ("dflash", "--layers", 2)])
+def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path, kind: tuple[str | int, ...]) -> None:
     out = tmp_path / "head"
-    kind = "--kind", "eagle3", "--draft-vocab", 300, "--depth", 2
+    kind = "--kind", *kind, "--depth", 2
     ended = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 8, *QUICK, *kind)
     assert (ended.code, ended.err) == (0, "")
     document = only_document((out / "distill.json").read_text(), "distill")
@@ -72,11 +73,12 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     assert "num_layers = 0" in outrider(*to, "--layers", 0).error
     assert "0 <= seed < 2**32" in outrider(*to, "--seed", 2**32).error
     assert "leave out the sizes" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
-    assert "choose one of model, eagle3" in outrider(*to, "--kind", "medusa").error
+    assert "choose one of model, eagle3, dflash" in outrider(*to, "--kind", "medusa").error
     assert "add --kind eagle3" in outrider(*to, "--draft-vocab", 9).error
     assert "add --kind eagle3" in outrider(*to, "--depth", 2).error
     head = *to, "--kind", "eagle3"
-    assert "leave out --init and the sizes" in outrider(*head, "--layers", 2).error
+    assert "has one layer" in outrider(*head, "--layers", 2).error
+    assert "a whole number >= 1" in outrider(*to, "--kind", "dflash", "--layers", 0).error
     assert "leave out --init and the sizes" in outrider(*head, "--init", "scratch").error
     assert "a whole number >= 1" in outrider(*head, "--draft-vocab", 0).error
     assert "fable has 4096 tokens" in outrider(*head, "--draft-vocab", 5000).error

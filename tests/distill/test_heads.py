@@ -1,4 +1,4 @@
-"""Training of heads: the unrolled forward is that of inference, and a trained head drafts what its target generates."""
+"""Training of EAGLE-3 heads: unrolling is inference, and a trained head drafts what its target generates."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider.distill.chains import ChainStudent, new_eagle3, unrolled
 from outrider.distill.data import Mixture
-from outrider.distill.heads import HeadStudent, default_features, most_frequent, new_head, unrolled
+from outrider.distill.heads import default_features, most_frequent
 from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.train import distil
 from outrider.drafters import chain
@@ -35,13 +36,13 @@ def target_lm(**options: Any) -> LM:
     return as_lm(tiny_llama(0, num_layers=4, **options).float())
 
 
-def random_head(target: LM, token_ids: Tensor | None = None) -> HeadStudent:
-    head = new_head(target, token_ids, seed=0)
+def random_head(target: LM, token_ids: Tensor | None = None) -> ChainStudent:
+    head = new_eagle3(target, token_ids, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return HeadStudent(target, head, K)
+    return ChainStudent(target, head, K)
 
 
 def generated(target: LM, drafter: Drafter, k: int) -> tuple[Tensor, Stats]:
@@ -102,7 +103,7 @@ def test_a_head_learns_its_target(tmp_path: Path) -> None:
     model: Any = target.model
     model.lm_head.weight.mul_(4.0)  # a sharp distribution, so that the greedy token is most of it
     ids, _ = generated(target, NoDrafter(), 0)
-    student = HeadStudent(target, new_head(target, None, seed=0), K)
+    student = ChainStudent(target, new_eagle3(target, None, seed=0), K)
     recipe = Recipe(batch_size=16, learning_rate=1e-2, patience=20, save_s=1e9)
     held_out = [Text(row, 4) for row in ids.tolist()]
     checks = distil(

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.distill import train, watch
+from outrider.distill.blocks import BlockStudent, new_dflash
+from outrider.distill.chains import ChainStudent, new_eagle3
 from outrider.distill.data import Mixture
-from outrider.distill.heads import HeadStudent, new_head
 from outrider.distill.kinds import ModelStudent, Student
 from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.student import Shape, new_draft
@@ -47,8 +48,10 @@ def run(
     student: Student
     if kind == "model":
         student = ModelStudent(lm, new_draft(TARGET.config, Shape(1, 16), seed=0), word_tokenizer())
+    elif kind == "eagle3":
+        student = ChainStudent(lm, new_eagle3(lm, torch.arange(0, 97, 2), seed=0), 3)
     else:
-        student = HeadStudent(lm, new_head(lm, torch.arange(0, 97, 2), seed=0), 3)
+        student = BlockStudent(lm, new_dflash(lm, 1, 3, 96, None, seed=0))
     return distil(
         student,
         output,
@@ -80,7 +83,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize("kind", ["model", "eagle3", "dflash"])
 def test_a_killed_run_goes_on(tmp_path: Path, kind: str) -> None:
     """Bit for bit as if it had not been killed, twice; a checkpoint that was being written is passed over."""
     whole = run(tmp_path / "whole", budget=Budget(num_steps=20), kind=kind)

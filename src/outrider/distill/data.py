@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError
+from outrider.options import Sampling
 from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import read_text, write_whole
 from outrider.text.example_prompts import PROMPTS
@@ -75,6 +76,7 @@ def generate_sequences(
             prompts = [_prompt(decoder, text, index, length, seed) for index in indices]
             completions = decoder.generate(
                 prompts,
+                Sampling(),
                 max_new_tokens=[length - len(prompt) for prompt in prompts],
                 seed=[seed + index for index in indices],
                 ignore_eos=True,

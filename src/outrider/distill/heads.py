@@ -1,30 +1,22 @@
-"""Training of EAGLE-3 heads, by unrolling: as in a round, each later token is drafted from the head's own states.
-
-The head that runs is that of inference (models/heads), over another cache. For every position of a sequence at once, a
-round that begins there is followed along the sequence: step d reads the token at d places further on, attends to the
-entries with the target's states up to the beginning of the round, and to the d entries of its own round since then.
-
-Source: training-time test, Li et al. 2503.01840, section 3.2.
-"""
+"""Heads in training: the parts that all kinds share."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig
 
 from outrider.distill.kinds import Pair, Student
 from outrider.distill.student import head_size
 from outrider.drafters.base import Drafter
-from outrider.drafters.chain import ChainDrafter
 from outrider.errors import NumericsError
-from outrider.models.heads.base import ChainHead, head_lm, layer_config
-from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head
+from outrider.models.heads.base import Head, embedding_of, head_lm
+from outrider.models.heads.loading import check_target
 from outrider.models.heads.saving import save_speculators
 from outrider.models.quantize import widened_weights
 from outrider.runtime.hidden_states import recorded_states
@@ -37,69 +29,39 @@ from outrider.stats.intervals import Interval, bounded_mean
 _BATCH = 8  # sequences whose alpha is measured together
 _SPREAD = 0.02  # standard deviation of initial weights, as in Llama
 
-
-def unrolled(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[Pair]:
-    """Follow rounds along sequences.
-
-    Args:
-        ids: [B, T]
-        depth: drafted tokens.
-
-    Yields:
-        For each drafted token d = 0, 1, ...: logits of the target [B, T-1-d, V] and of the head [B, T-1-d, D], for the
-        token at i + d + 2 in row i: the first token that the round can draft is at i + 2.
-    """
-    model: Any = target.model
-    with torch.no_grad(), recorded_states(model, head.features) as found:
-        target_logits = model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
-    features = torch.cat([found[i].to(ids.device) for i in head.features], dim=-1)[:, :-1]
-    states = head.fuse(features.to(next(head.parameters()).dtype))
-    cache, seen = DynamicCache(), torch.empty(0)
-    for d in range(depth):
-        num = ids.shape[1] - 1 - d  # rounds that have not reached the end of the sequence
-        own = torch.eye(num, dtype=torch.bool, device=ids.device)
-        # A round sees the same entries of earlier steps as before, and its own of this step.
-        seen = torch.ones_like(own).tril() if d == 0 else torch.cat((seen[:num], own), dim=1)
-        mask = torch.zeros(seen.shape, dtype=states.dtype, device=ids.device)
-        mask = mask.masked_fill_(~seen, torch.finfo(states.dtype).min)[None, None]
-        positions = torch.arange(d, d + num, device=ids.device).expand(len(ids), -1)
-        logits, states = head(ids[:, 1 + d :], states[:, :num], positions, mask, cache)
-        yield target_logits[:, 1 + d :], logits
+AnyHead = TypeVar("AnyHead", bound=Head)
 
 
-def new_head(target: LM, token_ids: Tensor | None, seed: int) -> Eagle3Head:
-    """Create an EAGLE-3 head of one layer for a target, in float32.
-
-    It begins with the deepest of the target's states and the target's LM head; its layer is random. Its embedding is
-    the target's: seen, and not a part of it, so that it is neither trained nor stored.
+def new_config(kind: Any, target: LM, num_layers: int) -> Any:
+    """Configuration of a head's layers, as wide as those of its target.
 
     Args:
-        token_ids: the target's ids of its tokens, ascending; None for all. D numbers
+        kind: class of the configuration.
     """
     model: Any = target.model
     source = model.config.get_text_config(decoder=True)
     size, num_heads = source.hidden_size, source.num_attention_heads
-    own = LlamaConfig(  # of the kind that the engines know as EAGLE-3
-        vocab_size=model.get_input_embeddings().weight.shape[0],
+    rope_theta = (getattr(source, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
+    return kind(
+        vocab_size=len(embedding_of(target)),
         hidden_size=size,
         intermediate_size=getattr(source, "intermediate_size", None) or 4 * size,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=getattr(source, "num_key_value_heads", None) or num_heads,
         head_dim=head_size(source),
         max_position_embeddings=target.context_len,
         rms_norm_eps=getattr(source, "rms_norm_eps", 1e-6),
-        rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(source)},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=False,
     )
-    config = layer_config(own, 1, model)
-    tensors = _initial(target, config, token_ids, seed)
-    stated = {LAYER_IDS: default_features(len(model.get_decoder().layers))}
-    head = Eagle3Head(config, stated, tensors, target)
-    vars(head)["embed_tokens"] = head._modules.pop("embed_tokens")
-    head.load_state_dict(tensors, assign=True)
-    head.register_buffer("token_ids", token_ids, persistent=False)
-    return head.to(target.device)
+
+
+def num_layers_of(target: LM) -> int:
+    """Number of decoder layers. Raises UnsupportedModel: no head can read them."""
+    check_target(target)
+    model: Any = target.model
+    return len(model.get_decoder().layers)
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
@@ -115,78 +77,115 @@ def most_frequent(counts: Tensor, num_tokens: int) -> Tensor:
     return order[:num_tokens].sort().values
 
 
-def _initial(target: LM, config: LlamaConfig, token_ids: Tensor | None, seed: int) -> dict[str, Tensor]:
-    """Initial weights, by the names of the speculators layout."""
+def from_target(target: LM, num_features: int, token_ids: Tensor | None) -> dict[str, Tensor]:
+    """Initial weights that a head takes from its target: it passes on the deepest state, which the target's norm and LM
+    head turn into logits."""
     model: Any = target.model
     output = widened_weights(nn.ModuleDict({"head": model.get_output_embeddings()}))["head.weight"]
-    size, inner = config.hidden_size, config.intermediate_size
-    width, narrow = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    generator = torch.Generator().manual_seed(seed)
-    layer = "layers.0."
-    shapes = {
-        f"{layer}self_attn.q_proj.weight": (width, 2 * size),
-        f"{layer}self_attn.k_proj.weight": (narrow, 2 * size),
-        f"{layer}self_attn.v_proj.weight": (narrow, 2 * size),
-        f"{layer}self_attn.o_proj.weight": (size, width),
-        f"{layer}mlp.gate_proj.weight": (inner, size),
-        f"{layer}mlp.up_proj.weight": (inner, size),
-        f"{layer}mlp.down_proj.weight": (size, inner),
-    }
-    tensors = {name: _SPREAD * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    tensors |= {
-        f"{layer}{name}.weight": torch.ones(size)
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    }
-    tensors["fc.weight"] = torch.cat((torch.zeros(size, 2 * size), torch.eye(size)), dim=1)
-    norm = model.get_decoder().norm
+    size = embedding_of(target).shape[1]
     # The weight of an RMS norm, however its kind stores it.
-    tensors["norm.weight"] = norm(torch.ones(1, 1, size, dtype=target.dtype, device=target.device)).flatten()
-    tensors["lm_head.weight"] = output if token_ids is None else output[token_ids.to(output.device)]
-    return {name: value.detach().to("cpu", torch.float32).clone() for name, value in tensors.items()}
+    norm = model.get_decoder().norm(torch.ones(1, 1, size, dtype=target.dtype, device=target.device)).flatten()
+    return {
+        "fc.weight": torch.cat((torch.zeros(size, (num_features - 1) * size), torch.eye(size)), dim=1),
+        "norm.weight": norm,
+        "lm_head.weight": output if token_ids is None else output[token_ids.to(output.device)],
+    }
 
 
-def _rope_theta(config: Any) -> float:
-    theta: float = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
-    return theta
+def initialise(head: AnyHead, given: Mapping[str, Tensor], token_ids: Tensor | None, seed: int) -> AnyHead:
+    """Give a new head its tokens and its weights, in float32: those that are given; other norms are 1, and the rest is
+    random."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in head.state_dict().items():
+        if name in given:
+            tensors[name] = given[name].detach().to("cpu", torch.float32).clone()
+        elif weight.ndim == 1:
+            tensors[name] = torch.ones(weight.shape)
+        else:
+            tensors[name] = _SPREAD * torch.randn(weight.shape, generator=generator)
+    head.load_state_dict(tensors, assign=True)
+    head.register_buffer("token_ids", token_ids, persistent=False)
+    return head
 
 
-class _Unrolled(nn.Module):
+def borrow(head: Head, name: str) -> None:
+    """Let a head see a module that it does not have, so that it is neither trained nor stored."""
+    vars(head)[name] = head._modules.pop(name)
+
+
+def read_target(head: Head, target: LM, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of a target along sequences, and the head's states of their tokens: [B, T] -> [B, T, V], [B, T, H]"""
+    model: Any = target.model
+    with torch.no_grad(), recorded_states(model, head.features) as found:
+        logits = model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
+    features = torch.cat([found[i].to(ids.device) for i in head.features], dim=-1)
+    return logits, head.fuse(features.to(next(head.parameters()).dtype))
+
+
+class _InRounds(nn.Module):
     """A head that runs along sequences with its target, which is no part of it."""
 
-    def __init__(self, head: Eagle3Head, target: LM, depth: int) -> None:
+    def __init__(self, student: HeadStudent[Any]) -> None:
         super().__init__()
-        self.head = head
-        self._target, self._depth = target, depth
+        self.head = student.head
+        self._rounds = student.rounds
 
     def forward(self, input_ids: Tensor) -> list[Pair]:
-        return list(unrolled(self.head, self._target, input_ids, self._depth))
+        _, steps = self._rounds(self.head, input_ids, None)
+        return list(steps)
 
 
-class HeadStudent(Student):
-    """An EAGLE-3 head.
+class HeadStudent(Student, Generic[AnyHead]):
+    """A head.
 
     Args:
-        head: from ``new_head``.
         depth: tokens of a round that it is trained to draft.
     """
 
-    def __init__(self, target: LM, head: Eagle3Head, depth: int) -> None:
-        self.target, self.module = target, _Unrolled(head, target, depth)
-        self._head, self._depth = head, depth
+    def __init__(self, target: LM, head: AnyHead, depth: int) -> None:
+        self.target, self.head, self.depth = target, head, depth
+        self.module = _InRounds(self)
+
+    @abstractmethod
+    def rounds(self, head: AnyHead, ids: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Iterator[Pair]]:
+        """Follow rounds along sequences.
+
+        Args:
+            ids: [B, T]
+            generator: chooses where they begin, if not everywhere; None for the one whose state the trainer keeps.
+
+        Returns:
+            Places of the first drafted tokens [R], ascending; and for each drafted token logits of the target [B, R, V]
+            and of the head [B, R, D], without the last rounds if these have reached the end of the sequence.
+        """
+
+    @abstractmethod
+    def drafter(self, head: LM) -> Drafter:
+        """Its drafter."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Its own part of a config.json in the speculators layout."""
 
     def pairs(self, outputs: list[Pair], ids: Tensor) -> list[Pair]:
         """The target's distribution among the head's tokens: alpha is highest where q is in proportion to it."""
-        token_ids, size = self._head.token_ids, self.target.vocab_size
+        token_ids, size = self.head.token_ids, self.target.vocab_size
         if token_ids is None:
             return [(target_logits, logits[..., :size]) for target_logits, logits in outputs]
         return [(target_logits[..., token_ids], logits) for target_logits, logits in outputs]
 
-    def as_stored(self, name: str, dtype: torch.dtype) -> ChainDrafter:
-        embedding = vars(self._head)["embed_tokens"]
-        head = copy.deepcopy(self._head, {id(embedding): embedding})
+    def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
+        model: Any = self.target.model
+        targets = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+        head = copy.deepcopy(self.head, {id(vars(self.head)[part]): targets[part] for part in self._borrowed})
         for parameter in head.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(dtype).to(self.target.dtype)
-        return ChainDrafter(head_lm(head, name, self.target))
+        return self.drafter(head_lm(head, name, self.target))
+
+    @property
+    def _borrowed(self) -> set[str]:
+        return {"embed_tokens", "lm_head"} & vars(self.head).keys()
 
     @torch.inference_mode()
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
@@ -196,17 +195,18 @@ class HeadStudent(Student):
             batch = texts[begin : begin + _BATCH]
             ids = torch.tensor([list(text.ids) for text in batch], device=self.target.device)
             num_given = torch.tensor([[text.num_given] for text in batch], device=ids.device)
-            steps = []
-            for target_logits, logits in unrolled(head, self.target, ids, self._depth):
+            first_places, steps = self.rounds(head, ids, torch.Generator().manual_seed(begin))
+            found = []
+            for target_logits, logits in steps:
                 logits = spread(logits, head.token_ids, self.target.vocab_size)
                 both = overlap(target_logits.float().softmax(-1), logits.float().softmax(-1))
-                is_scored = torch.arange(both.shape[1], device=ids.device) + 2 >= num_given
-                steps.append(torch.stack((torch.where(is_scored, both, 0.0).sum(1), is_scored.sum(1))))
-            sums.append(torch.stack(steps).to("cpu", torch.float64))
+                is_scored = first_places[: both.shape[1]] >= num_given
+                found.append(torch.stack((torch.where(is_scored, both, 0.0).sum(1), is_scored.sum(1))))
+            sums.append(torch.stack(found).to("cpu", torch.float64))
         by_text = torch.cat(sums, dim=-1)
         if not bool(by_text.isfinite().all()):
             raise NumericsError(f"the head {drafter.name} gave NaN or infinite logits")
         return tuple(bounded_mean(step[0].tolist(), step[1].tolist(), (0.0, 1.0)) for step in by_text)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        save_speculators(self._head, self.target, folder, num_draft_tokens=self._depth, dtype=dtype)
+        save_speculators(self.head, self.target, folder, self.settings(), num_draft_tokens=self.depth, dtype=dtype)

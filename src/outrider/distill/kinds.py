@@ -29,10 +29,12 @@ class Student(ABC):
     Attributes:
         target: what it is trained for.
         module: what the trainer runs, trains and stores, in float32; it takes ``input_ids`` [B, T].
+        later: weight of the loss at a drafted token, over that at the one before it: rounds often end before them.
     """
 
     target: LM
     module: nn.Module
+    later: float = 1.0
 
     @abstractmethod
     def pairs(self, outputs: Any, ids: Tensor) -> Sequence[Pair]:

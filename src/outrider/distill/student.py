@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import OptionError
+from outrider.models.kinds import auto_class
 from outrider.models.quantize import widened_weights
 
 # Fused weights: their leading part is not composed of leading parts.
@@ -100,12 +101,11 @@ def kept_layers(num_target_layers: int, num_layers: int) -> list[int]:
 
 def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
     """Create a draft with random weights, in float32."""
-    import transformers
-
     with torch.random.fork_rng(devices=[]):  # weights are created on the CPU
         torch.manual_seed(seed)
         config = draft_config(target_config, shape)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        auto = auto_class("the draft", config)
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return model
 
 

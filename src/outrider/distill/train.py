@@ -29,7 +29,6 @@ from outrider.system.files import write_whole
 
 _WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
-_LATER = 0.8  # weight of the loss at a drafted token, over that at the one before it, as in EAGLE-3
 
 
 def distil(
@@ -64,7 +63,7 @@ def distil(
     loss_of = LOSSES[recipe.loss]
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        value = _over_pairs(loss_of, student.pairs(outputs, labels.to(target.device)))
+        value = _over_pairs(loss_of, student.pairs(outputs, labels.to(target.device)), student.later)
         watch.losses.append(value.detach())
         return value
 
@@ -106,9 +105,9 @@ def distil(
     return [Check.from_json(check) for check in watch.progress.checks]
 
 
-def _over_pairs(loss_of: Loss, pairs: Sequence[Pair]) -> Tensor:
-    """Mean loss over all positions and drafted tokens; later tokens count less, since rounds often end before them."""
-    weights = [_LATER**i for i in range(len(pairs))]
+def _over_pairs(loss_of: Loss, pairs: Sequence[Pair], later: float) -> Tensor:
+    """Mean loss over all positions and drafted tokens, each weighted with ``later`` times the weight before."""
+    weights = [later**i for i in range(len(pairs))]
     losses = [weight * _mean(loss_of, *pair) for weight, pair in zip(weights, pairs, strict=True)]
     return torch.stack(losses).sum() / sum(weights)
 

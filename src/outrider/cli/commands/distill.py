@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from outrider.scoring.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
-_DEFAULT_DEPTH = 5
-_KINDS = ("model", "eagle3")
+_DEFAULT_DEPTHS = {"eagle3": 5, "dflash": 7}
+_KINDS = ("model", *_DEFAULT_DEPTHS)
 
 _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
@@ -33,10 +33,19 @@ def distill(
     target: Annotated[str, typer.Argument(help="Model: known name (see 'outrider models'), folder or hub id.")],
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     kind: Annotated[
-        str, typer.Option(help="model, or eagle3: a head on the target's hidden states.", rich_help_panel=_SHAPE)
+        str,
+        typer.Option(
+            help="model, or a head on the target's hidden states: eagle3 (drafts token by token), dflash (all tokens "
+            "of a round at once).",
+            rich_help_panel=_SHAPE,
+        ),
     ] = "model",
     layers: Annotated[
-        int | None, typer.Option(help="Number of layers. Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
+        int | None,
+        typer.Option(
+            help="Number of layers. Default: a sixteenth of the target's; of a dflash head an eighth, at most 5.",
+            rich_help_panel=_SHAPE,
+        ),
     ] = None,
     hidden_size: Annotated[
         int | None, typer.Option(help="Hidden size. Default: the target's.", rich_help_panel=_SHAPE)
@@ -72,7 +81,9 @@ def distill(
     depth: Annotated[
         int | None,
         typer.Option(
-            help="Of a head: tokens that it drafts in a row in training. Default: 5.", rich_help_panel=_TRAINING
+            help="Of a head: tokens that it drafts in a row in training; a dflash head drafts at most these. Default: "
+            "5; dflash: 7.",
+            rich_help_panel=_TRAINING,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8,
@@ -153,7 +164,7 @@ def distill(
         check_same_run(output, options)
     mixture, held_out = _data(decoder, text, output, written, written_fraction, length, seed)
     if student is None:
-        student = _new_head(lm, mixture, draft_vocab, depth, seed)
+        student = _new_head(kind, lm, mixture, draft_vocab, depth or _DEFAULT_DEPTHS[kind], layers, seed)
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
@@ -203,24 +214,37 @@ def _check_kind(
     if kind == "model":
         for option, value in (("--draft-vocab", draft_vocab), ("--depth", depth)):
             if value is not None:
-                raise OptionError(option, value, "only heads have it: add --kind eagle3")
+                raise OptionError(option, value, "only heads have it: add --kind eagle3 or --kind dflash")
         return
-    if init != "target" or any(size is not None for size in sizes):
-        raise OptionError("--kind", kind, "a head has one layer of its target's width: leave out --init and the sizes")
-    if draft_vocab is not None and draft_vocab < 1:
-        raise OptionError("--draft-vocab", draft_vocab, "a whole number >= 1")
-    if depth is not None and not 1 <= depth < length - 1:
-        raise OptionError("--depth", depth, "a whole number >= 1, and less than --length - 1")
+    layers, *widths = sizes
+    if kind == "eagle3" and layers is not None:
+        raise OptionError("--layers", layers, "an EAGLE-3 head has one layer: leave it out")
+    if init != "target" or any(size is not None for size in widths):
+        raise OptionError("--kind", kind, "a head has its target's width: leave out --init and the sizes")
+    for option, value in (("--draft-vocab", draft_vocab), ("--layers", layers)):
+        if value is not None and value < 1:
+            raise OptionError(option, value, "a whole number >= 1")
+    num_drafted = _DEFAULT_DEPTHS[kind] if depth is None else depth
+    if not 1 <= num_drafted < length - 1:
+        raise OptionError("--depth", num_drafted, "a whole number >= 1, and less than --length - 1")
 
 
-def _new_head(lm: LM, data: Mixture, draft_vocab: int | None, depth: int | None, seed: int) -> Student:
-    """EAGLE-3 head to train."""
-    from outrider.distill.heads import HeadStudent, most_frequent, new_head
+def _new_head(
+    kind: str, lm: LM, data: Mixture, draft_vocab: int | None, depth: int, layers: int | None, seed: int
+) -> Student:
+    """Head to train."""
+    from outrider.distill.blocks import BlockStudent, default_layers, mask_token, new_dflash
+    from outrider.distill.chains import ChainStudent, new_eagle3
+    from outrider.distill.heads import most_frequent
 
+    counts = data.token_counts(lm.vocab_size)
     token_ids = None
     if draft_vocab is not None and draft_vocab < lm.vocab_size:
-        token_ids = most_frequent(data.token_counts(lm.vocab_size), draft_vocab)
-    return HeadStudent(lm, new_head(lm, token_ids, seed), depth or _DEFAULT_DEPTH)
+        token_ids = most_frequent(counts, draft_vocab)
+    if kind == "eagle3":
+        return ChainStudent(lm, new_eagle3(lm, token_ids, seed), depth)
+    mask_id = mask_token(lm, counts)
+    return BlockStudent(lm, new_dflash(lm, layers or default_layers(lm), depth, mask_id, token_ids, seed))
 
 
 def _new_draft(
