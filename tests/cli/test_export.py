@@ -10,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from block_heads import write_block
 from commands import Outrider, only_document
 from heads import write_eagle3
 from outrider.api import load
 from outrider.export.engines import ENGINES
+from outrider.models.heads.loading import load_head
+from outrider.models.registry import resolve
 from outrider.replay.log_writer import LogWriter
 from outrider.replay.record import header_of, record_batch
 from pairs import embedded, random_llama, save, word_tokenizer, zoo
+from toys import as_lm
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +173,59 @@ def test_a_head(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path,
     assert f"{target_and_head[1].resolve()} --outfile draft.gguf --target-model-dir {target_and_head[0]}" in convert
     ended = outrider("export", "--to", "mlx", *pair, "--output", tmp_path / "mlx")
     assert "takes draft models only" in ended.error
-    ended = outrider("export", "--to", "vllm", *pair, "--measure", "--output", tmp_path / "measured")
-    assert "leave out --log and --measure" in ended.error
+
+
+def test_the_tau_of_a_head(
+    outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From texts generated here, under both rules of the engine."""
+    monkeypatch.setattr("outrider.cli.commands.export._NUM_TOKENS", 8)
+    monkeypatch.setattr("outrider.cli.commands.export._NUM_PASSES", 1)
+    monkeypatch.setattr("outrider.cli.commands.export._ROWS", (1,))
+    monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", ("w1 w2", "w3"))
+    monkeypatch.setattr("outrider.export.engine_rules.KS", (1, 2))
+    pair = "--target", target_and_head[0], "--draft", target_and_head[1]
+    ended = outrider("export", "--to", "vllm", *pair, "--measure", "--output", tmp_path / "out", "--json", "-")
+    outlooks = only_document(ended.out, "export")["outlooks"]
+    assert [one["setting"] for one in outlooks] == ["probabilistic", "greedy"]
+    assert all(1 <= one["tau"]["value"] < 3 for outlook in outlooks for one in outlook["tau"])
+
+
+def test_a_block_head(outrider: Outrider, tmp_path: Path) -> None:
+    """Linked for vLLM, in z-lab's layout for SGLang, and refused by name where no engine takes it."""
+    model = random_llama(num_layers=4)
+    pair = "--target", save(tmp_path / "T", model), "--draft", tmp_path / "head"
+    write_block(tmp_path / "head", model, layout="speculators")
+    for to in ("vllm", "sglang"):
+        assert outrider("export", "--to", to, *pair, "--output", tmp_path / to).code == 0
+    assert (tmp_path / "vllm" / "draft").resolve() == (tmp_path / "head").resolve()
+    config = json.loads((tmp_path / "vllm" / "speculative.json").read_text())
+    assert (config["method"], config["num_speculative_tokens"]) == ("dflash", 4)
+    stated = json.loads((tmp_path / "sglang" / "draft" / "config.json").read_text())
+    assert stated["architectures"] == ["DFlashDraftModel"] and stated["block_size"] == 5
+    assert stated["dflash_config"]["target_layer_ids"] == [0, 1, 2]  # the outputs before layers 1, 2 and 3
+    target = as_lm(model)
+    heads: list[Any] = [
+        load_head(resolve(str(folder)), target).model for folder in (tmp_path / "head", tmp_path / "sglang" / "draft")
+    ]
+    assert (heads[0].features, heads[0].reaches, heads[0].mask_id) == (
+        heads[1].features,
+        heads[1].reaches,
+        heads[1].mask_id,
+    )
+    weights = [head.state_dict() for head in heads]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    def error(to: str, *more: object, **head: Any) -> str:
+        write_block(tmp_path / "head", model, **{"layout": "speculators"} | head)
+        return outrider("export", "--to", to, *pair, "--output", tmp_path / "none", *more).error
+
+    assert "takes eagle3 heads, too" in error("llama.cpp")
+    assert "drafts at most 4 tokens" in error("vllm", "-k", 5)
+    assert "a reduced vocabulary" in error("sglang", token_ids=[1, 2, 3])
+    assert "is a DSpark head" in error("vllm", markov="vanilla")
+    assert "is a DFlash 2 head" in error("vllm", layout="zlab", is_second=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_head_for_sglang(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path, Path]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.export.engine_files import Handover, transformers_options, vllm_config
 from outrider.export.engine_rules import (
     EQUALITY,
     GREEDY,
@@ -17,7 +18,7 @@ from outrider.export.engine_rules import (
     by_draft_cost,
     by_measured_costs,
 )
-from outrider.export.engines import ENGINES, Handover, transformers_options, vllm_config
+from outrider.export.engines import ENGINES
 from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.replay.plan import Costs, RoundCost, Setting
@@ -45,8 +46,8 @@ def _written(name: str) -> list[tuple[str, Handover, dict[str, str]]]:
     engine = ENGINES[name]
     handovers = [replace(PAIR, setting=setting) for setting in engine.rules]
     handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0), k_by_rows=((1, 5), (4, 2), (8, 0))))
-    if engine.heads is not None:
-        handovers += [replace(PAIR, setting=setting, is_head=True) for setting in engine.heads.rules]
+    for kind, heads in engine.heads.items():
+        handovers += [replace(PAIR, setting=setting, head=kind) for setting in heads.rules]
     return [(name, handover, engine.files(handover)) for handover in handovers]
 
 
@@ -65,7 +66,8 @@ def test_every_file_is_well_formed_and_lossless(name: str, handover: Handover, f
             done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
     together = "\n".join(files.values())
-    assert "draft" in together and str(handover.k) in together
+    num_stated = handover.k + (name == "sglang" and handover.head == "dflash")  # slots, the last token's included
+    assert "draft" in together and str(num_stated) in together
 
 
 def _words(script: str) -> list[str]:
@@ -112,8 +114,8 @@ def test_sglang_counts_the_last_token() -> None:
 
 
 def test_heads() -> None:
-    """The option of each engine for EAGLE-3; SGLang samples drafts from a head if told so."""
-    head = replace(PAIR, is_head=True)
+    """The option of each engine for them; SGLang samples drafts from an EAGLE-3 head if told so."""
+    head = replace(PAIR, head="eagle3")
     vllm = vllm_config(replace(head, setting="probabilistic"))
     assert (vllm["method"], vllm["draft_sample_method"]) == ("eagle3", "probabilistic")
     for setting in ("rejection", "greedy"):
@@ -122,6 +124,11 @@ def test_heads() -> None:
         assert ("--speculative-use-rejection-sampling" in words) == (setting == "rejection")
     values = _values(_words(ENGINES["llama.cpp"].files(replace(head, setting="greedy"))["serve.sh"]))
     assert values["--spec-type"] == "draft-eagle3"
+    block = replace(PAIR, head="dflash")
+    assert vllm_config(block)["method"] == "dflash"
+    values = _values(_words(ENGINES["sglang"].files(block)["serve.sh"]))
+    assert values["--speculative-algorithm"] == "DFLASH" and values["--speculative-num-draft-tokens"] == "4"
+    assert "--speculative-num-steps" not in values
 
 
 def test_llama_cpp_samples_like_the_others() -> None:

@@ -8,11 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.models.heads.checkpoint import open_tensors
 from outrider.models.heads.checkpoint import read_config as read_head_config
 from outrider.models.heads.loading import kind_of_head
 from outrider.models.loading import context_len, load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 from outrider.text.tokenizer import check_same_tokens
+
+_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+# Parts that DFlash heads do not have.
+_BEYOND_DFLASH = {
+    "markov_head.": "a DSpark head",
+    "confidence_head.": "a DSpark head",
+    "candidate_selector.": "a DFlash 2 head",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +31,8 @@ class DescribedModel:
     Attributes:
         config: Hugging Face configuration of the text model.
         architecture: like "LlamaForCausalLM".
-        head: the config.json of an EAGLE-3 head; None for a model.
+        head: the config.json of a head; None for a model.
+        kind: of a head, "eagle3" or "dflash".
     """
 
     spec: ModelSpec
@@ -31,6 +41,7 @@ class DescribedModel:
     architecture: str
     context_len: int
     head: Mapping[str, Any] | None = None
+    kind: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -42,8 +53,13 @@ class DescribedModel:
     def num_draft_tokens(self) -> int | None:
         """K that a head proposes."""
         proposals = ((self.head or {}).get("speculators_config") or {}).get("proposal_methods") or [{}]
-        num: int | None = proposals[0].get("speculative_tokens")
+        num: int | None = proposals[0].get("speculative_tokens", self.most_drafted)
         return num
+
+    @property
+    def most_drafted(self) -> int | None:
+        """Most tokens that a head drafts in a round; None for any number."""
+        return self.head["block_size"] - 1 if self.head is not None and self.kind == "dflash" else None
 
 
 def describe(spec: ModelSpec) -> DescribedModel:
@@ -65,13 +81,25 @@ def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
 
     Raises:
         ModelError: it cannot be found.
-        UnsupportedModel: it is not an EAGLE-3 head.
+        UnsupportedModel: no engine here takes heads of its kind.
     """
     stated = read_head_config(spec.location)
-    if kind_of_head(spec.location) != "eagle3":
-        raise UnsupportedModel(f"{spec.name} is not an EAGLE-3 head: other heads are not exported")
+    names = open_tensors(spec.location).names
+    kind = kind_of_head(names)
+    if kind == "block":
+        part = next((part for part in _BEYOND_DFLASH if any(name.startswith(part) for name in names)), None)
+        thing = _BEYOND_DFLASH[part] if part is not None else None
+        if stated.get("sample_from_anchor"):
+            thing = "a block head that samples from its anchor"
+        if thing is not None:
+            raise UnsupportedModel(f"{spec.name} is {thing}: EAGLE-3 and DFlash heads are exported, and no others")
+        inner = stated.get("dflash_config") or {}
+        stated = {**stated, "block_size": stated.get("block_size", inner.get("block_size", 16))}
+        kind = "dflash"
+    if kind is None:
+        raise UnsupportedModel(f"{spec.name} is a head in a layout that is not known here")
     config = SimpleNamespace(**(stated.get("transformer_layer_config") or stated))
-    return DescribedModel(spec, config, target.tokenizer, "EAGLE-3", target.context_len, stated)
+    return DescribedModel(spec, config, target.tokenizer, _HEADS[kind], target.context_len, stated, kind)
 
 
 def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int | None) -> int:

@@ -13,8 +13,10 @@ the engines' sources (engines.py cites them).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from outrider.drafters.base import Drafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.replay.log_format import Header, Record
@@ -45,16 +47,28 @@ class EngineRule:
     draft_sampling: Callable[[Sampling], Sampling] = lambda sampling: sampling
 
     def expected(
-        self, records: Iterable[Record], header: Header, draft: LM, ks: Sequence[int]
+        self,
+        records: Iterable[Record],
+        header: Header,
+        drafter: Drafter,
+        ks: Sequence[int],
+        target: LM | None = None,
     ) -> dict[int, ExpectedRounds]:
         """Expected rounds of each K on recorded sequences.
+
+        Args:
+            drafter: a draft model, or a head.
+            target: of the recording; needed for a head, whose drafts are forced along it.
 
         Raises:
             OptionError: the recording lacks the probabilities needed.
         """
-        drafter = ModelDrafter(draft, self.is_greedy)
         sampling = self.draft_sampling(header.sampling)
-        replayed = replay(records, header, drafter, self.acceptance, ks, draft_sampling=sampling)
+        if drafter.lm is not None:
+            drafter = ModelDrafter(drafter.lm, DraftOptions(is_greedy=self.is_greedy))
+        elif self.is_greedy:
+            sampling = replace(sampling, temperature=0.0)
+        replayed = replay(records, header, drafter, self.acceptance, ks, target=target, draft_sampling=sampling)
         return dict(summarise(replayed, ks).expected)
 
 
@@ -108,10 +122,20 @@ class Outlook:
         return 0.0 if tau is None else tau.value
 
 
-def by_draft_cost(expected: Mapping[int, ExpectedRounds], draft_cost: float | None) -> Outlook:
-    """Predict with c = ``draft_cost`` and v = 1, as in memory-bound decoding: tau / (K c + 1). None: tau only."""
+def by_draft_cost(
+    expected: Mapping[int, ExpectedRounds], draft_cost: float | None, *, is_at_once: bool = False
+) -> Outlook:
+    """Predict with c = ``draft_cost`` and v = 1, as in memory-bound decoding: tau / (K c + 1). None: tau only.
+
+    Args:
+        is_at_once: a step drafts all tokens of a round: tau / (c + 1).
+    """
     taus = {k: one.tau for k, one in expected.items() if one.tau is not None}
-    speed_up = {} if draft_cost is None else {k: tau.value / (k * draft_cost + 1) for k, tau in taus.items()}
+    speed_up = (
+        {}
+        if draft_cost is None
+        else {k: tau.value / ((1 if is_at_once else k) * draft_cost + 1) for k, tau in taus.items()}
+    )
     return Outlook(expected, speed_up)
 
 

@@ -11,10 +11,10 @@ import torch
 
 from outrider.errors import FileError
 from outrider.export.checks import DescribedModel
+from outrider.export.engine_files import Handover
 from outrider.export.engine_rules import Outlook
-from outrider.export.engines import Handover, ServingEngine
+from outrider.export.engines import Converter, ServingEngine
 from outrider.export.gguf import obstacle, write_gguf
-from outrider.models.heads.saving import convert_to_specforge
 from outrider.models.registry import ModelSpec
 from outrider.system.files import write_text
 
@@ -57,16 +57,17 @@ def write_folder(
     files = engine.files(handover)
     models = {"target": facts.target.spec, "draft": facts.draft.spec}
     notes = list(engine.notes)
-    is_converted = needs_conversion(engine, facts.draft)
+    convert = conversion(engine, facts.draft)
     try:
-        output.mkdir(parents=True, exist_ok=True)
         links = []
+        if convert is not None:  # first, since it may be refused
+            head = models.pop("draft")
+            _free(output / "draft")
+            convert(head.location, facts.target.config.num_hidden_layers, output / "draft", head.name)
+            links.append("draft")
+        output.mkdir(parents=True, exist_ok=True)
         for name, spec in models.items():
-            if is_converted and name == "draft":
-                _free(output / name)
-                convert_to_specforge(spec.location, facts.target.config.num_hidden_layers, output / name, spec.name)
-                links.append(name)
-            elif spec.path is not None and not engine.needs_gguf:
+            if spec.path is not None and not engine.needs_gguf:
                 links.append(_link(output / name, spec))
     except OSError as error:
         raise FileError(f"cannot write {output}: {error.strerror}") from None
@@ -107,11 +108,9 @@ def _free(path: Path) -> None:
         raise FileError(f"{path} already exists and is not a link: choose another folder, or remove it")
 
 
-def needs_conversion(engine: ServingEngine, draft: DescribedModel) -> bool:
-    """Whether a draft is a head in a layout that the engine does not read."""
-    if draft.head is None or engine.heads is None or engine.heads.layout is None:
-        return False
-    return "transformer_layer_config" in draft.head
+def conversion(engine: ServingEngine, draft: DescribedModel) -> Converter | None:
+    """The conversion that a draft needs: if it is a head in a layout that the engine does not read."""
+    return engine.convert if "transformer_layer_config" in (draft.head or {}) else None
 
 
 def _conversion(name: str, spec: ModelSpec, target: ModelSpec | None) -> str:
@@ -149,7 +148,7 @@ def readme(engine: ServingEngine, handover: Handover, facts: Facts, notes: Seque
         lines.append(f"    curl {url} -H 'Content-Type: application/json' -d @request.json")
     lines += ["", f"Files: {', '.join(names)}."]
     if "target" in names or "draft" in names:
-        what = "`target` is a link" if needs_conversion(engine, facts.draft) else "`target` and `draft` are links"
+        what = "`target` is a link" if conversion(engine, facts.draft) is not None else "`target` and `draft` are links"
         lines.append(f"{what} to the checkpoints; `cp -rL` copies the folder with them.")
     lines += ["", "## Acceptance", "", f"{engine.name} accepts a drafted token with probability {rule.about}."]
     if handover.sampling.temperature == 0:
@@ -167,8 +166,6 @@ def _table(engine: ServingEngine, handover: Handover, facts: Facts) -> list[str]
         return [
             f"**tau is not known**, so K = {handover.k} was not tuned. Use `--log LOG` with recorded output of the "
             "target (`outrider record --probs 1`), or `--measure` to generate some."
-            if facts.draft.head is None
-            else f"**tau is not known**, so K = {handover.k} was not tuned. `outrider compare` measures the head here."
         ]
     settings = [key for key in engine.rules if key in facts.outlooks]
     outlook = facts.outlooks[handover.setting]

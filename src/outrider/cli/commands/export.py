@@ -14,6 +14,7 @@ from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption,
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
 from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling, looks_up
 from outrider.system.ranks import is_one_of_several
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.export.checks import DescribedModel
+    from outrider.export.engine_files import Handover
     from outrider.export.engine_rules import Outlook
-    from outrider.export.engines import Handover, ServingEngine
+    from outrider.export.engines import ServingEngine
     from outrider.export.folder import Facts
     from outrider.replay.log import Log
     from outrider.replay.log_format import Header, Record
@@ -42,7 +44,9 @@ def export(
     target: TargetOption = "fable",
     draft: Annotated[
         str | None,
-        typer.Option(help="Model or EAGLE-3 head: known name, folder or hub id. Default: fable-draft for fable."),
+        typer.Option(
+            help="Model, or EAGLE-3 or DFlash head: known name, folder or hub id. Default: fable-draft for fable."
+        ),
     ] = None,
     num_draft_tokens: Annotated[
         str,
@@ -72,8 +76,9 @@ def export(
 ) -> None:
     """Write the files to serve a pair with another engine: configuration, command, tau under its acceptance rule."""
     from outrider.export.checks import check_pair, describe, describe_head
-    from outrider.export.engines import ENGINES, Handover
-    from outrider.export.folder import Facts, location, needs_conversion, write_folder
+    from outrider.export.engine_files import Handover
+    from outrider.export.engines import ENGINES
+    from outrider.export.folder import Facts, conversion, location, write_folder
     from outrider.models.heads.loading import is_head
     from outrider.models.placement import DTYPES
     from outrider.models.registry import resolve
@@ -101,19 +106,21 @@ def export(
         spec = resolve(name, machine.models)
         if spec.quantization is not None or spec.gguf is not None or machine.quantize not in (None, "none"):
             raise OptionError(option, name, "checkpoints are exported as stored: give the one in safetensors")
+        if spec.adapter is not None:
+            raise OptionError(option, name, "merge the adapter (PEFT's merge_and_unload), and export the saved model")
         if option == "--draft" and is_head(spec):
             described.append(describe_head(spec, described[0]))
         else:
             described.append(describe(spec))
-    has_head = described[1].head is not None
-    if has_head:
-        if engine.heads is None:
-            raise OptionError("--to", to, f"{engine.name} takes draft models only, and {names[1]} is a head")
-        if log is not None or measure:
-            raise OptionError(
-                "--draft", names[1], "the tau of a head is not predicted here: leave out --log and --measure"
-            )
-        engine = engine.with_heads()
+    if (kind := described[1].kind) is not None:
+        if kind not in engine.heads:
+            known = [key for key, one in ENGINES.items() if kind in one.heads]
+            thing = f"{names[1]} is a head ({described[1].architecture}): choose one of {', '.join(known)}"
+            takes = " and ".join(engine.heads) + " heads, too" if engine.heads else "draft models only"
+            raise OptionError("--to", to, f"{engine.name} takes {takes}, and {thing}")
+        engine = engine.with_head(kind)
+        if (limit := described[1].most_drafted) is not None and isinstance(ks[0], int) and ks[0] > limit:
+            raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"{names[1]} drafts at most {limit} tokens")
     most = check_pair(described[0], described[1], context, engine.vocab_gap)
 
     header, outlooks, basis = _predict(engine, (described[0], described[1]), machine, options, log, measure, draft_cost)
@@ -124,13 +131,13 @@ def export(
     chosen = outlooks.get(setting)
     handover = Handover(
         target=location(described[0].spec, "target"),
-        draft="draft" if needs_conversion(engine, described[1]) else location(described[1].spec, "draft"),
+        draft="draft" if conversion(engine, described[1]) is not None else location(described[1].spec, "draft"),
         k=k or (chosen and chosen.best_k) or described[1].num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS,
         sampling=asked,
         setting=setting,
         context=most,
         k_by_rows=chosen.k_by_rows if chosen is not None and k is None else (),
-        is_head=has_head,
+        head=kind,
     )
     facts = Facts(described[0], described[1], outlooks, basis)
     written = write_folder(output, engine, handover, facts, DTYPES.get(machine.dtype))
@@ -179,45 +186,46 @@ def _predict(
     if log is None and not measure:
         return None, {}, ""
     from outrider.decoding.measured_costs import tokens_needed
-    from outrider.drafters.model import ModelDrafter
     from outrider.export.engine_rules import KS, by_draft_cost, by_measured_costs
     from outrider.models.memory import sizes_of
     from outrider.replay.plan import Setting, measure_costs
     from outrider.replay.replay import load_draft
     from outrider.sampling.rules import REJECTION
-    from outrider.text.example_prompts import PROMPTS
 
-    specs = described[0].spec, described[1].spec
+    specs, kind = (described[0].spec, described[1].spec), described[1].kind
     records: Sequence[Record] | Log
     if log is not None:
         records = recorded(log, specs[0].name, described[0].tokenizer)
         header = records.header
         basis = f"From {len(records)} sequences of {log.name}"
     decoder = None
-    if measure:
+    if measure or kind is not None:  # the drafts of a head are forced along the target
         pair = PairOptions(target=specs[0].name, draft=[specs[1].name], **asdict(machine))
         decoder = pair.load()
         drafter = pair.load_draft(decoder, specs[1].name)
         if log is None:
-            records, header = own_text(decoder, PROMPTS, options, num_probs=1)
+            lines = TemplateOptions().read(None)
+            records, header = own_text(decoder, lines, encode_lines(decoder, lines), options, num_probs=1)
             basis = f"From {len(records)} sequences of {_NUM_TOKENS} tokens generated here"
     else:
         drafter = load_draft(
             specs[1].name, header, device=machine.device, dtype=machine.dtype, models_file=machine.models
         )
-    assert isinstance(drafter, ModelDrafter)
-    expected = {key: rule.expected(records, header, drafter.draft_lm, KS) for key, rule in engine.rules.items()}
-    if decoder is not None:
-        context = min(_CONTEXT, decoder.context_len - tokens_needed(max(KS)))
+    ks = [k for k in KS if drafter.most_drafted is None or k <= drafter.most_drafted]
+    target = None if decoder is None else decoder.target
+    expected = {key: rule.expected(records, header, drafter, ks, target) for key, rule in engine.rules.items()}
+    if measure:
+        assert decoder is not None
+        context = min(_CONTEXT, decoder.target.context_len - tokens_needed(max(ks)))
         settings = [Setting(rows, context) for rows in _ROWS]
         drafters, costs = {specs[1].name: drafter}, []
         with progress_bar("timing rounds", len(settings) * (_NUM_PASSES + 1)) as advance:
             for one in settings:
-                how = KS, REJECTION, header.sampling, one, lambda: advance(1), _NUM_PASSES
+                how = dict.fromkeys(drafters, ks), REJECTION, header.sampling, one, lambda: advance(1), _NUM_PASSES
                 costs.append(measure_costs(decoder.target, drafters, *how))
         basis += "; rounds timed by Outrider on this machine, not by the engine."
         return header, {key: by_measured_costs(one, costs) for key, one in expected.items()}, basis
-    sizes = [sizes_of(spec) for spec in specs]
+    sizes = [sizes_of(spec) if kind is None else None for spec in specs]  # a head borrows parts of its target
     if draft_cost is None and sizes[0] is not None and sizes[1] is not None:
         draft_cost = sizes[1].num_params / sizes[0].num_params
         basis += f"; assumes {draft_cost:.2f} target steps per draft step, by the sizes, and 1 per verify."
@@ -225,7 +233,9 @@ def _predict(
         basis += f"; assumes {draft_cost:g} target steps per draft step, as given, and 1 per verify."
     else:
         basis += "; the cost of a draft step is unknown."
-    return header, {key: by_draft_cost(one, draft_cost) for key, one in expected.items()}, basis
+    is_at_once = kind == "dflash"
+    outlooks = {key: by_draft_cost(one, draft_cost, is_at_once=is_at_once) for key, one in expected.items()}
+    return header, outlooks, basis
 
 
 def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: Sampling, k: int | None) -> str:
@@ -245,8 +255,7 @@ def _show(
     console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=True)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
-        remedy = "outrider compare measures it" if handover.is_head else "give --log or --measure"
-        console.print(f"tau: unknown ({remedy}); K = {handover.k}")
+        console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
     else:
         tau = outlook.tau[handover.k].tau if handover.k in outlook.tau else None
         value = "unknown" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
