@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outrider.bench.report import new_table
-from outrider.kernels.library import into
+from outrider.kernels.library import FORMS, into
 from outrider.system.provenance import provenance
 
 _LAYER = [(768, 768)] * 4 + [(2304, 768)] * 2 + [(768, 2304)]  # [O, I]
@@ -82,7 +82,7 @@ def _by_kernel(
     inputs: dict[int, Tensor], outputs: dict[int, Tensor], weight: Tensor, num_threads: int
 ) -> Callable[[], None]:
     x, y = inputs[weight.shape[1]], outputs[weight.shape[0]]
-    call = into(y, x, [weight], num_threads)
+    call = into(y, x, [weight], FORMS[weight.dtype], num_threads)
     call()
     torch.testing.assert_close(y, linear(x, weight.float()), rtol=1e-3, atol=0.1)
     return call

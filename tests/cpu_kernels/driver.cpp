@@ -1,4 +1,4 @@
-// The kernels of few_row_matmul.cpp and attention.cpp against sums in double. A program without torch, so that it
+// The kernels of few_row_matmul.cpp, widen_blocks.cpp and attention.cpp against sums in double. A program without torch, so that it
 // runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are those of the tests
 // in Python, and results with one row or query and with another number of threads must be equal to the bit. It prints how
 // many results it has compared, with a hash of their bits, or the first one that is off, and then ends with 1. Its
@@ -21,8 +21,10 @@ struct Strides {
 
 extern "C" {
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                            const int64_t* nums_channels, int64_t num_matrices, int64_t bits, float* y,
+                            const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
                             int64_t num_threads);
+void outrider_widen_blocks(const void* matrix, int64_t form, int64_t num_channels, int64_t width, float* to,
+                          int64_t num_threads);
 void outrider_few_query_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
                              const Strides* key_strides, const void* value, const Strides* value_strides,
                              const void* mask, const Strides* mask_strides, int64_t bits, float scale, float* out,
@@ -93,12 +95,12 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
   }
   for (const Stored& matrix : matrices) data.push_back(matrix.data.data());
   std::vector<float> y(num_rows * all, NAN), again(num_rows * all, NAN), alone(all);
-  const int64_t number = nums_channels.size();
-  outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, y.data(), 2);
-  outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, bits, again.data(), 3);
+  const int64_t number = nums_channels.size(), form = bits == 8 ? 24 : bits == 16 ? 30 : 0;
+  outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, form, y.data(), 2);
+  outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, form, again.data(), 3);
   for (int64_t t = 0; t < num_rows; t++) {
     const float* row = x.data() + t * width;
-    outrider_few_row_matmul(row, 1, width, data.data(), nums_channels.data(), number, bits, alone.data(), 1);
+    outrider_few_row_matmul(row, 1, width, data.data(), nums_channels.data(), number, form, alone.data(), 1);
     int64_t place = t * all;
     for (int64_t m = 0; m < number; m++) {
       for (int64_t o = 0; o < nums_channels[m]; o++, place++) {
@@ -114,6 +116,61 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
       }
     }
   }
+}
+
+// Number i of a block of this form in ggml, as its sources define it.
+double number_of(int64_t form, const uint8_t* block, int64_t i) {
+  auto half = [&](int64_t place) {
+    uint16_t bits;
+    std::memcpy(&bits, block + place, sizeof bits);
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double size = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+    return bits & 0x8000 ? -size : size;
+  };
+  auto four = [&](int64_t place, int64_t length) {  // low bits of the first numbers, high ones of the others
+    return i % (2 * length) < length ? block[place + i % length] & 15 : block[place + i % length] >> 4;
+  };
+  auto fifth = [&](int64_t place) { return (block[place + i / 8] >> i % 8 & 1) << 4; };
+  if (form == 2) return half(0) * (four(2, 16) - 8);
+  if (form == 3) return half(0) * four(4, 16) + half(2);
+  if (form == 6) return half(0) * ((four(6, 16) | fifth(2)) - 16);
+  if (form == 7) return half(0) * (four(8, 16) | fifth(4)) + half(2);
+  if (form == 8) return half(0) * static_cast<int8_t>(block[2 + i]);
+  if (form == 14) {
+    int64_t h = i / 128, p = i % 128 / 32, l = i % 32, byte = block[64 * h + 32 * (p % 2) + l];
+    int64_t low = p < 2 ? byte & 15 : byte >> 4, upper = block[128 + 32 * h + l] >> 2 * p & 3;
+    return half(208) * static_cast<int8_t>(block[192 + i / 16]) * ((low | upper << 4) - 32);
+  }
+  const int64_t j = i / 32;
+  const uint8_t* packed = block + 4;
+  int64_t scale = j < 4 ? packed[j] & 63 : (packed[j + 4] & 15) | packed[j - 4] >> 6 << 4;
+  int64_t offset = j < 4 ? packed[j + 4] & 63 : packed[j + 4] >> 4 | packed[j] >> 6 << 4;
+  int64_t start = (form == 12 ? 16 : 48) + j / 2 * 32, byte = block[start + i % 32];
+  int64_t whole = j % 2 ? byte >> 4 : byte & 15;
+  if (form == 13) whole |= (block[16 + i % 32] >> j & 1) << 4;
+  return half(0) * scale * whole - half(2) * offset;
+}
+
+// Numbers of blocks, rounded once, and products with them: equal to those of float32 weights.
+void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_t num_blocks, int64_t num_channels) {
+  const int64_t width = num_blocks * length, all = num_channels * num_blocks;
+  std::vector<uint8_t> data(all * size);
+  for (uint8_t& one : data) one = static_cast<uint8_t>(generator());
+  const int64_t last = form == 14 ? 208 : 0;
+  for (int64_t b = 0; b < all; b++) {
+    data[b * size + last + 1] &= 0xbf;  // scales are below 2, and finite
+    if (form != 14) data[b * size + 3] &= 0xbf;
+  }
+  std::vector<float> wide(num_channels * width), y(num_rows * num_channels), of_wide(num_rows * num_channels);
+  std::vector<float> x = numbers(num_rows * width);
+  outrider_widen_blocks(data.data(), form, num_channels, width, wide.data(), 2);
+  for (int64_t i = 0; i < num_channels * width; i++) {
+    compare(wide[i], static_cast<float>(number_of(form, data.data() + i / length * size, i % length)), 0.0, "a number");
+  }
+  const void *blocks = data.data(), *floats = wide.data();
+  outrider_few_row_matmul(x.data(), num_rows, width, &blocks, &num_channels, 1, form, y.data(), 3);
+  outrider_few_row_matmul(x.data(), num_rows, width, &floats, &num_channels, 1, 0, of_wide.data(), 2);
+  for (size_t i = 0; i < y.size(); i++) compare(y[i], of_wide[i], 0.0, "a product with blocks");
 }
 
 void attention(Shape s, int64_t bits) {
@@ -198,6 +255,13 @@ int main(int, char** arguments) {
     }
     for (int64_t width = 1; width <= 70; width++) {
       if (is_tried()) products(1 + width % 7, width, {5, 12}, bits);
+    }
+  }
+  const int64_t forms[][3] = {{2, 32, 18},   {3, 32, 20},   {6, 32, 22},   {7, 32, 24},
+                              {8, 32, 34},   {12, 256, 144}, {13, 256, 176}, {14, 256, 210}};
+  for (auto [form, length, size] : forms) {
+    for (int64_t num_rows : {1, 2, 5, 6, 9, 35}) {
+      if (is_tried()) blocks(form, length, size, num_rows, 1 + (num_rows + form) % 3, 4 + num_rows % 7);
     }
   }
   for (int64_t bits : {16, 32}) {

@@ -20,7 +20,7 @@ from torch.nn import functional
 from outrider.errors import CompileError
 from outrider.kernels import library as kernel_library
 from outrider.kernels.inductor_pass import MAX_KERNEL_ROWS, FewRowMatmulPass
-from outrider.kernels.library import WEIGHT_DTYPES, few_row_matmul
+from outrider.kernels.library import FORMS, WEIGHT_DTYPES, few_row_matmul
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -46,12 +46,12 @@ def test_the_kernel_against_float64(
     """Within the bound of a sum in any order; and each row as if it were alone, to the bit."""
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
     weights = [_weights(number, width, dtype, seed + i) for i, number in enumerate(channels)]
-    got = few_row_matmul(x, weights, num_threads)
+    got = few_row_matmul(x, weights, FORMS[dtype], num_threads)
     matrix = torch.cat(weights).double()
     bound = 1.01 * width * _EPSILON * (x.double().abs() @ matrix.abs().T)
     assert ((got.double() - x.double() @ matrix.T).abs() <= bound).all()
     for t in range(num_rows):
-        assert torch.equal(few_row_matmul(x[t : t + 1], weights, 1)[0], got[t])
+        assert torch.equal(few_row_matmul(x[t : t + 1], weights, FORMS[dtype], 1)[0], got[t])
 
 
 @given(
@@ -69,7 +69,7 @@ def test_rows_with_one_number_far_above_the_others(
     x[:, seed % width] = outlier
     weights = _weights(33, width, dtype, seed)
     weights[:, seed % width] *= seed % 2  # what is far above may count for nothing
-    got, want = few_row_matmul(x, [weights], 2).double(), x.double() @ weights.double().T
+    got, want = few_row_matmul(x, [weights], FORMS[dtype], 2).double(), x.double() @ weights.double().T
     _, exponents = x.abs().amax(dim=1, keepdim=True).frexp()
     of_tiles = (
         weights.double().abs().sum(dim=1) * 2.0 ** (exponents.clamp_min(-90) - 31.0).double() + _EPSILON * want.abs()
@@ -83,8 +83,8 @@ def test_rows_with_one_number_far_above_the_others(
 def test_numbers_that_are_not_next_to_one_another(dtype: torch.dtype) -> None:
     """Are copied; the copies live until the products are formed."""
     x, weights = torch.randn(3000, 5), [_weights(2000, 301, dtype, seed) for seed in (1, 2)]
-    got = few_row_matmul(x.T[:, ::2][:, :301], [weight[::3] for weight in weights], 1)
-    want = few_row_matmul(x.T[:, ::2][:, :301].clone(), [weight[::3].clone() for weight in weights], 1)
+    got = few_row_matmul(x.T[:, ::2][:, :301], [weight[::3] for weight in weights], FORMS[dtype], 1)
+    want = few_row_matmul(x.T[:, ::2][:, :301].clone(), [weight[::3].clone() for weight in weights], FORMS[dtype], 1)
     assert torch.equal(got, want)
 
 
@@ -92,9 +92,9 @@ def test_numbers_that_are_not_next_to_one_another(dtype: torch.dtype) -> None:
 def test_rows_that_are_not_finite_stay_alone(dtype: torch.dtype) -> None:
     x = torch.randn(5, 37, generator=torch.Generator().manual_seed(0))
     weights = [_weights(9, 37, dtype, 1)]
-    want = few_row_matmul(x, weights, 1)
+    want = few_row_matmul(x, weights, FORMS[dtype], 1)
     x[1], x[3, 36] = torch.nan, torch.inf
-    got = few_row_matmul(x, weights, 1)
+    got = few_row_matmul(x, weights, FORMS[dtype], 1)
     assert torch.equal(got[[0, 2, 4]], want[[0, 2, 4]])
     assert not got[1].isfinite().any() and not got[3].isfinite().any()
 
@@ -184,7 +184,7 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     assert again is not None and ("is damaged" if is_damaged else "cannot be loaded") in caplog.text
     monkeypatch.setattr(kernel_library, "library", lambda: again)
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
-    assert torch.allclose(few_row_matmul(x, [weights], 2), x @ weights.T, atol=1e-4)
+    assert torch.allclose(few_row_matmul(x, [weights], FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
     assert file.read_bytes()[32:] == library  # after its checksum
 
 

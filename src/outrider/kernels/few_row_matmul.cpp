@@ -1,7 +1,7 @@
 // Products of few rows with weight matrices, which are read once, in the layout of checkpoints.
 //
-// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums in
-// float32. Few rows are bound by reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS
+// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16, int8 or in blocks
+// (block_matmul.h), sums in float32. Few rows are bound by reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS
 // rows of x at once: each weight is loaded (and widened) once for all rows, each number of x once for all channels, and
 // the sums stay in registers. The rows of the weights come from CHANNELS distant parts of the matrix, since memory
 // bandwidth is higher for several streams than for one, and are prefetched.
@@ -14,6 +14,7 @@
 
 #include <vector>
 
+#include "block_matmul.h"
 #include "int8_tiles.h"
 #include "vectors.h"
 
@@ -122,10 +123,10 @@ void product(int64_t num_rows, const float* x, const Weight* weights, int64_t wi
 
 extern "C" {
 
-// Products of the same rows x [T, I] with several matrices [O, I] of `bits` per weight, concatenated in y
+// Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y
 // [T, sum of O]. All are contiguous.
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                            const int64_t* nums_channels, int64_t num_matrices, int64_t bits, float* y,
+                            const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
                             int64_t num_threads) {
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
@@ -133,16 +134,16 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
   for (int64_t thread = 0; thread < num_threads; thread++) {
     int64_t before = 0;
 #ifdef HAS_TILES
-    bool by_tiles = bits == 8 && fits_tiles(width);
+    bool by_tiles = form == Form::I8 && fits_tiles(width);
     Digits digits(x, by_tiles ? num_rows : 0, width);
 #endif
     for (int64_t m = 0; m < num_matrices; m++) {
       int64_t number = nums_channels[m];
       int64_t begin = number * thread / num_threads, end = number * (thread + 1) / num_threads;
       auto run = [&](auto weights) { product(num_rows, x, weights, width, begin, end, y + before, all_channels); };
-      if (bits == 32) run(static_cast<const float*>(matrices[m]));
-      if (bits == 16) run(static_cast<const BFloat16*>(matrices[m]));
-      if (bits == 8) {
+      if (form == Form::F32) run(static_cast<const float*>(matrices[m]));
+      if (form == Form::BF16) run(static_cast<const BFloat16*>(matrices[m]));
+      if (form == Form::I8) {
         auto weights = static_cast<const int8_t*>(matrices[m]);
 #ifdef HAS_TILES
         if (by_tiles) tile_share(digits, num_rows, weights, width, begin, end, y + before, all_channels);
@@ -150,6 +151,9 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
 #endif
           run(weights);
       }
+      of_blocks(form, matrices[m], [&](auto weights) {
+        block_share(num_rows, x, weights, width, begin, end, y + before, all_channels);
+      });
       before += number;
     }
   }
@@ -157,16 +161,14 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
 
 // The operator outrider::few_row_matmul, as compiled programs call it.
 AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, int64_t num_weights,
-                                            int64_t num_threads, AtenTensorHandle* result) {
+                                            int64_t form, int64_t num_threads, AtenTensorHandle* result) {
   std::vector<const void*> matrices(num_weights);
   std::vector<int64_t> nums_channels(num_weights);
   int64_t shape[2], width, all_channels = 0;
-  int32_t dtype;
   void *rows, *results;
   aoti_torch_get_size(x, 0, &shape[0]);
   aoti_torch_get_size(x, 1, &width);
   aoti_torch_get_data_ptr(x, &rows);
-  aoti_torch_get_dtype(weights[0], &dtype);
   for (int64_t m = 0; m < num_weights; m++) {
     void* matrix;
     aoti_torch_get_data_ptr(weights[m], &matrix);
@@ -180,10 +182,8 @@ AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTenso
                                                   aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   aoti_torch_get_data_ptr(*result, &results);
-  int64_t bits = dtype == aoti_torch_dtype_float32() ? 32 : dtype == aoti_torch_dtype_bfloat16() ? 16 : 8;
   outrider_few_row_matmul(static_cast<float*>(rows), shape[0], width, matrices.data(), nums_channels.data(),
-                         num_weights, bits,
-                         static_cast<float*>(results), num_threads);
+                         num_weights, form, static_cast<float*>(results), num_threads);
   return AOTI_TORCH_SUCCESS;
 }
 }

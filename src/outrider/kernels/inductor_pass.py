@@ -22,7 +22,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from outrider.kernels.attention import ATTENTION
-from outrider.kernels.library import WEIGHT_DTYPES
+from outrider.kernels.library import FORMS, WEIGHT_DTYPES
 
 MAX_KERNEL_ROWS = 48  # with more rows a matrix library is about as fast
 MAX_FEW_ROWS = 8  # rewritten as sums
@@ -36,7 +36,7 @@ MAX_SUMS = MAX_FEW_ROWS * _MOST_PARTS  # of one product, to be fused to one loop
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (_aten.view.default, _aten.reshape.default)
-KERNEL = torch.ops.outrider.few_row_matmul.default
+KERNEL, WIDEN = torch.ops.outrider.few_row_matmul.default, torch.ops.outrider.widen_blocks.default
 
 
 class FewRowMatmulPass(CustomGraphPass):
@@ -65,7 +65,7 @@ class FewRowMatmulPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of Inductor's cache keys: change it with the pass."""
-        return f"outrider-few-row-matmul-12-{self._num_threads}"
+        return f"outrider-few-row-matmul-13-{self._num_threads}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,16 @@ class _Product:
 
     node: fx.Node
     rows: fx.Node  # [T, I]
-    weight: fx.Node  # [O, I]
+    weight: fx.Node  # [O, I], or in blocks
+    form: int  # of the weight (library.py)
     bias: fx.Node | None  # [O]
 
 
 def _product_of(node: fx.Node) -> _Product | None:
     """The product of a node, if the kernel can compute it."""
     if node.target is KERNEL:  # of a NarrowWeight (narrow_weight.py)
-        x, weights, _ = cast(Any, node.args)
-        return _Product(node, x, weights[0], None)
+        x, weights, form, _ = cast(Any, node.args)
+        return _Product(node, x, weights[0], form, None)
     if node.op != "call_function" or node.kwargs or node.target not in (_aten.mm.default, _aten.addmm.default):
         return None
     arguments: Any = node.args
@@ -94,7 +95,7 @@ def _product_of(node: fx.Node) -> _Product | None:
         return None
     if rows.meta["val"].device.type != "cpu" or rows.meta["val"].shape[0] > MAX_KERNEL_ROWS:
         return None
-    return _Product(node, rows, weight, bias[0] if bias else None)
+    return _Product(node, rows, weight, FORMS[weight.meta["val"].dtype], bias[0] if bias else None)
 
 
 def _weight_of(matrix: fx.Node) -> fx.Node | None:
@@ -121,14 +122,14 @@ def _call_the_kernel(graph: fx.Graph, num_threads: int) -> None:
     for product in products:
         rows: Any = product.rows
         source = rows.args[0] if rows.target in _VIEWS else rows  # each product may have its own view
-        alike.setdefault((source, rows.meta["val"].shape, product.weight.meta["val"].dtype), []).append(product)
-    for products in alike.values():
+        alike.setdefault((source, rows.meta["val"].shape, product.form), []).append(product)
+    for (*_, form), products in alike.items():
         rows = products[0].rows
         dtype = rows.meta["val"].dtype
         with graph.inserting_before(products[0].node):
             x = _contiguous(graph, _converted(graph, rows, torch.float32))
             weights = [product.weight for product in products]
-            result = _converted(graph, _call(graph, KERNEL, x, weights, num_threads), dtype)
+            result = _converted(graph, _call(graph, KERNEL, x, weights, form, num_threads), dtype)
         ends = list(accumulate(weight.meta["val"].shape[0] for weight in weights))
         for product, (start, end) in zip(products, pairwise([0, *ends]), strict=True):
             with graph.inserting_before(product.node):  # after its bias

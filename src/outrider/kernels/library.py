@@ -28,41 +28,51 @@ from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
-_NAMES = ("few_row_matmul.cpp", "attention.cpp", "threads.cpp", "int8_tiles.h", "vectors.h")
+_NAMES = (
+    *("few_row_matmul.cpp", "widen_blocks.cpp", "attention.cpp", "threads.cpp"),
+    *("block_matmul.h", "blocks.h", "int8_tiles.h", "vectors.h"),
+)
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 # The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
 # no result depends on the compiler. The order of floating-point exceptions need not be kept.
 FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
 _MOST_BYTES = 2**24  # on disk
-# Declaration for compiled programs.
+# Declarations for compiled programs.
 SHIM = (
     "AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, "
-    "int64_t num_weights, int64_t num_threads, AtenTensorHandle* result)"
+    "int64_t num_weights, int64_t form, int64_t num_threads, AtenTensorHandle* result)"
 )
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+WIDEN_SHIM = (
+    "AOTITorchError aoti_torch_cpu_widen_blocks(AtenTensorHandle matrix, int64_t form, int64_t width, "
+    "int64_t num_threads, AtenTensorHandle* result)"
+)
+FORMS = {torch.float32: 0, torch.int8: 24, torch.bfloat16: 30}  # numbers in ggml, as those of blocks (blocks.py)
+WEIGHT_DTYPES = tuple(FORMS)
 
 
 @torch.library.custom_op("outrider::few_row_matmul", mutates_args=())
-def few_row_matmul(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+def few_row_matmul(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Tensor:
     """Products of the same few rows with several matrices, concatenated; each matrix is read once.
 
     Args:
         x: float32. [T, I]
-        weights: of one type among WEIGHT_DTYPES. [O, I] each
+        weights: of one type among WEIGHT_DTYPES, or bytes of blocks of one form. [O, I] each; [O, bytes of a row]
+        form: one of FORMS, or of the blocks (blocks.py).
 
     Returns:
         float32, accumulated in float32. [T, sum of O]
     """
     y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
     x, weights = x.contiguous(), [weight.contiguous() for weight in weights]  # named, so that copies outlive the call
-    into(y, x, weights, num_threads)()
+    into(y, x, weights, form, num_threads)()
     return y
 
 
-def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Callable[[], None]:
+def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Callable[[], None]:
     """Kernel call that writes these products to ``y``. All tensors are contiguous and must outlive it."""
     kernel = library()
-    assert kernel is not None and x.dtype == torch.float32 and weights[0].dtype in WEIGHT_DTYPES
+    assert kernel is not None and x.dtype == torch.float32
+    assert form == FORMS.get(weights[0].dtype, form) and (form in FORMS.values()) == (weights[0].dtype in FORMS)
     return partial(
         kernel.outrider_few_row_matmul,
         ctypes.c_void_p(x.data_ptr()),
@@ -70,15 +80,45 @@ def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], num_threads: int) -> C
         (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights)),
         (ctypes.c_int64 * len(weights))(*(weight.shape[0] for weight in weights)),
         ctypes.c_int64(len(weights)),
-        ctypes.c_int64(8 * weights[0].itemsize),
+        ctypes.c_int64(form),
         ctypes.c_void_p(y.data_ptr()),
         ctypes.c_int64(num_threads),
     )
 
 
 @few_row_matmul.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], num_threads: int) -> Tensor:
+def _(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Tensor:
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+@torch.library.custom_op("outrider::widen_blocks", mutates_args=())
+def widen_blocks(matrix: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+    """Numbers of a matrix in blocks.
+
+    Args:
+        matrix: bytes. [O, bytes of a row]
+        form: of the blocks (blocks.py).
+        width: I, numbers of a row.
+
+    Returns:
+        float32. [O, I]
+    """
+    kernel, stored = library(), matrix.cpu().contiguous()
+    assert kernel is not None and stored.dtype == torch.uint8
+    wide = torch.empty(stored.shape[0], width)
+    kernel.outrider_widen_blocks(
+        ctypes.c_void_p(stored.data_ptr()),
+        ctypes.c_int64(form),
+        *map(ctypes.c_int64, wide.shape),
+        ctypes.c_void_p(wide.data_ptr()),
+        ctypes.c_int64(num_threads),
+    )
+    return wide.to(matrix.device)
+
+
+@widen_blocks.register_fake
+def _(matrix: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+    return matrix.new_empty(matrix.shape[0], width, dtype=torch.float32)
 
 
 @lru_cache

@@ -4,8 +4,8 @@ Most checkpoints are stored in bfloat16, and processors compute in float32. Wide
 adding information, and a forward of few rows takes as long as reading the bytes. ``NarrowWeight`` is a tensor of the
 wider type to its users: layers, Transformers, torch.export. It holds the stored numbers. Products of few rows read them
 directly (library.py); all other operations use a widened copy, freed at once. So results equal those of the widened
-model up to the order of sums. The stored numbers may be integers with a scale for each row of the matrix, or even of
-the wider type themselves: the kernel is faster for few rows.
+model up to the order of sums. The stored numbers may be integers with a scale for each row of the matrix, blocks of a
+GGUF file (blocks.py), or even of the wider type themselves: the kernel is faster for few rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from outrider.kernels.library import WEIGHT_DTYPES, few_row_matmul, into
+from outrider.kernels.blocks import BlockForm
+from outrider.kernels.library import FORMS, few_row_matmul, into, widen_blocks
 
 _aten = torch.ops.aten
 # Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy.
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
+_PANEL_NUMBERS = 2**20  # of a matrix in blocks, widened at a time for more rows: they stay in the processor's cache
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
@@ -30,37 +32,54 @@ class NarrowWeight(Tensor):
     """Matrix [O, I] of the type ``dtype``.
 
     Attributes:
-        stored: its numbers, in a type that the kernel supports. [O, I]
+        stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row].
         scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
+        blocks: their form, if it is stored in blocks.
     """
 
     stored: Tensor
     scale: Tensor | None
+    blocks: BlockForm | None
 
     @staticmethod
-    def __new__(cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> NarrowWeight:
+    def __new__(
+        cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None, blocks: BlockForm | None = None
+    ) -> NarrowWeight:
         stored = stored.contiguous()  # the kernel requires it
+        num_channels, width = stored.shape
+        if blocks is not None:
+            width = blocks.width_of(width)
         weight: NarrowWeight = Tensor._make_wrapper_subclass(
-            cls, stored.shape, strides=stored.stride(), dtype=dtype, device=stored.device
+            cls, (num_channels, width), strides=(width, 1), dtype=dtype, device=stored.device
         )
-        weight.stored, weight.scale = stored, scale
+        weight.stored, weight.scale, weight.blocks = stored, scale, blocks
         return weight
 
     def wide(self) -> Tensor:
         """Plain copy in the wider type."""
+        return self._widened(self.stored, self.scale)
+
+    def _widened(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+        """Numbers of some of its rows."""
         with torch.inference_mode(False):  # a normal tensor, which may have views
-            wide = self.stored.to(self.dtype)
-            return wide if self.scale is None else wide * self.scale
+            if self.blocks is None:
+                wide = stored.to(self.dtype)
+                return wide if scale is None else wide * scale
+            blocks: Tensor = widen_blocks(stored, self.blocks.number, self.shape[1], torch.get_num_threads())
+            return blocks.to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"NarrowWeight({self.dtype}, stored={self.stored}, scale={self.scale})"
+        return f"NarrowWeight({self.dtype}, stored={self.stored}, scale={self.scale}, blocks={self.blocks})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["stored"] if self.scale is None else ["stored", "scale"], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, BlockForm | None]]:
+        return ["stored"] if self.scale is None else ["stored", "scale"], (self.dtype, self.blocks)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> NarrowWeight:
-        return cls(inner["stored"], dtype, inner.get("scale"))
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], kind: tuple[torch.dtype, BlockForm | None], *_: Any
+    ) -> NarrowWeight:
+        dtype, blocks = kind
+        return cls(inner["stored"], dtype, inner.get("scale"), blocks)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +90,9 @@ class NarrowWeight(Tensor):
                 return result
         if func == _SET_DATA:  # a module is moved or converted
             weight, other = args
-            weight.stored, weight.scale = (other.stored, other.scale) if isinstance(other, cls) else (other, None)
+            if not isinstance(other, cls):
+                other = cls(other, other.dtype)
+            weight.stored, weight.scale, weight.blocks = other.stored, other.scale, other.blocks
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **kwargs)
 
@@ -81,12 +102,13 @@ class NarrowWeight(Tensor):
         if func in _KEPT:
             (weight,) = args
             with torch.inference_mode(False):
-                return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale)
+                return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale, weight.blocks)
         if any(isinstance(one, cls) for one in _written(func, args, kwargs)):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
-            weight, *others = args
-            return func(weight.stored, *others, **kwargs).to(weight.dtype)
+            weight, ids, *_ = args  # the others concern gradients
+            rows = weight.stored.index_select(0, ids.reshape(-1))
+            return weight._widened(rows, None).view(*ids.shape, weight.shape[1])
         args, kwargs = tree_map(lambda one: one.wide() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -105,24 +127,36 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     x = input
     if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    stored = weight.stored
-    num_channels, width = stored.shape
-    if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32:
+    stored, (num_channels, width) = weight.stored, weight.shape
+    form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.number
+    if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32 or form is None:
         return None
-    if x.device.type != "cpu" or stored.device.type != "cpu" or stored.dtype not in WEIGHT_DTYPES:
+    if x.device.type != "cpu" or stored.device.type != "cpu":
         return None
     num_rows = x.numel() // width
     if num_rows > (_MAX_ROWS if stored.dtype == weight.dtype else _MAX_ROWS_STORED):
-        return None
+        return None if weight.blocks is None or type(x) is not Tensor else _by_panels(x, weight, bias)
     rows, num_threads = x.reshape(num_rows, width), torch.get_num_threads()
     if type(rows) is Tensor:
         # Bypasses the dispatcher, which takes longer than many products.
         rows = rows.contiguous()  # named, so that a copy outlives the call
         result = rows.new_empty(num_rows, num_channels)
-        into(result, rows, [stored], num_threads)()
+        into(result, rows, [stored], form, num_threads)()
     else:  # traced, or fake
-        result = few_row_matmul(rows, [stored], num_threads)
+        result = few_row_matmul(rows, [stored], form, num_threads)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)
     return result if bias is None else result + bias
+
+
+def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """``functional.linear`` with a matrix in blocks. Some of its rows at a time are widened."""
+    num_channels, width = weight.shape
+    step = max(1, _PANEL_NUMBERS // width)
+    result = x.new_empty(*x.shape[:-1], num_channels)
+    for begin in range(0, num_channels, step):
+        panel = slice(begin, begin + step)
+        part = functional.linear(x, weight._widened(weight.stored[panel], None), None if bias is None else bias[panel])
+        result[..., panel] = part
+    return result

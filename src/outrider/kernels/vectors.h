@@ -89,6 +89,53 @@ INLINE Floats load(const int8_t* from) {
 #endif
 }
 
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+
+INLINE Words load_words(const uint8_t* from) {
+#if VECTOR_BYTES == 64
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif VECTOR_BYTES == 32
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#elif defined(__aarch64__)
+  uint32_t four;
+  memcpy(&four, from, sizeof four);
+  return (Words)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(uint32x2_t{four, 0}))));
+#elif defined(__SSE2__)
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  __m128i zeros = _mm_setzero_si128();
+  return (Words)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zeros), zeros);
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(VECTOR_BYTES / 4)));
+  Bytes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Words);
+#endif
+}
+
+// As integers with a sign.
+INLINE Floats as_floats(Words words) { return __builtin_convertvector((Ints)words, Floats); }
+
+INLINE void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
+
+// A number of IEEE 754's 16 bits, exactly.
+INLINE float widened_half(uint16_t half) {
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
+  uint32_t sign = uint32_t(half & 0x8000) << 16, rest = uint32_t(half & 0x7fff) << 13;
+  float size;
+  memcpy(&size, &rest, sizeof size);
+  size *= 0x1p112f;  // from one bias of exponents to the other
+  memcpy(&rest, &size, sizeof rest);
+  if ((half & 0x7c00) == 0x7c00) rest |= 0x7f800000;  // infinite, or no number
+  rest |= sign;
+  memcpy(&size, &rest, sizeof size);
+  return size;
+#endif
+}
+
 INLINE Floats all_lanes(float number) { return number - Floats{}; }  // minus zero, which keeps the sign of -0
 
 // a * b + c, rounded once where the processor can (and twice where no processor of its level can). Explicit intrinsics,

@@ -33,7 +33,7 @@ def kept_type(
 
     if library() is None:
         return None
-    if spec.gguf is not None or placed.quantization != "none":
+    if spec.gguf is not None or placed.quantization != "none" or spec.adapter is not None:
         return torch.float32
     if stated is not None and spec.path is None:
         return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
@@ -82,6 +82,8 @@ def narrowed(model: nn.Module, stored: torch.dtype) -> None:
     narrow: dict[int, nn.Parameter] = {}
     for layer in narrow_layers(model).values():
         weight = layer.weight
+        if isinstance(weight, NarrowWeight):  # in blocks
+            continue
         if id(weight) not in narrow:  # shared weights once
             numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
             narrow[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)

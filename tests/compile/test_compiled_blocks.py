@@ -1,0 +1,40 @@
+"""Programs with weights in the blocks of GGUF files."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ggml_blocks import block_bytes
+from outrider.compile.compiled_lm import compiled_lm
+from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.narrow_weight import NarrowWeight
+from toys import as_lm, tiny_llama
+
+
+def _products(lm: Any, few: Tensor, many: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """By the kernel, with a widened matrix, and of rows alone."""
+    layer = lm.model.model.layers[0]
+    of_few = [functional.linear(few, one.weight) for one in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
+    return *of_few, functional.linear(many, layer.self_attn.q_proj.weight), lm.model.model.embed_tokens(ids)
+
+
+@pytest.mark.slow
+def test_they_are_read_by_the_kernel() -> None:
+    model = tiny_llama(hidden_size=256, intermediate_size=32, num_layers=1).float()
+    attention = model.model.layers[0].self_attn
+    for seed, (layer, number) in enumerate(
+        ((model.model.embed_tokens, 8), (attention.q_proj, 12), (attention.k_proj, 12))
+    ):
+        form = BLOCK_FORMS[number]
+        stored = torch.from_numpy(block_bytes(tuple(layer.weight.shape), form.name, seed))
+        layer.weight = nn.Parameter(NarrowWeight(stored, torch.float32, None, form), requires_grad=False)
+    lm = as_lm(model)
+    generator = torch.Generator().manual_seed(0)
+    few, many = (torch.randn(number, 256, generator=generator) for number in (5, 200))
+    ids = torch.tensor([3, 0, 3])
+    got = compiled_lm(lm).run(_products, (), few, many, ids)
+    for one, want in zip(got, _products(lm, few, many, ids), strict=True):
+        torch.testing.assert_close(one, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))

@@ -1,0 +1,78 @@
+"""Matrices in the blocks of GGUF files: their numbers, by the package ``gguf``, and products with them."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ggml_blocks import block_bytes, numbers_of
+from outrider.kernels import narrow_weight
+from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.library import FORMS, few_row_matmul, widen_blocks
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.runtime.tensor_parts import stored_tensors
+
+_BY_NAME = {form.name: form for form in BLOCK_FORMS.values()}
+
+
+def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Bytes, and what they mean."""
+    blocks = block_bytes((number, num_blocks * _BY_NAME[name].num_numbers), name, seed)
+    return torch.from_numpy(blocks), torch.from_numpy(numbers_of(blocks, name))
+
+
+@given(
+    name=st.sampled_from(list(_BY_NAME)),
+    num_rows=st.integers(1, 70),
+    num_blocks=st.integers(1, 11),
+    number=st.integers(1, 20),
+    num_threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_products_are_those_of_the_widened_matrix(
+    name: str, num_rows: int, num_blocks: int, number: int, num_threads: int, seed: int
+) -> None:
+    """To the bit, for any number of rows and threads; and so each row is as if it were alone."""
+    matrices = [_matrix(name, one, num_blocks, seed) for one in (number, 3)]
+    blocks, numbers = ([pair[i] for pair in matrices] for i in (0, 1))
+    form, width = _BY_NAME[name].number, numbers[0].shape[1]
+    for one, wide in zip(blocks, numbers, strict=True):
+        assert torch.equal(widen_blocks(one, form, width, num_threads), wide)
+    x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
+    got = few_row_matmul(x, blocks, form, num_threads)
+    assert torch.equal(got, few_row_matmul(x, numbers, FORMS[torch.float32], num_threads))
+    assert torch.equal(got[-1:], few_row_matmul(x[-1:], blocks, form, 1))
+
+
+@pytest.mark.parametrize("name", _BY_NAME)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_weight, "_PANEL_NUMBERS", 5 * 256)
+    stored, plain = _matrix(name, 12, 2)
+    weight = nn.Parameter(NarrowWeight(stored, torch.float32, None, _BY_NAME[name]), requires_grad=False)
+    assert weight.dtype == torch.float32 and weight.shape == plain.shape
+    with torch.inference_mode(is_inference):
+        ids = torch.tensor([[3, 3, 11]])
+        for one, of in (
+            (functional.embedding(ids, weight, 11), functional.embedding(ids, plain)),
+            (weight.T, plain.T),
+            (weight[2:4], plain[2:4]),
+            (weight.double(), plain.double()),
+            (torch.zeros(*plain.shape).copy_(weight), plain),
+        ):
+            assert type(one) is Tensor and torch.equal(one, of)
+        for num_rows in (5, 150):  # the latter by the library, some rows of the matrix at a time
+            x, bias = torch.randn(2, num_rows, plain.shape[1]), torch.randn(12)
+            got, want = functional.linear(x, weight, bias), functional.linear(x, plain, bias)
+            torch.testing.assert_close(got, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))
+        for same in (weight.detach(), weight.clone(), copy.deepcopy(weight)):
+            assert isinstance(same, NarrowWeight) and torch.equal(same.wide(), plain)
+            assert [part.dtype for part in stored_tensors(same)] == [torch.uint8]
+    layer = nn.Linear(plain.shape[1], 12, bias=False)
+    layer.weight = weight
+    assert stored_tensors(layer.to("cpu").float().weight)[0].dtype == torch.uint8
+    assert torch.equal(layer.to(torch.float64).weight, plain.double())
