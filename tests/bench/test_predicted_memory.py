@@ -1,5 +1,6 @@
 """Predictions of memory hold against tensors that are really there."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +8,14 @@ import torch
 import transformers
 
 import outrider
+from block_heads import write_block
+from heads import write_eagle3
 from hybrids import hybrid, hybrid_lm
-from outrider.bench.predicted_memory import Memory, Predictor, Workload
+from outrider.bench.predicted_memory import Memory, Predictor, Workload, head_memory
 from outrider.errors import OptionError
+from outrider.models.heads.loading import load_head
 from outrider.models.quantize import num_bytes
+from outrider.models.registry import resolve
 from outrider.runtime.lm import PREFILL_TOKENS
 from pairs import zoo
 
@@ -75,3 +80,23 @@ def test_a_context_that_is_too_long() -> None:
     longest = config().max_position_embeddings
     with pytest.raises(OptionError, match=f"this model accepts {longest} tokens"):
         Predictor(config(), Workload(longest + 1, 1, 4), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block", "block with an embedding"])
+def test_a_head_takes_what_is_loaded(kind: str, tmp_path: Path) -> None:
+    """Beside its target: no tensor that it borrows, and the cache of its session. (An embedding in its checkpoint
+    counts as its own, though here it is the target's, and is shared.)"""
+    decoder = outrider.load("fable", device="cpu")
+    target, spec = decoder.target, resolve(str(tmp_path), None)
+    if kind == "eagle3":
+        write_eagle3(tmp_path, target.model, token_ids=[3, 5, 8])
+    else:
+        write_block(tmp_path, target.model, block_size=8, has_own_tokens=kind != "block")
+    predicted = head_memory(spec, resolve("fable", None), WORK, torch.float32)
+    head = load_head(spec, target)
+    borrowed = {id(tensor) for tensor in target.model.parameters()} | {id(tensor) for tensor in target.model.buffers()}
+    own = [one for one in (*head.model.parameters(), *head.model.buffers()) if id(one) not in borrowed]
+    embedding = target.model.get_input_embeddings().weight.nbytes if kind == "block with an embedding" else 0
+    assert predicted.weights == sum(tensor.nbytes for tensor in own) + embedding
+    cache = head.new_cache(WORK.num_rows, WORK.context + (0 if kind == "eagle3" else 8))
+    assert predicted.cache == sum(store.nbytes for store in cache.storage) == predicted.total - predicted.weights

@@ -271,3 +271,16 @@ def test_ctrl_c_ends_the_race(outrider: Outrider, monkeypatch: pytest.MonkeyPatc
     ended = outrider("compare", PROMPT, *QUICK, "--json", tmp_path / "a.json")
     assert ended.code == 130
     assert not (tmp_path / "a.json").exists()
+
+
+def test_a_race_without_a_draft_names_drafts(outrider: Outrider) -> None:
+    """At once, before anything is loaded."""
+    assert "qwen3-0.6b, qwen3-1.7b; or ngram" in outrider("compare", "--target", "qwen3-8b").error
+    assert "a smaller model with the tokenizer of phi-4" in outrider("compare", "--target", "phi-4").error
+
+
+def test_the_race_ends_with_the_next_step(outrider: Outrider) -> None:
+    """With the options of the pair."""
+    ended = outrider("compare", PROMPT, "-n", 4, "--num-runs", 1, "--dtype", "float64", "--no-compile")
+    words = "--target fable --draft fable-draft --dtype float64 --no-compile"
+    assert f"Next: outrider plan {words}" in ended.out and f"outrider certify {words}" in ended.out

@@ -7,12 +7,14 @@ import torch
 import transformers
 
 from commands import Outrider, only_document
+from heads import write_eagle3, write_mtp
+from hybrids import hybrid
 from outrider.api import load
 from outrider.models import cpu_weights
 from outrider.models.memory import sizes_of
 from outrider.models.quantize import num_bytes
 from outrider.models.registry import known_models, resolve
-from pairs import random_llama, save
+from pairs import embedded, random_llama, save
 
 
 def test_the_table(outrider: Outrider) -> None:
@@ -119,6 +121,19 @@ def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
     assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
 
 
+def test_heads_are_predicted_beside_their_target(outrider: Outrider, tmp_path: Path) -> None:
+    """In its type, unquantized; also the MTP layer in the checkpoint of a target."""
+    write_eagle3(tmp_path / "head", embedded().target.model, token_ids=[3, 5, 8])
+    write_mtp(tmp_path / "target", hybrid("qwen3_5_text"), layout="qwen")
+    for target, draft in (("fable", tmp_path / "head"), (tmp_path / "target", "mtp")):
+        ended = outrider("models", "--target", target, "--draft", draft, "--context", 64, "--json", "-")
+        rows = only_document(ended.out, "models")["models"]
+        assert [row["quantization"] for row in rows if row["name"] == str(draft)] == ["none"]
+        assert 0 < rows[-1]["weights_bytes"] < rows[0]["weights_bytes"] and rows[-1]["cache_bytes"] > 0
+        assert rows[-1]["total_bytes"] == rows[-1]["weights_bytes"] + rows[-1]["cache_bytes"]
+    assert "of fable has no MTP layers" in outrider("models", "--target", "fable", "--draft", "mtp").error
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_gemma_3_is_predicted_alone_and_with_its_images(outrider: Outrider, tmp_path: Path, is_whole: bool) -> None:
     """The initialization of the layers for images looks at numbers, of which a prediction has none."""
@@ -148,8 +163,23 @@ def test_predictions_that_are_not_possible(outrider: Outrider) -> None:
         (("--target", "fable", "--devices", "3"), "which 3 processes cannot share evenly"),
         (("--target", "fable", "-k", "-1"), "num_draft_tokens = -1 is invalid"),
         (("--target", "fable", "--draft", "ngram"), "give a model"),
+        (("--target", "fable", "--draft", "fable-draft:min-prob=0.3"), "give a model"),
         (("--target", "fable", "--devices", "0"), "--devices = '0' is invalid: whole numbers from 1 to 64"),
         (("--target", "fable", "--context", 10**6), "this model accepts"),
     ):
         ended = outrider("models", *arguments)
         assert ended.code == 2 and message in ended.err
+
+
+def test_pairs_that_fit_into_a_memory(outrider: Outrider) -> None:
+    ended = outrider("models", "--memory", "10GiB", "--json", "-")
+    pairs = only_document(ended.out, "models")["pairs"]
+    assert {"target": "fable", "form": "bfloat16", "draft": "fable-draft"}.items() <= pairs[0].items()
+    assert [pair["draft"] for pair in pairs if pair["target"] == "qwen3-8b"] == ["qwen3-0.6b"]
+    ended = outrider("models", "--memory", "10GiB", "--target", "qwen3-8b")
+    assert "nf4" in ended.out and "qwen3-0.6b" in ended.out and "fable" not in ended.out
+    assert "No known pair fits" in outrider("models", "--memory", "1MiB").out
+    assert "leave it out" in outrider("models", "--memory", "10GiB", "--target", "fable", "--draft", "fable").error
+    assert "leave it out" in outrider("models", "--memory", "10GiB", "--devices", "1,2").error
+    assert "leave it out" in outrider("models", "--memory", "10GiB", "-k", 7).error
+    assert "sizes are not known" in outrider("models", "--memory", "10GiB", "--target", "org/new").error

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from block_heads import write_block
 from commands import Outrider, only_document
 from outrider.decoding.measured_costs import CostArm, time_rounds
 from outrider.records import Timing
+from pairs import embedded
 
 QUICK = "-n", 12, "--context", 8
 
@@ -65,6 +67,15 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
         stats["num_generated_tokens"] / (stats["num_rounds"] + stats["num_truncated_rounds"])
     )
     assert plot.read_bytes().startswith(b"<?xml")
+
+
+def test_no_more_tokens_than_a_head_drafts(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    write_block(tmp_path / "head", embedded().target.model, block_size=4, num_layers=1)
+    document = only_document(
+        outrider("plan", *QUICK, "--prompts", prompts, "-k", "2,5", "--draft", tmp_path / "head", "--json", "-").out,
+        "plan",
+    )
+    assert {choice["k"] for choice in document["settings"][0]["choices"]} == {2, 3}
 
 
 def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,3 +280,18 @@ def test_options_that_a_draft_does_not_take_are_refused(tmp_path: Path) -> None:
             load_drafter(decoder, draft, **changes)
     name = f"{tmp_path}:min-prob=0.3:greedy"
     assert load_drafter(decoder, name).name == name
+
+
+def test_an_old_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pytorch_model.bin has no header: its names and its tensors come from one reading."""
+    target = as_lm(tiny_llama(num_layers=4))
+    write_eagle3(tmp_path, target.model, layout="safeailab")
+    read, torch_load = [], torch.load
+
+    def spy(path: Path, **options: Any) -> Any:
+        read.append(path)
+        return torch_load(path, **options)
+
+    monkeypatch.setattr(torch, "load", spy)
+    load_head(_spec(tmp_path), target)
+    assert read == [tmp_path / "pytorch_model.bin"]

@@ -421,36 +421,14 @@ def test_a_head_with_the_configuration_of_its_target(folder: Path) -> None:
     assert "is an EAGLE head" in refusal(folder, UnsupportedModel)
 
 
-@pytest.mark.parametrize("has_base", [True, False])
-def test_adapters_are_named(folder: Path, has_base: bool) -> None:
-    """With their base; also where it lies beside them: the adapter would be left out."""
+def test_adapters_beside_a_model_are_named(folder: Path) -> None:
+    """Where it lies beside a model, it might be meant or not."""
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    if not has_base:
-        (folder / "config.json").unlink()
-    assert "is a LoRA adapter of org/base: pass the base" in refusal(folder, UnsupportedModel)
+    message = refusal(folder, UnsupportedModel)
+    assert "is a LoRA adapter of org/base, on the hub or beside a model: give both, as BASE+ADAPTER" in message
     (folder / "adapter_config.json").write_text(json.dumps(adapter | {"peft_type": "IA3"}))
     assert "is a PEFT adapter (IA3) of org/base" in refusal(folder, UnsupportedModel)
-
-
-def test_multimodal_folders_are_named(tmp_path: Path) -> None:
-    """Before their weights are read. In memory the model works, for text."""
-    text = random_llama(eos_token_id=None)
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.LlavaConfig(
-        text_config=text.config,
-        vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8),
-        image_token_index=90,
-        architectures=["LlavaForConditionalGeneration"],
-    )
-    config.save_pretrained(tmp_path)
-    message = refusal(tmp_path, UnsupportedModel)
-    assert "is a multimodal model (llava, with a vision_config): load it with Transformers" in message
-    model: Any = random_model(transformers.LlavaForConditionalGeneration, config, 0)
-    ids = torch.tensor([[1, 2, 3]])
-    want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
-    (done,) = outrider.load(model).generate(ids, temperature=0.0, max_new_tokens=6)
-    assert list(done.token_ids) == want[0, 3:].tolist()
 
 
 CODE = 'raise SystemExit("the code of the folder was run")\n'

@@ -161,3 +161,17 @@ def test_missing_paths_are_said_to_be_missing(name: str) -> None:
 def test_a_name_with_one_slash_is_a_hub_id() -> None:
     spec = resolve("org/model")
     assert (spec.hub, spec.path, spec.source, spec.location) == ("org/model", None, "hub", "org/model")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("num_params = 0", "num_params = 0 should be at least 1"),
+        ('like = "far"', "'far' is no name in this file"),
+        ('like = "b"', "'b' is no name in this file that has own sizes"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, table: str, message: str) -> None:
+    file = write(tmp_path / "m.toml", f'[models.a]\nhub = "o/a"\n{table}\n[models.b]\nhub = "o/b"\nlike = "a"\n')
+    with pytest.raises(FileError, match=message):
+        known_models(file)

@@ -21,8 +21,11 @@ from torch.utils._pytree import tree_leaves
 from outrider.decoding.verify import verify_step
 from outrider.errors import OptionError
 from outrider.models.cpu_weights import narrowed
-from outrider.models.loading import context_len
+from outrider.models.heads.block import BlockHead
+from outrider.models.heads.loading import load_head, load_mtp_of
+from outrider.models.loading import context_len, read_config
 from outrider.models.memory import skeleton, weights_bytes
+from outrider.models.registry import ModelSpec
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -59,7 +62,7 @@ class Memory:
         prefill: peak of a prefill forward, of at most PREFILL_TOKENS tokens in one row or several.
         verify: peak of a verify: activations, logits, and probabilities of K + 1 tokens in each row. (A CUDA graph
             takes the same once more, in a pool shared by all graphs.) Both are None for models whose forward depends
-            on data, such as some mixtures of experts.
+            on data, such as some mixtures of experts, and for heads, whose steps take less than their target's.
     """
 
     weights: int
@@ -117,6 +120,36 @@ class Predictor:
         model = self._kept if quantization == "none" and parallel == 1 else self._plain
         weights = weights_bytes(model, self._dtype, quantization, parallel)
         return Memory(weights, self._cache // parallel, self._prefill, self._verify)
+
+
+def head_memory(spec: ModelSpec | None, target: ModelSpec, work: Workload, dtype: torch.dtype) -> Memory:
+    """Predict the memory of a head beside its target: weights of its own, and its cache. Its checkpoint is read; the
+    target is a skeleton, so that an embedding in the checkpoint counts even if it is the target's.
+
+    Args:
+        spec: of the head; None for the MTP layer of the target's checkpoint.
+        dtype: of the target.
+
+    Raises:
+        ModelError: it does not fit the target.
+    """
+    config = read_config(target)
+    with torch.device("meta"):
+        bare = skeleton(config, dtype)
+    width = config.get_text_config(decoder=True).vocab_size
+    lm = LM(bare, name=target.name, vocab_size=width, context_len=context_len(config))
+    head = load_mtp_of(lm) if spec is None else load_head(spec, lm)
+    borrowed = {id(tensor) for tensor in _tensors(bare)}
+    weights = {id(tensor): tensor.nbytes for tensor in _tensors(head.model) if id(tensor) not in borrowed}
+    num_beyond = head.model.block_size if isinstance(head.model, BlockHead) else 0
+    capacity = work.context + num_beyond
+    length = prepared_length(capacity) if work.is_prepared else eager_length(capacity)
+    cache = SlotCache.empty(head.layer_shapes, work.num_rows, length)
+    return Memory(sum(weights.values()), sum(store.nbytes for store in cache.storage), None, None)
+
+
+def _tensors(model: torch.nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _prefill(lm: LM, cache: SlotCache, num_rows: int, context: int) -> Callable[[], Any]:

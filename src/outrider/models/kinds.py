@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.registry import ADAPTER_CONFIG
 
 # Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -38,7 +39,7 @@ _WEIGHTS = {"lora_": "a LoRA adapter", "medusa": "a set of Medusa heads", "fc.":
 
 
 def check_adapter(name: str, file: Path | None) -> None:
-    """Refuse an adapter by name; Transformers would ignore it, or load it together with its base.
+    """Refuse an adapter that was not named as one: Transformers would ignore it, or load it together with its base.
 
     Args:
         file: its adapter_config.json, if there is one.
@@ -52,8 +53,8 @@ def check_adapter(name: str, file: Path | None) -> None:
     kind, base = config.get("peft_type"), config.get("base_model_name_or_path") or "its base"
     thing = "a LoRA adapter" if kind == "LORA" else f"a PEFT adapter ({kind})"
     raise UnsupportedModel(
-        f"{name} is {thing} of {base}: pass the base; or load both with PEFT, merge them (merge_and_unload) and pass "
-        "the model"
+        f"{name} is {thing} of {base}, on the hub or beside a model: give both, as BASE+ADAPTER, or the model without "
+        f"{ADAPTER_CONFIG}"
     )
 
 
@@ -105,20 +106,29 @@ def _head_message(name: str, thing: str) -> str:
     )
 
 
-def check_multimodal(name: str, config: Any) -> None:
-    """Refuse multimodal models by name that Transformers does not load as a causal language model.
+def auto_class(name: str, config: Any) -> Any:
+    """Auto class of Transformers that loads a model of this kind: of the text model alone where there is one, else of
+    all of a multimodal model, which continues text too.
 
     Raises:
-        UnsupportedModel
+        UnsupportedModel: there is none.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    import transformers
 
-    others = sorted(set(type(config).sub_configs) - {"text_config"})
-    if others and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(
-            f"{name} is a multimodal model ({config.model_type}, with a {others[0]}): load it with Transformers "
-            "(AutoModelForImageTextToText or its own class) and pass the model and its tokenizer; it continues text"
-        )
+    classes = (
+        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
+        (transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING, transformers.AutoModelForMultimodalLM),
+    )
+    for known, auto in classes:
+        if type(config) in known:
+            return auto
+    if getattr(config, "auto_map", None):  # which Transformers refuses, as its code is not run
+        return transformers.AutoModelForCausalLM
+    raise UnsupportedModel(
+        f"{name} is of the type {config.model_type}, for which Transformers {transformers.__version__} has no model "
+        "that continues text: if its own class does, load it with that, and pass the model and its tokenizer"
+    )
 
 
 def check_kind(name: str, config: Any) -> None:
@@ -127,7 +137,7 @@ def check_kind(name: str, config: Any) -> None:
     architectures = config.architectures or []
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model ({kind}): only causal language models work")
-    if architectures and not any("CausalLM" in a or "LMHead" in a or "Conditional" in a for a in architectures):
+    if architectures and not any(_continues_text(one) for one in architectures):
         raise ModelCorrupt(f"{name} is not a causal language model: its config.json says {', '.join(architectures)}")
     text_config = config.get_text_config(decoder=True)
     strange = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
@@ -143,3 +153,9 @@ def check_kind(name: str, config: Any) -> None:
         )
     if kind in ("bloom", "mpt") or getattr(text_config, "alibi", False):
         raise UnsupportedModel(f"{name} ({kind}) uses ALiBi, which ignores position ids")
+
+
+def _continues_text(architecture: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return any(part in architecture for part in ("CausalLM", "LMHead", "Conditional")) or architecture in NAMES.values()

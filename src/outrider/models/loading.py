@@ -26,8 +26,9 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
+from outrider.models.adapters import check_mergeable, merged
 from outrider.models.cpu_weights import kept_type, narrowed, widened
-from outrider.models.kinds import check_adapter, check_head, check_kind, check_missing, check_multimodal
+from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind, check_missing
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
 from outrider.models.parallel import check_shares, num_shares
@@ -42,9 +43,10 @@ from outrider.models.quantize import (
     require_packages,
     without_outliers,
 )
-from outrider.models.registry import ModelSpec
+from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
+from outrider.runtime.media import takes_images
 from outrider.runtime.tensor_parts import stored_tensors, whole
 from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import vocab_size
@@ -57,11 +59,12 @@ _UNBOUNDED = 2**31  # context of a model that states none (or -1, as XLNet does)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A Hugging Face model and its tokenizer."""
+    """A Hugging Face model and its tokenizer, and its processor if it takes images."""
 
     name: str
     model: Any
     tokenizer: Any | None
+    processor: Any | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -82,8 +85,6 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
     """
-    import transformers
-
     placed, name = placement.over(spec), placement.name_of(spec)
     size = num_shares(name, placed, is_target=is_target)
     device, device_map = pick_device(placed.device), device_map_of(placed)
@@ -92,6 +93,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     config = read_config(spec)
     method = "gguf" if spec.gguf else method_of(config)
     with _loading(spec, f"model on {device}"):
+        if spec.adapter is not None:
+            check_mergeable(name, placed, size, method)
         check_quantization(name, placed.quantization or "none", method)
         without_outliers(config)
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
@@ -102,15 +105,22 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             check_shares(name, size, placed, device, config, method)
             how["distributed_config"] = DistributedConfig(tp_size=size)
         kept: torch.dtype | None = None
+        blocks: Any | None = None
         needed = stored_bytes(spec)
         smaller: Callable[[], Mapping[str, int]] = dict
         stated: torch.dtype = config.dtype or torch.float32
-        if method in (None, "gguf"):  # Transformers dequantizes GGUF files
+        if method in (None, "gguf"):
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
             if placed.quantization in ("none", "int8") and size == 1 and device_map is None:
                 kept = kept_type(spec, placed, device, bare, stated)
+            if kept is not None and method == "gguf" and placed.quantization == "none" and spec.adapter is None:
+                from outrider.models.gguf_weights import block_weights
+
+                blocks = block_weights(spec, bare)
+                if blocks is not None:
+                    blocks.predict(bare)
             if kept is not None:
                 narrowed(bare, kept)
             needed = weights_bytes(bare, dtype, str(placed.quantization), size)
@@ -126,24 +136,20 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             kept = how["dtype"] = kept_type(spec, placed, device, bare)  # may download its files
         if size == 1:
             how |= {"device_map": device_map or {"": device}, "max_memory": limits}
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            spec.location,
-            config=config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **_form(spec),
-            **how,
-        )
-        check_missing(spec.location, info["missing_keys"], info["unexpected_keys"])
-        mismatched = sorted(key for key, *_ in info["mismatched_keys"])
-        if mismatched:
-            raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
+        if kept is not None and blocks is not None:
+            model, missing = blocks.load(config)
+            check_missing(spec.location, missing, [])
+        else:
+            model = _from_pretrained(name, spec, config, how)
         on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
         if on_disk:
             raise DeviceError(
                 f"{name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} the "
                 "first: raise --max-memory, or choose fewer bits with --quantize"
             )
+    if spec.adapter is not None:
+        with _loading(spec, "adapter"):
+            model = merged(name, model, spec.adapter)
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
         narrowed(model, kept)
@@ -151,7 +157,40 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         huge_pages.move_weights(model)
     if placed.quantization != "none":
         _report_share(name, str(placed.quantization), quantized_share(model))
-    return Checkpoint(name, model, load_tokenizer(spec))
+    tokenizer = load_tokenizer(spec)
+    if spec.adapter is not None and vocab_size(tokenizer) > (num_rows := len(model.get_input_embeddings().weight)):
+        raise UnsupportedModel(
+            f"the adapter {spec.adapter} adds tokens: its tokenizer has {vocab_size(tokenizer)}, the base {num_rows}: "
+            "merge it (merge_and_unload) and save the model"
+        )
+    return Checkpoint(name, model, tokenizer, _load_processor(spec) if is_target and takes_images(model) else None)
+
+
+def _load_processor(spec: ModelSpec) -> Any | None:
+    """Load the processor of a model of text and images; None without one, or without its packages. Text needs none."""
+    import transformers
+
+    try:
+        return transformers.AutoProcessor.from_pretrained(spec.location, trust_remote_code=False)
+    except Exception as error:  # whatever its libraries raise
+        _LOG.info("%s reads no images in chats: %s", spec.name, " ".join(str(error).split())[:300])
+        return None
+
+
+def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, Any]) -> Any:
+    model, info = auto_class(name, config).from_pretrained(
+        spec.location,
+        config=config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **_form(spec),
+        **how,
+    )
+    check_missing(spec.location, info["missing_keys"], info["unexpected_keys"])
+    mismatched = sorted(key for key, *_ in info["mismatched_keys"])
+    if mismatched:
+        raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")
+    return model
 
 
 def _report_share(name: str, quantization: str, share: float) -> None:
@@ -180,7 +219,7 @@ def read_config(spec: ModelSpec) -> Any:
             check_head(spec.name, transformers.PreTrainedConfig.get_config_dict(spec.location)[0])
         config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
         check_kind(spec.name, config)
-        check_multimodal(spec.name, config)
+        auto_class(spec.name, config)
     return config
 
 
@@ -189,7 +228,7 @@ def _adapter_of(spec: ModelSpec) -> Path | None:
     from transformers.utils.peft_utils import find_adapter_config_file
 
     if spec.path is not None:
-        file = spec.path / "adapter_config.json"
+        file = spec.path / ADAPTER_CONFIG
         return file if file.is_file() else None
     found = find_adapter_config_file(spec.location)
     return None if found is None else Path(found)
@@ -211,10 +250,15 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
-    """Load the tokenizer alone. Raises ModelNotFound, ModelCorrupt."""
+    """Load the tokenizer alone, of the adapter if it has one. Raises ModelNotFound, ModelCorrupt."""
     import transformers
+    from transformers.utils import cached_file
 
     with _loading(spec, "tokenizer"):
+        if spec.adapter is not None:
+            name = "tokenizer_config.json"
+            if cached_file(spec.adapter, name, _raise_exceptions_for_missing_entries=False) is not None:
+                return transformers.AutoTokenizer.from_pretrained(spec.adapter, trust_remote_code=False)
         return transformers.AutoTokenizer.from_pretrained(spec.location, **_form(spec))
 
 
@@ -239,6 +283,11 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
                 f"the {what} of {spec.name} needs code of its own, which is never run here: if you trust it, load "
                 "model and tokenizer yourself (from_pretrained with trust_remote_code=True) and pass them to "
                 "outrider.load"
+            ) from None
+        if spec.hub is not None and "gated" in reason:
+            raise ModelNotFound(
+                f"the hub model {spec.hub!r} is gated: accept its licence on its page, then run 'hf auth login' or set "
+                "HF_TOKEN"
             ) from None
         if spec.hub is not None and isinstance(error, OSError):
             raise ModelNotFound(

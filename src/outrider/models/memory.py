@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.models.kinds import auto_class
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
 from outrider.runtime.shape_buckets import eager_length, prepared_length
 
@@ -27,16 +28,26 @@ _OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # pref
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that determine memory. ``num_params`` counts shared weights once."""
+    """Sizes that determine memory. ``num_params`` counts shared weights once; ``num_embedding_params`` are those of
+    them that quantization leaves as they are, or None if that is unknown."""
 
     num_params: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     context_len: int
+    num_embedding_params: int | None = None
 
     def weights_bytes(self, dtype: str) -> int:
         return self.num_params * BYTES_PER_NUMBER[dtype]
+
+    def quantized_bytes(self, dtype: str, bits: float) -> int | None:
+        """Bytes of the weights if layers take ``bits`` for each number, scales included, and embeddings stay in
+        ``dtype``; None if the share of embeddings is unknown."""
+        if self.num_embedding_params is None:
+            return None
+        kept = self.num_embedding_params * BYTES_PER_NUMBER[dtype]
+        return kept + int((self.num_params - self.num_embedding_params) * bits / 8)
 
     def cache_bytes(self, dtype: str, num_tokens: int, batch_size: int, *, is_prepared: bool = False) -> int:
         """Bytes of the cache for keys and values of ``batch_size`` sequences of ``num_tokens``, allocated at once.
@@ -56,8 +67,9 @@ def sizes_of(spec: ModelSpec) -> Sizes | None:
             return _from_files(spec.path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-    stated = (spec.num_params, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.context_len)
-    return Sizes(*(value for value in stated if value is not None)) if None not in stated else None
+    stated = {field.name: getattr(spec, field.name) for field in fields(Sizes)}
+    needed = (value for name, value in stated.items() if name != "num_embedding_params")
+    return None if None in needed else Sizes(**stated)
 
 
 def _from_files(folder: Path) -> Sizes:
@@ -65,6 +77,7 @@ def _from_files(folder: Path) -> Sizes:
     if not files:
         raise KeyError("there are no safetensors to count parameters in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= config.get("text_config") or {}  # of multimodal models
     if any(name.startswith(_OF_STATES) for name in config):
         raise KeyError("these numbers do not determine the memory of states")
 
@@ -72,14 +85,17 @@ def _from_files(folder: Path) -> Sizes:
         return next(int(config[name]) for name in names if config.get(name) is not None)
 
     try:
+        shapes = [tensor["shape"] for file in files for tensor in _tensors(file)]
         num_heads = first("num_attention_heads", "n_head")
         hidden_size = first("hidden_size", "n_embd")
         return Sizes(
-            num_params=sum(_num_params(file) for file in files),
+            num_params=sum(map(math.prod, shapes)),
             num_layers=first("num_hidden_layers", "n_layer"),
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=int(config.get("head_dim") or hidden_size // num_heads),
             context_len=first("max_position_embeddings", "n_positions"),
+            # Embeddings and the last layer, which are stored once if they are tied.
+            num_embedding_params=sum(map(math.prod, (s for s in shapes if s == [first("vocab_size"), hidden_size]))),
         )
     except StopIteration:
         raise KeyError("a size is missing") from None
@@ -100,11 +116,6 @@ def indexed(index: Path) -> list[str]:
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
-def _num_params(file: Path) -> int:
-    """Count the numbers in a safetensors file."""
-    return sum(math.prod(tensor["shape"]) for tensor in _tensors(file))
-
-
 def only_type(files: list[Path]) -> str | None:
     """Type of all numbers in safetensors files, as they name it ("BF16"); None if there are several."""
     types = {tensor["dtype"] for file in files for tensor in _tensors(file)}
@@ -123,12 +134,11 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
 
 def skeleton(config: Any, dtype: torch.dtype) -> Any:
     """Model without weight values, if the surrounding mode or device creates none (fake, or meta)."""
-    import transformers
     from transformers.initialization import no_init_weights
 
     # Some initializations read values, which do not exist. Weights are tied during initialization.
     with no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        model = auto_class(config.model_type, config).from_config(config, dtype=dtype, trust_remote_code=False).eval()
     model.tie_weights()
     return model
 

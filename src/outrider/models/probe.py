@@ -124,7 +124,7 @@ def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: S
 
 def _tolerance_of(lm: LM) -> float:
     # Kernels of quantized layers may round activations to 8 bits, where a last bit becomes a step as large as these.
-    return _tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
+    return tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
 
 
 @torch.inference_mode()
@@ -167,6 +167,11 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         raise _cannot_run(lm, kind, error) from error
     if not bool(is_finite(want).all()):
         return 0.0  # the loop reports broken weights, with the position
+    return relative_error(got, want)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Difference of the log-probabilities of two tensors of logits, relative to their spread. [..., V] each"""
     return _difference(got, want) / _spread(want)
 
 
@@ -226,9 +231,9 @@ def _compare_rows(lm: LM, kind: str) -> None:
     spread = _spread(first)
     # Some kernels add in a different order each time.
     noise = 4 * _difference(again, first)
-    tolerance = (_tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
+    by_rounding = (tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
     change = float(torch.tensor([_difference(other, first) for other in others]).max())  # NaN if any is
-    if not change <= max(tolerance, noise) < math.inf:
+    if not change <= max(by_rounding, noise) < math.inf:
         raise UnsupportedModel(
             f"{lm.name} ({kind}) gives a token other logits when later tokens or other rows change (by "
             f"{change / spread:.1e} of their spread), so that speculation cannot be exact: if it is quantized, choose "
@@ -243,6 +248,6 @@ def _has_experts(lm: LM) -> bool:
     return any(getattr(text_config, name, None) for name in _EXPERTS)
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """Relative error that rounding may explain; an architecture that cannot be rolled back errs by far more."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.context_limit import report_context_limit
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -29,7 +31,8 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.errors import OptionError, PromptError
+from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
+from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import looks_up
 from outrider.records import Timing
 from outrider.system.files import check_writable, write_text
@@ -50,10 +53,14 @@ _PROMPT = "Once upon a time there was a little girl who lived with her grandmoth
 
 @flat
 def compare(
+    command: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
     end: EndOptions,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = _PROMPT,
+    template: TemplateOptions,
+    prompt: Annotated[
+        str, typer.Argument(help="Text to continue, or with --chat to answer.", show_default=False)
+    ] = _PROMPT,
     num_draft_tokens: NumDraftTokensListOption = "4",
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
     seed: SeedOption = 0,
@@ -61,33 +68,41 @@ def compare(
         Path | None,
         typer.Option(metavar="FILE", help="Write an HTML page that replays the race."),
     ] = None,
+    generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
     """Race plain against speculative decoding, and measure the speed-up with its 95% interval."""
+    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     ks = parse_k(num_draft_tokens)
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
+    if pair.draft is None and pair.target != "fable":
+        raise UsageError(f"a race needs a draft, --draft NAME: {_drafts_for(pair)}")
     if pair.draft_names == ["none"]:
         raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
     if not prompt.strip():
         raise PromptError.empty()
+    asked = template.prompt(prompt)
     check_outputs({"--html": html, "--json": json_target}, [pair.models, *(pair.corpus or ())])
     check_json_target(json_target)
     if html is not None:
         check_writable(html)
 
-    from outrider.bench.report import summarise
-    from outrider.bench.run import Case, interleave, warm_up
-    from outrider.race.events import RaceEvents
-
-    num_arms = 1 + len(pair.draft_names) * len(ks)
-    decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
-    report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(prompt)], end.max_new_tokens)
-    arms = _arms(pair, decoder, ks)
     console = console_for(json_target)
-    cases = [Case(run, prompt, seed + run) for run in range(num_runs)]
+    with console.status(f"loading {pair.target}"):  # the imports alone take seconds
+        from outrider.bench.report import summarise
+        from outrider.bench.run import Case, interleave, warm_up
+        from outrider.race.events import RaceEvents
+
+        num_arms = 1 + len(pair.draft_names) * len(ks)
+        decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
+        arms = _arms(pair, decoder, ks)
+    hint_at_chat(decoder, [asked])
+    report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], end.max_new_tokens)
+    cases = [Case(run, asked, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
+    console.print(prompt, style="dim", markup=False, soft_wrap=True)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     teller, rounds = RaceEvents(arms, cases[0], options), []
 
@@ -95,7 +110,6 @@ def compare(
         if html is not None:
             rounds.append(teller.round(arms.index(arm), chunk))
 
-    console.print(prompt, style="dim", markup=False, soft_wrap=True)
     shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
@@ -109,6 +123,7 @@ def compare(
     _print_verdict(console, summaries, decoder)
     for check in checks:
         console.print(check["message"], style="green" if check["is_ok"] else "bold red")
+    _print_next(console, pair, template, summaries)
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
@@ -116,12 +131,26 @@ def compare(
         "same_model_checks": checks,
         "is_interrupted": is_interrupted,
     }
-    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs)
+    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, **template.to_json())
     write_json(json_target, "compare", settings, body, decoder.target)
     if is_interrupted:
         raise typer.Exit(130)
     if not all(check["is_ok"] for check in checks):
         raise typer.Exit(1)
+
+
+def _drafts_for(pair: PairOptions) -> str:
+    """Names of drafts for the target. A race with ``ngram`` would teach a newcomer little."""
+    from outrider.models.pairs import drafts_of
+    from outrider.models.registry import known_models, resolve
+
+    names = [draft.name for draft in drafts_of(resolve(pair.target, pair.models), known_models(pair.models))]
+    if names:
+        return f"{', '.join(names)}; or ngram, which needs no model"
+    return (
+        f"a smaller model with the tokenizer of {pair.target}, or a head for it (folder or hub id); mtp, if it has an "
+        "MTP layer; or ngram, which needs no model"
+    )
 
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
@@ -230,10 +259,22 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
         console.print("One run has no interval: use --num-runs 5 or more.", style="dim")
 
 
+def _print_next(
+    console: Console, pair: PairOptions, template: TemplateOptions, summaries: Sequence[ArmSummary]
+) -> None:
+    """Name the commands that come after a race."""
+    best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
+    options = shlex.join([*pair.to_words(str(best.arm.draft)), *template.to_words()])
+    console.print(
+        f"Next: outrider plan {options} (which K, on your prompts)", style="dim", markup=False, soft_wrap=True
+    )
+    console.print(f"      outrider certify {options} (is it exact?)", style="dim", markup=False, soft_wrap=True)
+
+
 def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:
     """Sanity check: if a draft is the target itself, p = q and nothing may be rejected."""
     from outrider.bench.run import count_rejections
-    from outrider.drafters.model import split_name
+    from outrider.drafters.draft_options import NO_OPTIONS, split_name
     from outrider.models.heads.loading import MTP
     from outrider.models.registry import resolve
 
@@ -241,7 +282,7 @@ def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], de
     checks = []
     for name in pair.draft_names:
         model, options = split_name(name)
-        if name in ("none", MTP) or looks_up(name) or options:  # q is not p, even for the same model
+        if name in ("none", MTP) or looks_up(name) or options != NO_OPTIONS:  # q is not p, even for the same model
             continue
         draft = resolve(model, pair.models)
         if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):

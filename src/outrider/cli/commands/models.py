@@ -15,7 +15,7 @@ from outrider.options import check_num_draft_tokens, looks_up
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.bench.predicted_memory import Workload
+    from outrider.bench.predicted_memory import Memory, Workload
     from outrider.models.registry import ModelSpec
 
 _MOST_DEVICES = 64
@@ -31,6 +31,10 @@ def models(
     context: Annotated[
         int | None, typer.Option(help="Cache length in tokens. Default: 2048, at most the model's context.")
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="List the pairs that fit together into this memory, like 24GiB."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     num_draft_tokens: Annotated[
         int, typer.Option("-k", "--num-draft-tokens", help="With --target: tokens drafted per round.")
@@ -41,7 +45,10 @@ def models(
 ) -> None:
     """List the known models, with the memory of weights and cache. Add your own names in a TOML file.
 
+    With --memory: list targets with the drafts that fit beside them.
+
     With --target: predict the memory of a model, or a pair, in every form, from its configuration alone."""
+    from outrider.drafters.draft_options import NO_OPTIONS, split_name
     from outrider.models.registry import BYTES_PER_NUMBER
 
     if context is not None and context < 1:
@@ -53,13 +60,32 @@ def models(
     check_num_draft_tokens(num_draft_tokens)
     if draft is not None and target is None:
         raise OptionError("--draft", draft, "give --target too")
-    if looks_up(draft) or (draft or "").endswith(":greedy"):
+    if looks_up(draft) or split_name(draft)[1] != NO_OPTIONS:
         raise OptionError(
             "--draft", draft, "give a model: a look-up has no weights, NAME:greedy and suffix+NAME those of NAME"
         )
     check_json_target(json_target)
     console = console_for(json_target)
     options: dict[str, Any] = {"models": models, "batch_size": batch_size, "dtype": dtype}
+    if memory is not None:
+        if draft is not None:
+            raise OptionError("--draft", draft, "--memory finds the drafts: leave it out")
+        for name, value, default in (("--devices", devices, "1"), ("-k", num_draft_tokens, 4)):
+            if value != default:
+                raise OptionError(name, value, "--memory is of one device, and of any K: leave it out")
+        context = context or _USUAL_CONTEXT
+        pairs = _fitting(models, target, memory, dtype, context, batch_size)
+        options |= {"target": target, "memory": memory, "context": context}
+        if pairs:
+            print_table(console, _pairs(pairs, memory, context, batch_size), FILE_WIDTH)
+            console.print(
+                "Predicted: weights and caches in nine tenths of the memory. Size: draft / target.", style="dim"
+            )
+            console.print("Next: outrider compare --target TARGET --draft DRAFT [--quantize FORM]", style="dim")
+        else:
+            console.print("No known pair fits.", style="yellow")
+        write_json(json_target, "models", options, {"pairs": pairs})
+        return
     if target is None:
         context = context or _USUAL_CONTEXT
         rows = _known(models, context, batch_size, dtype)
@@ -67,22 +93,23 @@ def models(
         from outrider.models.registry import user_file
 
         console.print("The cache is preallocated; when compiled, its length is a power of two.", style="dim")
+        console.print("Pairs that fit into a memory: outrider models --memory 24GiB", style="dim")
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
-        from outrider.bench.predicted_memory import Workload
+        from outrider.bench.predicted_memory import Workload, head_memory
         from outrider.models.heads.loading import MTP, is_head
         from outrider.models.loading import context_len, read_config
+        from outrider.models.placement import DTYPES
         from outrider.models.registry import resolve
 
         sizes = _numbers_of_devices(devices)
-        if draft == MTP:
-            raise OptionError("--draft", draft, "its memory is not predicted: leave it out")
-        specs = [resolve(name, models) for name in (target, draft) if name is not None]
-        if draft is not None and is_head(specs[-1]):
-            raise OptionError("--draft", draft, "it is a head, whose memory is not predicted: leave it out")
+        specs = [resolve(name, models) for name in (target, draft) if name not in (None, MTP)]
+        head = specs.pop() if draft not in (None, MTP) and is_head(specs[-1]) else None
         context = context or min(_USUAL_CONTEXT, *(context_len(read_config(spec)) for spec in specs))
         work = Workload(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
+        if head is not None or draft == MTP:
+            rows.append(_row(draft, dtype, "none", 1, head_memory(head, specs[0], work, DTYPES[dtype]), None))
         print_table(console, _predicted(rows, work), FILE_WIDTH)
         console.print("The total includes the larger of prefill and verify, but not the process itself.", style="dim")
         options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
@@ -112,6 +139,48 @@ def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> li
             }
         rows.append(row)
     return rows
+
+
+def _fitting(
+    models: Path | None, target: str | None, memory: str, dtype: str, context: int, batch_size: int
+) -> list[dict[str, Any]]:
+    """Pairs that fit into a memory: of one target, or of all known ones."""
+    from outrider.models.memory import sizes_of
+    from outrider.models.pairs import as_known, fitting_pairs, memory_of
+    from outrider.models.registry import known_models, resolve
+
+    known, num_bytes = known_models(models), memory_of(memory)
+    targets = list(known.values()) if target is None else [resolve(target, models)]
+    if target is not None and sizes_of(as_known(targets[0], known)) is None:
+        raise OptionError("--target", target, "its sizes are not known: give a known name, or a folder on this disk")
+    pairs = [
+        pair
+        for one in targets
+        for pair in fitting_pairs(one, known, num_bytes, dtype=dtype, context=context, batch_size=batch_size)
+    ]
+    return [
+        {
+            "target": pair.target.name,
+            "form": pair.form,
+            "draft": pair.draft.name,
+            "size_ratio": pair.share,
+            "total_bytes": pair.num_bytes,
+        }
+        for pair in pairs
+    ]
+
+
+def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: int) -> Table:
+    table = _table(
+        f"Pairs in {memory}, {batch_size} x {context} tokens",
+        *("target", "form", "draft", "size", "together"),
+        texts=("target", "form", "draft"),
+    )
+    for before, row in zip([None, *pairs], pairs, strict=False):
+        is_new = before is None or before["target"] != row["target"]
+        head = (row["target"], row["form"]) if is_new else ("", "")
+        table.add_row(*head, row["draft"], f"{row['size_ratio']:.2f}", _size(row["total_bytes"]))
+    return table
 
 
 def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
@@ -198,25 +267,28 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
     kept = kept_type(spec, alone, device, bare, stated)  # nothing is downloaded
     predictor = Predictor(config, work, DTYPES[dtype], kept)
     free = available_bytes(device)
-    rows = []
-    for size in sizes:
-        for quantization in ("none", *QUANTIZATIONS):
-            memory = predictor.memory(quantization, size)
-            rows.append(
-                {
-                    "name": spec.name,
-                    "dtype": dtype,
-                    "quantization": quantization,
-                    "num_devices": size,
-                    "weights_bytes": memory.weights,
-                    "cache_bytes": memory.cache,
-                    "prefill_bytes": memory.prefill,
-                    "verify_bytes": memory.verify,
-                    "total_bytes": memory.total,
-                    "fits_here": None if free is None or memory.prefill is None else memory.total <= free,
-                }
-            )
-    return rows
+    return [
+        _row(spec.name, dtype, quantization, size, predictor.memory(quantization, size), free)
+        for size in sizes
+        for quantization in ("none", *QUANTIZATIONS)
+    ]
+
+
+def _row(
+    name: str | None, dtype: str, quantization: str, num_devices: int, memory: Memory, free: int | None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "dtype": dtype,
+        "quantization": quantization,
+        "num_devices": num_devices,
+        "weights_bytes": memory.weights,
+        "cache_bytes": memory.cache,
+        "prefill_bytes": memory.prefill,
+        "verify_bytes": memory.verify,
+        "total_bytes": memory.total,
+        "fits_here": None if free is None or memory.prefill is None else memory.total <= free,
+    }
 
 
 def _predicted(rows: list[dict[str, Any]], work: Workload) -> Table:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, report_context_limit
+from outrider.cli.shared.context_limit import report_context_limit
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
 from outrider.cli.shared.output import (
     check_json_target,
@@ -24,9 +25,9 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
-from outrider.offline.prompt_file import read_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +46,10 @@ _MOST_PROBS = 4096  # kept of p if a rule needs all of it
 
 @flat
 def plan(
+    command: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions,
     num_draft_tokens: Annotated[
         str | None,
         typer.Option(
@@ -79,12 +82,14 @@ def plan(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
     """Predict the speed-up of every draft and K from measured costs and acceptance. The result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
     ks = parse_constant_k(num_draft_tokens or default_k)
     sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
+    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
     check_json_target(json_target)
 
@@ -100,10 +105,11 @@ def plan(
         raise OptionError("--draft", "none", "give the drafts to choose from; 'none' is always included")
     if measure and 1 not in sizes:
         raise OptionError("--measure", batch_size, "pairs run with batch size 1: include 1 in --batch-size")
-    if log is not None and prompts is not None:
-        raise OptionError("--log", str(log), "leave out --prompts: the log has its own")
+    if log is not None and (prompts is not None or template.is_chat):
+        raise OptionError("--log", str(log), "leave out --prompts and --chat: the log has its own prompts")
+    lines = template.read(prompts)
 
-    from outrider.decoding.measured_costs import tokens_needed
+    from outrider.decoding.measured_costs import favoured_ks, tokens_needed
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
     from outrider.replay.replay import MATCH
     from outrider.sampling.rules import RULES
@@ -114,37 +120,41 @@ def plan(
             raise OptionError("--measure", acceptance, "Outrider cannot run this rule; leave one of the two out")
         pair = replace(pair, acceptance="rejection")  # whose rounds cost the same
     decoder = pair.load()
-    if num_draft_tokens is None and decoder.target.execution.is_prepared:
-        ks = [k for k in decoder.target.execution.favoured_k if k > 0]
     drafters = {name: pair.load_draft(decoder, name) for name in names}
+    ks_of = {}
+    for name, drafter in drafters.items():
+        most = max(ks) if drafter.most_drafted is None else drafter.most_drafted
+        wanted = {min(k, most) for k in ks}
+        if num_draft_tokens is None and decoder.target.execution.is_prepared:
+            wanted = {*favoured_ks(decoder.target, drafter)} - {0}
+        ks_of[name] = sorted(wanted)
+    ks = sorted({k for own in ks_of.values() for k in own})
     if max(contexts) + tokens_needed(max(ks)) > decoder.target.context_len:
         remedy = f"{decoder.target.name} accepts {decoder.target.context_len} tokens"
         raise OptionError("--context", max(contexts), remedy)
     if log is None:
         # One number per token suffices if a rule needs p and q of that token only.
         num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if acceptance == "gumbel" else 1
-        texts = _texts(prompts)
-        report_context_limit(
-            decoder.target.name, decoder.target.context_len, encode_all(decoder, texts), max_new_tokens
-        )
-        records, header = own_text(decoder, texts, options, num_probs)
+        prompt_ids = encode_lines(decoder, lines, prompts)
+        report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
+        records, header = own_text(decoder, lines, prompt_ids, options, num_probs)
     else:
         recording = recorded(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts, is_bounded = _counts(decoder, drafters, records, header, acceptance, ks)
+    counts, is_bounded = _counts(decoder, drafters, records, header, acceptance, ks_of)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
     with progress_bar("timing rounds", len(settings) * NUM_STEPS) as advance:
         for setting in settings:
-            costs = measure_costs(decoder.target, drafters, ks, rule, header.sampling, setting, lambda: advance(1))
+            costs = measure_costs(decoder.target, drafters, ks_of, rule, header.sampling, setting, lambda: advance(1))
             results.append((costs, choices(costs, counts)))
 
     console = console_for(json_target)
     for costs, found in results:
-        _show(console, decoder, pair, options, costs, found, is_ours=acceptance != MATCH)
+        _show(console, decoder, pair, template, options, costs, found, is_ours=acceptance != MATCH)
     if is_bounded:
         console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
@@ -154,12 +164,13 @@ def plan(
         setting, alone = next((costs.setting, found) for costs, found in results if costs.setting.num_rows == 1)
 
         def time_again(ks: Sequence[int], between: Callable[[], None], num_passes: int) -> Costs:
-            return measure_costs(decoder.target, drafters, ks, rule, header.sampling, setting, between, num_passes)
+            wanted = {name: [k for k in own if k in ks] for name, own in ks_of.items()}
+            return measure_costs(decoder.target, drafters, wanted, rule, header.sampling, setting, between, num_passes)
 
         measured, again = run_pairs(decoder, drafters, alone, records, options, seed, time_again)
         is_interrupted = again is None
         if again is not None:
-            ran = {key: texts for key, texts in counts.items() if key[1] in again.ks}
+            ran = {key: texts for key, texts in counts.items() if key in again.rounds}
             predicted = choices(again, ran)
         compare(console, predicted or alone, measured)
     if plot is not None:
@@ -172,6 +183,7 @@ def plan(
         "is_interrupted": is_interrupted,
     }
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
+    more |= template.to_json()
     document_options = options_json(pair, options, **more) | {"acceptance": acceptance}
     write_json(json_target, "plan", document_options, body, decoder.target)
     if is_interrupted:
@@ -193,19 +205,13 @@ def _wholes(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _texts(prompts: Path | None) -> list[str]:
-    from outrider.text.example_prompts import PROMPTS
-
-    return list(PROMPTS) if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
-
-
 def _counts(
     decoder: Decoder,
     drafters: Mapping[str, Drafter],
     records: Sequence[Record],
     header: Header,
     acceptance: str,
-    ks: Sequence[int],
+    ks_of: Mapping[str, Sequence[int]],
 ) -> tuple[dict[tuple[str, int], Sequence[Stats]], bool]:
     """Expected rounds of each draft and K. If p is known in part only, assumes the lowest possible acceptance; also
     returns whether it does."""
@@ -215,6 +221,7 @@ def _counts(
     is_bounded = False
     with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
+            ks = ks_of[name]
             replayed = replay(records, header, drafter, acceptance, ks, target=decoder.target)
             expected = summarise(counted(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
@@ -226,6 +233,7 @@ def _show(
     console: Console,
     decoder: Decoder,
     pair: PairOptions,
+    template: TemplateOptions,
     options: Mapping[str, Any],
     costs: Costs,
     found: Sequence[PairChoice],
@@ -260,10 +268,10 @@ def _show(
     best = found[0]
     if best.speed_up.value > 1:
         console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
-        command = _command(pair, options, best.draft, best.k)
+        command = _command(pair, template, options, best.draft, best.k)
     else:
         console.print(f"Best: none. {best.draft} at K = {best.k} comes closest, with {best.speed_up.value:.2f}.")
-        command = _command(pair, options, "none", None)
+        command = _command(pair, template, options, "none", None)
     same = [one for one in found if one.draft == best.draft]
     free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
     console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it always agreed: {agreeing:.2f}.")
@@ -273,7 +281,9 @@ def _show(
         console.print("The numbers are for engines that accept by equality: outrider export --to mlx.", style="dim")
 
 
-def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int | None) -> str:
+def _command(
+    pair: PairOptions, template: TemplateOptions, options: Mapping[str, Any], draft: str, k: int | None
+) -> str:
     """``outrider generate`` options that the prediction applies to, without defaults."""
     words = ["outrider", "generate", "--target", pair.target, "--draft", draft]
     if k is not None:
@@ -288,6 +298,7 @@ def _command(pair: PairOptions, options: Mapping[str, Any], draft: str, k: int |
         value = getattr(pair, field.name)
         if field.name not in ("target", "draft", "acceptance", "compile") and value != field.default:
             words += [f"--{field.name.replace('_', '-')}", str(value)]
+    words += template.to_words()
     if pair.compile is not None:
         words.append("--compile" if pair.compile else "--no-compile")
     return shlex.join(words)

@@ -1,0 +1,125 @@
+"""Which of the known models belong together as target and draft, and which pairs fit into a memory. Nothing is loaded
+or downloaded: sizes come from files on this disk, or from the registry."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outrider.errors import OptionError
+from outrider.models.memory import sizes_of
+from outrider.models.registry import ModelSpec
+
+_LARGEST_SHARE = 0.4  # of the target's parameters; a larger draft costs more than it saves
+_USED = 0.9  # of the memory: the rest is for activations and the device's own
+_UNITS = {letter: (1024**power, 1000**power) for power, letter in enumerate("KMGT", start=1)}
+_BITS = {"int8": 8.1, "nf4": 4.5}  # for each quantized weight, with its scales
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a draft.
+
+    Attributes:
+        form: the target's: its dtype, or a quantization. The draft is in the dtype.
+        num_bytes: weights and caches of both.
+        share: the draft's parameters over the target's, which is about the cost of a draft step.
+    """
+
+    target: ModelSpec
+    draft: ModelSpec
+    form: str
+    num_bytes: int
+    share: float
+
+
+def drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSpec]:
+    """Drafts among the known models: heads of the target, then much smaller models of its family, chat models for a
+    chat model; the smallest first."""
+    target = as_known(target, known)
+    sizes = sizes_of(target)
+    heads = [spec for spec in known.values() if spec.head_of is not None and spec.head_of == target.name]
+    if sizes is None or target.family is None:
+        return heads
+    smaller = []
+    for spec in known.values():
+        if (spec.family, spec.is_chat) != (target.family, target.is_chat):
+            continue
+        own = sizes_of(spec)
+        if own is not None and own.num_params <= _LARGEST_SHARE * sizes.num_params:
+            smaller.append((own.num_params, spec))
+    return heads + [spec for _, spec in sorted(smaller, key=lambda pair: pair[0])]
+
+
+def as_known(spec: ModelSpec, known: Mapping[str, ModelSpec]) -> ModelSpec:
+    """The known model that a folder or hub id is, judged by its id or its sizes; else itself."""
+    if spec.family is not None or spec.head_of is not None:
+        return spec
+    sizes = sizes_of(spec)
+    is_chat = _has_template(spec)
+    for other in known.values():
+        if spec.hub is not None and other.hub is not None and spec.hub.lower() == other.hub.lower():
+            return other
+        if sizes is not None and other.is_chat == is_chat and sizes_of(other) == sizes:
+            return other
+    return spec
+
+
+def _has_template(spec: ModelSpec) -> bool:
+    """Whether a folder has a chat template, as models for chats do."""
+    if spec.path is None:
+        return False
+    if (spec.path / "chat_template.jinja").exists():
+        return True
+    try:
+        return bool(json.loads((spec.path / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def fitting_pairs(
+    target: ModelSpec, known: Mapping[str, ModelSpec], memory: int, *, dtype: str, context: int, batch_size: int
+) -> list[Pair]:
+    """Pairs of a target that fit together, in the form with the most bits in which one does.
+
+    Args:
+        memory: bytes of the device.
+        dtype: of draft and caches, and of the target if it fits.
+        context: tokens of a sequence.
+    """
+    drafts = drafts_of(target, known)
+    sizes = sizes_of(as_known(target, known))
+    if sizes is None:
+        return []
+    length = min(context, sizes.context_len)
+    forms = {dtype: sizes.weights_bytes(dtype)}
+    for form, bits in _BITS.items():
+        if (quantized := sizes.quantized_bytes(dtype, bits)) is not None:
+            forms[form] = quantized
+    for form, weights in forms.items():
+        pairs = []
+        for draft in drafts:
+            own = sizes_of(draft)
+            if own is None:
+                continue
+            caches = sum(one.cache_bytes(dtype, length, batch_size) for one in (sizes, own))
+            together = weights + own.weights_bytes(dtype) + caches
+            if together <= _USED * memory:
+                pairs.append(Pair(target, draft, form, together, own.num_params / sizes.num_params))
+        if pairs:
+            return pairs
+    return []
+
+
+def memory_of(text: str) -> int:
+    """Bytes of a size like "24GiB", "24G" or "800MB".
+
+    Raises:
+        OptionError
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(I?B)?\s*", text.upper())
+    if found is None or not (num_bytes := int(float(found[1]) * _UNITS[found[2]][found[3] == "B"])):
+        raise OptionError("--memory", text, "a size like 24GiB or 800MB")
+    return num_bytes
