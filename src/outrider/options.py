@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 from outrider.errors import OptionError
@@ -18,6 +18,7 @@ DEFAULT_ACCEPTANCE = "block"
 DEFAULT_NUM_DRAFT_TOKENS = 4
 MAX_NUM_DRAFT_TOKENS = 1024
 DEFAULT_NUM_SLOTS = 8
+DEFAULT_NUM_SESSION_SLOTS = 4
 LOOKUPS = ("ngram", "suffix")
 """Drafts without a model."""
 HYBRID = "suffix+"
@@ -42,10 +43,13 @@ _OTHER_NAMES = {
     "json_schema": "guided_json response_format json",
     "regex": "guided_regex",
     "grammar": "guided_grammar ebnf gbnf",
+    "bad_words": "bad_words_ids",
+    "processor": "logits_processor logits_processors prefix_allowed_tokens_fn",
     "num_draft_tokens": "num_assistant_tokens num_speculative_tokens speculative_num_draft_tokens draft_max draft_n "
     "speculative_num_steps gamma k",
     "draft": "assistant_model draft_model model_draft speculative_model speculative_draft_model_path",
     "target": "model model_path model_name pretrained",
+    "n": "num_return_sequences",
     "num_slots": "batch_size max_num_seqs parallel n_parallel",
     "slots": "batch_size max_num_seqs parallel n_parallel",
     "batch_size": "max_num_seqs parallel n_parallel",
@@ -60,10 +64,10 @@ _INSTEAD = {
     "the draft is chosen with the target, outrider.load(target, draft) or --draft": "assistant_model draft_model "
     "speculative_model",
     "the draft 'ngram' does prompt lookup": "prompt_lookup_num_tokens",
-    "logit_bias forbids a token, {token id: -inf}": "suppress_tokens begin_suppress_tokens bad_words_ids",
+    "logit_bias forbids a token, {token id: -inf}": "suppress_tokens begin_suppress_tokens",
     "temperature 0 is greedy, any other samples": "do_sample",
     "there is no beam search": "num_beams length_penalty early_stopping",
-    "repeat the prompt, once for each completion": "n num_return_sequences best_of",
+    "n completions of each prompt are drawn; none is ranked": "best_of",
     "the distribution is shaped by temperature, top_k, top_p, min_p, penalties and logit_bias alone": "typical_p top_a "
     "mirostat tfs_z no_repeat_ngram_size guidance_scale dry_multiplier epsilon_cutoff eta_cutoff penalty_alpha "
     "xtc_probability",
@@ -74,7 +78,7 @@ _INSTEAD = {
 }
 
 _MAX_PENALTY = 2.0  # as in OpenAI's API
-_MAX_BIAS = 1e9  # beyond any logit, and finite in every dtype of logits
+MAX_BIAS = 1e9  # beyond any logit, and finite in every dtype of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,13 @@ class Sampling:
         json_schema, regex, grammar: at most one of them: the output is JSON of this schema, matches this regular
             expression, or this grammar (Lark or GBNF). Each token is drawn from its distribution masked to the allowed
             tokens; an end token is allowed, or forced, when the output is complete.
+        bad_words: texts or lists of token ids that are not generated: after all tokens of one but the last, in prompt
+            and output, the last is forbidden. A text stands for its tokens, at the beginning of a text and after a
+            space; spelled by other tokens it is not seen.
+        processor: a function of the token ids so far, prompt included (a list), that gives biases of the next token's
+            logits, -inf to forbid it [V]; or a mask, True for allowed tokens [V]; or None. It is called for each
+            drafted token, too, with the drafted tokens before it, and must depend on the ids alone. It comes where
+            constraints do, between the penalties and the temperature.
         stop_token_ids: tokens that end the output, beside the model's end tokens. They have no text.
         max_new_tokens: the most tokens to generate.
         ignore_eos: treat end tokens like any other token.
@@ -127,6 +138,8 @@ class Sampling:
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
+    processor: Callable[[list[int]], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6; 0 is greedy")
@@ -143,9 +156,9 @@ class Sampling:
                 raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
             for token_id, bias in self.logit_bias.items():
                 _check_integer("logit_bias", token_id, 0, "its keys are token ids")
-                is_number = isinstance(bias, numbers.Real) and (abs(bias) <= _MAX_BIAS or bias == -math.inf)
+                is_number = isinstance(bias, numbers.Real) and (abs(bias) <= MAX_BIAS or bias == -math.inf)
                 if not is_number:
-                    raise OptionError("logit_bias", bias, f"each value is a finite number up to {_MAX_BIAS:g}, or -inf")
+                    raise OptionError("logit_bias", bias, f"each value is a finite number up to {MAX_BIAS:g}, or -inf")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
             if self.seed >= 2**63:
@@ -166,7 +179,9 @@ class Sampling:
         _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
-
+        object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
+        if self.processor is not None and not callable(self.processor):
+            raise OptionError("processor", self.processor, "a function of token ids, or None")
         self._check_constraint()
 
     def _check_constraint(self) -> None:
@@ -186,9 +201,12 @@ class Sampling:
             raise OptionError(other, getattr(self, other), f"with {name} the output ends when it is complete")
         if -math.inf in (self.logit_bias or {}).values():
             raise OptionError("logit_bias", -math.inf, f"it may forbid what {name} requires: use a finite number")
+        if self.bad_words:
+            raise OptionError("bad_words", self.bad_words, f"they may forbid what {name} requires: leave them out")
 
     @property
     def is_constrained(self) -> bool:
+        """Whether a schema, a regular expression or a grammar constrains the output."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     def with_ends(self, eos_ids: Collection[int]) -> Sampling:
@@ -200,11 +218,13 @@ class Sampling:
 
 _StringsOrNone = str | Sequence[str] | None
 _IdsOrNone = Sequence[int] | None
+_WordsOrNone = Sequence[str | Sequence[int]] | None
+_HookOrNone = Callable[[list[int]], Any] | None
 
 
 class SamplingChanges(TypedDict, total=False):
-    """The fields of ``Sampling`` as keywords: one value for all rows, or a list with one for each (``stop`` and
-    ``stop_token_ids``: a list of lists)."""
+    """The fields of ``Sampling`` as keywords: one value for all rows, or a list with one for each (``stop``,
+    ``stop_token_ids`` and ``bad_words``: a list of lists)."""
 
     temperature: float | Sequence[float]
     top_k: int | Sequence[int]
@@ -224,6 +244,24 @@ class SamplingChanges(TypedDict, total=False):
     json_schema: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
     regex: str | Sequence[str | None] | None
     grammar: str | Sequence[str | None] | None
+    bad_words: _WordsOrNone | Sequence[_WordsOrNone]
+    processor: _HookOrNone | Sequence[_HookOrNone]
+
+
+def is_word(item: object) -> bool:
+    """Whether this may be one of ``bad_words``: a text, or token ids."""
+    if isinstance(item, Sequence) and not isinstance(item, str):
+        return len(item) > 0 and all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in item)
+    return isinstance(item, str)
+
+
+def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise OptionError("bad_words", words, "a list of texts, or of lists of token ids")
+    for word in words:
+        if not word or not is_word(word) or (not isinstance(word, str) and min(word) < 0):
+            raise OptionError("bad_words", word, "texts that are not empty, or lists of token ids")
+    return tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in words)
 
 
 def own_name(name: str, known: Collection[str]) -> str | None:
@@ -271,7 +309,11 @@ def check_num_draft_tokens(k: NumDraftTokens) -> None:
         raise OptionError("num_draft_tokens", k, remedy)
 
 
-def check_num_slots(num_slots: int) -> None:
+def check_num_slots(num_slots: int, name: str = "num_slots") -> None:
     """Raises OptionError."""
-    if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
-        raise OptionError("num_slots", num_slots, "a whole number >= 1")
+    _check_integer(name, num_slots, 1, "a whole number >= 1")
+
+
+def check_n(n: int) -> None:
+    """Raises OptionError."""
+    _check_integer("n", n, 1, "a whole number >= 1: the completions of each prompt")

@@ -22,12 +22,14 @@ from outrider.certify.observed import ObservedTokens
 from outrider.certify.run import Pilot, TokenSample, certify, check_greedily, plain_texts, run_pilot
 from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoder import Decoder
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
+from outrider.records import Draft
 from outrider.runtime.lm import LM
+from outrider.sampling.probs import normalised
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
 from outrider.stats.evidence import detectable
 from round_drafters import head, parallel
@@ -120,6 +122,33 @@ def test_a_pair_with_states_is_certified(monkeypatch: pytest.MonkeyPatch) -> Non
     _, certificate = _certificate(_job(pair, "block", 1e-6), 2500)
     assert certificate.is_certified, certificate
     assert [control.is_caught for control in certificate.controls] == [True]
+
+
+def _misreported_windows(inner: ModelDrafter) -> Drafter:
+    """Reports a sharper q than it draws from, but only beyond its context."""
+
+    def alter(rows: Rows, k: int, draft: Draft) -> Draft:
+        if draft.probs is None:
+            return draft
+        is_window = (rows.lengths > inner.draft_lm.context_len)[:, None, None]
+        return dataclasses.replace(draft, probs=torch.where(is_window, normalised(draft.probs**2), draft.probs))
+
+    return AlteredDrafter(inner, "misreported", alter)
+
+
+def test_a_draft_is_certified_beyond_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it reads the last tokens only. A mistake that is made there alone is refused. False alarm: 1e-6."""
+    monkeypatch.setattr(module, "CONTROLS", _controls("accept-all"))
+    target, drafter = table_pair(6, draft_context_len=8)
+    job = _job((target, drafter), "rejection", 1e-6, ignore_eos=True)
+    pilot, certificate = _certificate(job, 2000)
+    assert certificate.is_certified, certificate
+    assert min(len(one.prompt_ids) + len(one.token_ids) for one in pilot.written) > 3 * 8
+    monkeypatch.setattr(module, "CONTROLS", ())
+    wrong = dataclasses.replace(job, decoder=dataclasses.replace(job.decoder, drafter=_misreported_windows(drafter)))
+    _, certificate = _certificate(wrong, 2000)
+    assert certificate.verdict == "failed" and certificate.statistical is not None
+    assert certificate.statistical.is_alarm
 
 
 def _design(job: CertifyTask, pilot: ObservedTokens, num_tokens: int) -> Design:
@@ -329,4 +358,4 @@ def test_plain_texts_are_written_once(temperature: float, monkeypatch: pytest.Mo
 
 def test_prompts_must_leave_room() -> None:
     with pytest.raises(PromptError, match="prompt 0 has 2 tokens"):
-        _job(table_pair(6, draft_context_len=5))
+        _job(llama_pair(context_len=5))

@@ -1,5 +1,6 @@
 """Certificates under constraints: the loop with constrained rows, against masks from walks along finished texts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ PLAIN = Sampling()
 OPTIONS = Sampling(temperature=0.9, top_k=4, presence_penalty=0.5)
 
 
-def _new() -> Remainders:
+def _new(prompt_ids: Sequence[int] = ()) -> Remainders:
     return Remainders(6)
 
 
@@ -98,11 +99,11 @@ def test_a_constraint_that_is_not_enforced_can_be_led_back() -> None:
     inner = _new()
     constraint = UnenforcedConstraint(inner)
     assert all(map(constraint.push, (2, 2, 5, 1))) and inner.ids == [2]  # the second leaves a remainder of 1
-    assert constraint.allowed() is None
+    assert constraint.effect() is None
     constraint.pop(2)
-    assert constraint.allowed() is None
+    assert constraint.effect() is None
     constraint.pop(1)
-    assert inner.ids == [2] and (constraint.allowed() == inner.allowed()).all()
+    assert inner.ids == [2] and (constraint.effect() == inner.effect()).all()
     constraint.pop(1)
     assert inner.ids == [] and constraint.error is None
 
@@ -116,7 +117,7 @@ def test_greedy_texts_under_a_constraint() -> None:
     assert output.token_ids == plain.token_ids
     at, walk = 3, _new()
     assert all(map(walk.push, plain.token_ids[:at]))
-    forbidden = [token_id for token_id, is_allowed in enumerate(walk.allowed()) if not is_allowed]
+    forbidden = [token_id for token_id, is_allowed in enumerate(walk.effect()) if not is_allowed]
     for token_id, has_margin in [(forbidden[0], False), ((plain.token_ids[at] + 3) % 6, True)]:
         other = [*plain.token_ids[:at], token_id]
         found = explain(TARGET, 0, (1, 2), plain.token_ids, other, sampling, 4, constraint=_new())

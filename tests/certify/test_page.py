@@ -4,6 +4,7 @@ document."""
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any
@@ -124,8 +125,7 @@ def _sampled(kind: str) -> dict[str, Any]:
         statistical = judge(target, drafts, texts(written, warm, 60), level=1e-3, seed=3, batch_size=64)
     if kind in ("greedy", "wrong"):
         found = [judge_greedily(target, texts(warm if kind == "wrong" else greedy, greedy, 4), 64)]
-    shared = SamplingOptions().to_options(seed=None, num_seeds=1)
-    del shared["seed"]
+    shared = asdict(SamplingOptions())  # as the command
     if kind == "wrong":
         del shared["temperature"]
     report = SamplesReport(statistical, found, num_repeats=0)

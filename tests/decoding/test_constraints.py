@@ -11,6 +11,7 @@ import torch
 
 from languages import Remainders, letters_tokenizer, masked_law
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
@@ -87,10 +88,10 @@ def test_the_text_is_that_of_plain_decoding(
     options, texts = plain
     drafters = (
         drafter,
-        replace(drafter, is_greedy=True),
+        replace(drafter, options=DraftOptions(is_greedy=True)),
         replace(drafter, mask_id=2),
-        replace(drafter, min_prob=0.4),
-        replace(drafter, mask_id=2, min_prob=0.4),
+        replace(drafter, options=DraftOptions(min_prob=0.4)),
+        replace(drafter, mask_id=2, options=DraftOptions(min_prob=0.4)),
         NgramDrafter(),
         ModelDrafter(target),
     )
@@ -108,7 +109,7 @@ def test_the_text_is_that_of_plain_decoding(
 def test_a_row_does_not_depend_on_its_neighbours(pair: tuple[LM, ModelDrafter], rule: Rule, k: int) -> None:
     """Nor do those without a constraint, beside rows that have one."""
     target, model = pair
-    for drafter in (model, replace(model, mask_id=2), replace(model, min_prob=0.4)):
+    for drafter in (model, replace(model, mask_id=2), replace(model, options=DraftOptions(min_prob=0.4))):
         together = tokens(target, drafter, _requests(target.vocab_size), rule, k)
         alone = [tokens(target, drafter, [one], rule, k)[0] for one in _requests(target.vocab_size)]
         assert together == alone
@@ -150,7 +151,7 @@ def test_the_loop_follows_the_masked_law(rule: Rule, drafter: str) -> None:
     target, model = table_lm(TABLES[0]), ModelDrafter(table_lm(TABLES[1], name="draft"))
     drafters: dict[str, Drafter] = {
         "model": model,
-        "greedy": replace(model, is_greedy=True),
+        "greedy": replace(model, options=DraftOptions(is_greedy=True)),
         "ngram": NgramDrafter(),
     }
     requests = [
@@ -192,9 +193,9 @@ def test_a_constraint_that_gives_up_ends_its_row_alone() -> None:
     """With its reason."""
 
     class Tired(Remainders):
-        def allowed(self) -> object:
+        def effect(self) -> object:
             self.error = "too complex" if len(self.ids) > 5 else None
-            return super().allowed() if self.error is None else None
+            return super().effect() if self.error is None else None
 
     target, drafter = table_pair(8)
     tired = replace(request((1,), max_new_tokens=12), constraint=Tired(8))
@@ -207,7 +208,7 @@ def test_tokens_beyond_one_that_is_not_allowed_do_not_matter() -> None:
     constraint = Remainders(4)
     assert constraint.push(2)
     masks = Masks([constraint, None], 4, torch.device("cpu"))
-    assert masks.here().tolist() == [[True, True, False, True], [True] * 4]
+    assert masks.here().tolist() == [[[True, True, False, True]], [[True] * 4]]
     draft = Draft(torch.tensor([[1, 1, 3], [0, 0, 0]]), None, torch.tensor([3, 2]))
     allowed = masks.along(draft)
     assert allowed[0].tolist() == [[True, True, False, True], [True, False, True, True], [True] * 4, [True] * 4]

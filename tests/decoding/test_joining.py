@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 import torch
 
+from outrider.decoding import slots
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
@@ -298,6 +299,38 @@ def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
         assert round_ is not None
         alone += [row.row for row in round_.rows] == [0]
     assert alone == 4  # 40 tokens in chunks of 8; with the fifth the row takes part
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_row_that_waits_for_a_prefix_compares_prompts_once(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again when the row that it waits for has been fed, or has left; not after each chunk."""
+    target, _ = llama_pair()
+    compared: list[int] = []
+    num_shared = slots._num_shared
+
+    def noted(*prompts: Sequence[int]) -> int:
+        compared.append(num_shared(*prompts))
+        return compared[-1]
+
+    monkeypatch.setattr(slots, "_num_shared", noted)
+    engine = _engine(target, NoDrafter(), REJECTION, ConstantSchedule(0))
+    asked = [request(ids, max_new_tokens=9) for ids in ((1, 2), (*range(41),), (*range(41), 7))]
+    engine.submit(asked[0])
+    engine.step()
+    for one in asked[1:]:
+        engine.submit(one)
+    written: dict[int, tuple[int, ...]] = {0: (), 1: (), 2: ()}
+    num_compared: list[int] = []
+    while (round_ := engine.step()) is not None:
+        num_compared.append(len(compared))
+        for row in round_.rows:
+            written[row.row] += row.token_ids
+        if is_cancelled and len(num_compared) == 3:
+            engine.cancel(1)
+    assert num_compared[0] == num_compared[2] < num_compared[-1]
+    assert written[2] == _alone(target, NoDrafter(), asked[2], REJECTION)
 
 
 @pytest.mark.each_execution

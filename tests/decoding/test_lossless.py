@@ -15,6 +15,7 @@ import torch
 
 from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, drop_unlikely
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -132,7 +133,7 @@ def test_tokens_drafted_in_one_forward_leave_the_law_alone(rule: Rule) -> None:
 def test_ending_drafts_where_the_model_is_unsure_leaves_the_law_alone(rule: Rule, mask_id: int | None) -> None:
     """Unlike dropping tokens that are unlikely (below). False alarm: 1e-6 each."""
     target, drafter = table_pair(4)
-    sure = replace(drafter, mask_id=mask_id, min_prob=0.6)
+    sure = replace(drafter, mask_id=mask_id, options=DraftOptions(min_prob=0.6))
     assert _pvalue(target, sure, rule, _law("all"), **SETTINGS["all"]) > FALSE_ALARM
 
 
@@ -140,7 +141,7 @@ def test_ending_drafts_where_the_model_is_unsure_leaves_the_law_alone(rule: Rule
 def test_a_greedy_draft_leaves_the_law_alone(rule: Rule) -> None:
     """False alarm: 1e-6 each."""
     target, drafter = table_pair(4)
-    greedy = replace(drafter, is_greedy=True)
+    greedy = replace(drafter, options=DraftOptions(is_greedy=True))
     assert _pvalue(target, greedy, rule, _law("all"), **SETTINGS["all"]) > FALSE_ALARM
 
 

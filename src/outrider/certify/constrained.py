@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.records import Constraint
+from outrider.records import Constraint, Effect
 from outrider.scoring.teacher_forcing import ForcedTokens, Text
 
-NewConstraint = Callable[[], Constraint | None]
-"""Creates the constraint of a new sequence; None if unconstrained."""
+NewConstraint = Callable[[Sequence[int]], Constraint | None]
+"""Creates the constraint of a new sequence with this prompt; None if unconstrained."""
 
 
 class UnenforcedConstraint:
@@ -28,8 +28,8 @@ class UnenforcedConstraint:
     def error(self) -> str | None:
         return self._inner.error
 
-    def allowed(self) -> NDArray[np.bool_] | None:
-        return None if self._num_beyond else self._inner.allowed()
+    def effect(self) -> Effect | None:
+        return None if self._num_beyond else self._inner.effect()
 
     def push(self, token_id: int) -> bool:
         if self._num_beyond or not self._inner.push(token_id):
@@ -43,15 +43,25 @@ class UnenforcedConstraint:
             self._inner.pop(num_tokens - num_beyond)
 
 
+def mask_of(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
+    """Mask of the next tokens that a constraint allows, where its effect is a mask. [V]"""
+    effect = constraint.effect()
+    if effect is None:
+        return np.ones(vocab_size, np.bool_)
+    assert isinstance(effect, np.ndarray) and effect.dtype == np.bool_, "a processor, which is refused"
+    return effect.astype(np.bool_, copy=False)
+
+
 def walks_of(texts: Sequence[Text], new_constraint: NewConstraint) -> list[UnenforcedConstraint]:
     """A constraint for each text, advanced to its first scored token; none at all if unconstrained."""
     walks: list[UnenforcedConstraint] = []
     for text in texts:
-        constraint = new_constraint()
+        num_prompt = text.num_prompt or text.num_given
+        constraint = new_constraint(text.ids[:num_prompt])
         if constraint is None:  # then none has one
             return []
         walk = UnenforcedConstraint(constraint)
-        for token_id in text.ids[text.num_prompt or text.num_given : text.num_given]:
+        for token_id in text.ids[num_prompt : text.num_given]:
             walk.push(token_id)
         walks.append(walk)
     return walks
@@ -74,9 +84,7 @@ class TextMasks:
         first = chunks[0]
         allowed = np.ones(first.logits.shape, dtype=np.bool_)
         for place, row, token_id in zip(allowed, first.rows.tolist(), first.ids.tolist(), strict=True):
-            mask = self._walks[row].allowed()
-            if mask is not None:
-                place[:] = mask
+            place[:] = mask_of(self._walks[row], len(place))
             self._walks[row].push(token_id)
         is_forbidden = torch.from_numpy(~allowed)
         return [

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from outrider.certify.constrained import mask_of
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NoDrafter
 from outrider.errors import NumericsError
@@ -186,12 +187,11 @@ def explain(
 
 def _allowed(constraint: Constraint | None, token_ids: Sequence[int], vocab_size: int) -> Tensor:
     """Mask of the tokens that may follow a prefix. [V]"""
-    mask = None
-    if constraint is not None:
-        for token_id in token_ids:
-            constraint.push(token_id)
-        mask = constraint.allowed()
-    return torch.ones(vocab_size, dtype=torch.bool) if mask is None else torch.from_numpy(mask)
+    if constraint is None:
+        return torch.ones(vocab_size, dtype=torch.bool)
+    for token_id in token_ids:
+        constraint.push(token_id)
+    return torch.from_numpy(mask_of(constraint, vocab_size))
 
 
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:

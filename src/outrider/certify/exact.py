@@ -93,12 +93,12 @@ def check_exactly(
     sampling: Sampling,
     rule: Rule,
     contexts: Sequence[Text],
-    new_constraint: NewConstraint = lambda: None,
+    new_constraint: NewConstraint = lambda prompt_ids: None,
 ) -> ExactReport:
     """Check the rule after these contexts.
 
     Args:
-        contexts: at least three tokens shorter than both models allow; tokens after the given ones are output,
+        contexts: at least three tokens shorter than the target allows; tokens after the given ones are output,
             subject to the constraint, if any.
     """
     identities, round_gaps, distances, num_rows = [], [], [], 0

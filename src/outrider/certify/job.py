@@ -13,9 +13,9 @@ from outrider.decoding.engine import decode
 from outrider.errors import OptionError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.records import Constraint, Request
+from outrider.requests.hooks import constraint_of
 from outrider.runtime.lm import LM
 from outrider.text.row_text import RowText
-from outrider.text.structure import structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,11 @@ class CertifyTask:
 
     def __post_init__(self) -> None:
         assert self.prompts and self.batch_size >= 1
+        if self.sampling.processor is not None:
+            raise OptionError("processor", self.sampling.processor, "certificates know no functions: leave it out")
         if not 0 < self.level < 1:
             raise OptionError("--significance", self.level, "a number between 0 and 1")
-        most = self.decoder.context_len - 3  # the exact layer looks two tokens ahead
+        most = self.decoder.target.context_len - 3  # the exact layer looks two tokens ahead
         for index, ids in enumerate(self.prompts):
             if len(ids) >= most:
                 raise PromptError(
@@ -61,13 +63,13 @@ class CertifyTask:
     @property
     def effective_sampling(self) -> Sampling:
         """Sampling options with the decoder's end tokens: all that p depends on, except the constraint."""
-        free = replace(self.sampling, json_schema=None, regex=None, grammar=None)
+        free = replace(self.sampling, json_schema=None, regex=None, grammar=None, bad_words=())
         return free.with_ends(self.decoder.eos_ids)
 
-    def new_constraint(self) -> Constraint | None:
+    def new_constraint(self, prompt_ids: Sequence[int]) -> Constraint | None:
         """Constraint of a new sequence."""
-        decoder = self.decoder
-        return structure_of(self.sampling, decoder.tokenizer, decoder.target.vocab_size, decoder.eos_ids)
+        decoder, vocab_size = self.decoder, self.decoder.target.vocab_size
+        return constraint_of(self.sampling, decoder.tokenizer, vocab_size, decoder.eos_ids, prompt_ids)
 
     def prompt_of(self, text: int) -> int:
         return text % len(self.prompts)
@@ -75,12 +77,12 @@ class CertifyTask:
     def request(self, text: int) -> Request:
         """Request of a sequence by index, with the decoder's end tokens."""
         ids = self.prompts[self.prompt_of(text)]
-        most = min(self.sampling.max_new_tokens, self.decoder.context_len - len(ids))
+        most = min(self.sampling.max_new_tokens, self.decoder.target.context_len - len(ids))
         sampling = replace(self.effective_sampling, seed=self.seed + text, max_new_tokens=most)
         stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
         # As the decoder's own requests do, or mistakes would differ from it in their last rounds.
         beyond = not self.is_greedy
-        return Request(ids, sampling, stop, drafts_beyond_end=beyond, constraint=self.new_constraint())
+        return Request(ids, sampling, stop, drafts_beyond_end=beyond, constraint=self.new_constraint(ids))
 
 
 def generate_texts(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:

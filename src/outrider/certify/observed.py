@@ -131,13 +131,13 @@ def observe(
     *,
     seed: int,
     batch_size: int,
-    new_constraint: NewConstraint = lambda: None,
+    new_constraint: NewConstraint = lambda prompt_ids: None,
     num_draft_tokens: int = 1,
 ) -> ObservedTokens:
     """Compute the statistics of sequences under the target's own distribution with ``sampling``.
 
     Args:
-        written: generated sequences, not longer than the context of either model.
+        written: generated sequences, not longer than the context of the target.
         seed: for the w of the probability integral transforms.
         new_constraint: creates the constraint that was enforced.
         num_draft_tokens: K of the rounds, for drafters that need forcing.
@@ -201,7 +201,7 @@ def draft_rows(
     drafter: Drafter,
     sampling: Sampling,
     texts: Sequence[Text],
-    new_constraint: NewConstraint = lambda: None,
+    new_constraint: NewConstraint = lambda prompt_ids: None,
     offsets: Sequence[Sequence[int]] | None = None,
     num_draft_tokens: int = 1,
 ) -> Iterator[tuple[ForcedTokens, Tensor, Tensor]]:
@@ -220,7 +220,8 @@ def draft_rows(
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
     masking = TextMasks(texts, new_constraint)
-    if drafter.lm is not None:
+    is_forced = needs_forcing(drafter, texts)
+    if drafter.lm is not None and not is_forced:
         draft_settings = Settings.of([q_sampling(drafter, sampling)], target.vocab_size, target.device)
         pairs = zip(
             force(target, texts, [settings]),
@@ -237,7 +238,7 @@ def draft_rows(
             yield chunk, p, normalised(p.square())
         return
     taken = [0] * len(texts)
-    if needs_forcing(drafter):
+    if is_forced:
         constraints = walks_of(texts, new_constraint) or None
         forced = _ForcedRows(target, drafter, sampling, texts, offsets, num_draft_tokens, constraints)
         for (chunk,) in map(masking.masked, force(target, texts, [settings])):

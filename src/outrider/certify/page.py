@@ -36,7 +36,7 @@ TESTS = {
     "rank-by-sequence": ("correlated with the random numbers of another sequence", "log W"),
 }
 # Options that the distribution of a token depends on, with their neutral values.
-_SAMPLING = {
+_SAMPLING: dict[str, Any] = {
     "temperature": None,
     "top_k": 0,
     "top_p": 1,
@@ -188,6 +188,8 @@ def _sampling(options: Mapping[str, Any]) -> Iterator[str]:
     for name, about in _CONSTRAINTS.items():
         if options.get(name) is not None:
             yield f"under {about}"
+    if options.get("bad_words"):
+        yield f"bad-words {_value(options['bad_words'])}"
 
 
 def _dashed(name: str) -> str:

@@ -197,7 +197,7 @@ def _contexts(job: CertifyTask, written: Sequence[GeneratedText]) -> Iterator[Te
     for i in range(_NUM_CONTEXTS):
         one = written[i % len(written)]
         num_prompt = len(one.prompt_ids)
-        text = (*one.prompt_ids, *one.token_ids)[: job.decoder.context_len - 3]
+        text = (*one.prompt_ids, *one.token_ids)[: job.decoder.target.context_len - 3]
         yield Text(text[: max(num_prompt, len(text) * (i + 1) // _NUM_CONTEXTS)], num_prompt)
 
 

@@ -48,6 +48,7 @@ class Row:
         slot: its slot; -1 while it waits.
         num_cached: prompt tokens found in the slot's cache.
         num_filled: prompt tokens in the target's cache.
+        awaited: the row in prefill whose prefix it waits for.
         is_done: it has ended, or was cancelled.
         is_spoilt: its slot holds NaN or infinite values.
     """
@@ -59,6 +60,7 @@ class Row:
     slot: int = -1
     num_cached: int = 0
     num_filled: int = 0
+    awaited: Row | None = None
     is_done: bool = False
     is_spoilt: bool = False
     token_ids: list[int] = field(init=False)
@@ -84,6 +86,12 @@ class Row:
     def num_missing(self) -> int:
         """Prompt tokens left to prefill. (The first round feeds the last one.)"""
         return self.prompt_length - 1 - self.num_filled
+
+    @property
+    def num_media(self) -> int:
+        """Tokens of a prompt with images that are to be fed at once, by embeddings; 0 for text."""
+        media = self.request.media
+        return 0 if media is None or self.num_filled else media.num_tokens
 
     def longest(self, most_unread: int) -> int:
         """Upper bound of the length on the device, where unread rounds commit at most ``most_unread`` tokens."""

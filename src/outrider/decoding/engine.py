@@ -38,6 +38,7 @@ from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
+from outrider.runtime.media import prefill_media
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import Agreement
@@ -135,7 +136,7 @@ class Engine:
             lm.check_rollback(schedule.max_k)
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
-        self._slots = Slots(num_slots, self._cache.take_over)
+        self._slots = Slots(num_slots, self._cache.take_over, shares_parts=not self._cache.has_anchors)
         self._last_k = -1
         self._has_warned = False
         self._num_high = 0  # consecutive rounds in which a single row kept the batch wider than necessary
@@ -192,7 +193,6 @@ class Engine:
             self._clock.wait(self._clock.mark())  # for work left by an earlier loop
         begin_s = time.perf_counter()
         self._leave_cancelled()
-        self._join()
         self._fill()
         lookahead = 0 if self._batch.has_constraints else self._lookahead
         while self._needs_round and len(self._in_flight) <= lookahead:
@@ -274,8 +274,9 @@ class Engine:
         self._schedule.row_ended(row.index)
 
     def _join(self) -> None:
-        """Give free slots to the rows that have waited longest."""
-        while self._waiting and self._slots.num_free:
+        """Give free slots to the rows that have waited longest. One that shares the prompt of a row in prefill waits
+        for that, and the others behind it."""
+        while self._waiting and self._slots.num_free and not self._slots.waits(self._waiting[0], self._filling):
             if self._slots.num_used == 0:
                 self._batch.reset_options()
             with self._lock:
@@ -285,6 +286,7 @@ class Engine:
             if moved_to is not None:
                 self._assign(moved_to, slot, self._slots.num_held(moved_to))
             self._assign(slot, source, num_shared)
+            self._cache.shift(slot, 0 if row.request.media is None else row.request.media.offset)
             row.slot, row.num_cached, row.num_filled = slot, self._cache.num_spared(slot, num_shared), num_shared
             self._agreement.note((row.index, slot, row.token_ids, row.request.sampling))
             self._batch.admit(row)
@@ -326,8 +328,10 @@ class Engine:
     # Prompts
 
     def _fill(self) -> None:
-        """Prefill one chunk (all chunks while no row is active), and activate the rows whose prefill is complete."""
+        """Let rows join. Prefill one chunk (all chunks while no row is active), and activate the rows whose prefill is
+        complete; others may join with their prefix, before a round moves states beyond it."""
         num_left = self._prefill_chunk
+        self._join()
         while self._filling and (num_left is None or num_left > 0 or not self._batch.running):
             rows, width = next_forward(self._filling, self._target.device, chunk=self._prefill_chunk, num_left=num_left)
             self._feed(rows, width)
@@ -338,6 +342,7 @@ class Engine:
                     self._batch.start(row)
                     with self._lock:
                         self._filling.remove(row)
+            self._join()
 
     def _feed(self, rows: Sequence[Row], width: int) -> None:
         """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each."""
@@ -346,15 +351,20 @@ class Engine:
         starts = [row.num_filled for row in rows]
         ends = [min(start + width, row.prompt_length - 1) for row, start in zip(rows, starts, strict=True)]
         mark = self._clock.mark()
-        features = self._target.prefill(
-            ids,
-            torch.tensor(starts, device=ids.device),
-            torch.tensor(ends, device=ids.device),
-            self._cache.rows(begin, end),
-            latest=max(starts),
-            num_columns=width,
-            features=self._drafter.features,
-        )
+        cache, wanted = self._cache.rows(begin, end), self._drafter.features
+        media = rows[0].request.media
+        if media is not None and rows[0].num_media:
+            features = prefill_media(self._target, media, cache, wanted)
+        else:
+            features = self._target.prefill(
+                ids,
+                torch.tensor(starts, device=ids.device),
+                torch.tensor(ends, device=ids.device),
+                cache,
+                latest=max(starts),
+                num_columns=width,
+                features=wanted,
+            )
         lengths = [row.prompt_length for row in rows]
         self._session.prefill(Prefill(ids, begin, starts, ends, lengths, features))
         self._prefills.append((mark, self._clock.mark()))

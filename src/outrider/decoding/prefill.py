@@ -17,7 +17,8 @@ PREFILL_CHUNK = 512
 def next_forward(
     filling: Iterable[Row], device: torch.device, *, chunk: int | None, num_left: int | None
 ) -> tuple[list[Row], int]:
-    """The row that has waited longest, with those after it in adjacent slots and of similar length.
+    """The row that has waited longest, with those after it in adjacent slots and of similar length. A prompt with
+    images is fed alone, and at once.
 
     Args:
         filling: rows whose prefill is incomplete, at least one, the longest waiting first.
@@ -31,6 +32,10 @@ def next_forward(
     most_columns, most_tokens = (PREFILL_TOKENS if n is None else min(n, PREFILL_TOKENS) for n in (chunk, num_left))
     rows: list[Row] = []
     for row in filling:
+        if row.num_media:
+            if not rows:
+                return [row], min(row.num_media, row.num_missing)
+            break
         if rows and row.slot != rows[-1].slot + 1:
             break
         rows.append(row)

@@ -28,12 +28,14 @@ class Report(NamedTuple):
         drafted_probs: see ``Verdict``. [B, K, 2]
         drafted_ids: if a row asks for them. [B, K]
         logprobs: if a row asks for them.
+        logits: if a row asks for them. [B, K+1, V]
     """
 
     numbers: Tensor
     drafted_probs: Tensor
     drafted_ids: Tensor | None
     logprobs: Logprobs | None
+    logits: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,13 @@ def report_of(rows: Sequence[Row | None], draft: Draft, result: VerifyResult, *,
         copy: also copy tensors that are on the host already.
     """
     needs_drafts = any(row is not None and row.request.reports_drafts for row in rows)
+    needs_logits = any(row is not None and row.request.reports_logits for row in rows)
     return Report(
         _to_host(result.report, copy=copy),
         _to_host(result.drafted_probs, copy=copy),
         _to_host(draft.ids, copy=copy) if needs_drafts else None,
         _logprobs_of(rows, result.logits, result.committed),
+        _to_host(result.logits, copy=copy) if needs_logits else None,
     )
 
 
@@ -154,6 +158,9 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
                 drafted=drafted,
                 slot=b,
                 has_broken_draft=bool(is_bad_draft),
+                logits=report.logits[b, : len(token_ids)]
+                if report.logits is not None and row.request.reports_logits
+                else None,
             )
         )
     return row_rounds
@@ -168,7 +175,8 @@ def _advance_constraint(row: Row, token_ids: Sequence[int]) -> str | None:
     constraint = row.request.constraint
     if constraint is None:
         return None
-    if constraint.error is None and not all(map(constraint.push, token_ids)):
+    is_advanced = constraint.error is None and all(map(constraint.push, token_ids))
+    if constraint.error is None and not is_advanced:
         return "every token that the constraint allows has a logit of minus infinity"
     return constraint.error
 

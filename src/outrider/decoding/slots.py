@@ -7,7 +7,7 @@ decides; the engine moves the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
@@ -53,18 +53,21 @@ class _Slot:
         if self.row is None:
             return self.token_ids
         row = self.row
+        if row.request.media is not None:  # tokens alone do not tell its keys
+            return ()
         return row.token_ids[: row.num_filled if row.num_missing else row.length - 1]
 
 
 class Slots:
     """S slots. Rows are placed, released and moved down."""
 
-    def __init__(self, num_slots: int, take_over: Callable[[int, int], int]) -> None:
+    def __init__(self, num_slots: int, take_over: Callable[[int, int], int], *, shares_parts: bool = True) -> None:
         """
         Args:
             take_over: (slot, length of a shared prefix) -> how much of it may be reused.
+            shares_parts: a part of a prompt may be reused, not only all of it.
         """
-        self._take_over = take_over
+        self._take_over, self._shares_parts = take_over, shares_parts
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap
         self._count = 0
@@ -88,7 +91,8 @@ class Slots:
     def place(self, row: Row) -> SlotAssignment:
         """Put a row into the lowest free slot. Evicts the least recently used cache of all free slots."""
         slot = heappop(self._free)
-        source, num_shared = self._longest_shared(row.request.prompt_ids[:-1], slot)  # the last token is always fed
+        prompt = _shareable(row)
+        source, num_shared = self._longest_shared(prompt, slot)
         moved_to = None
         own = self._slots[slot]
         if len(own.token_ids) >= LEAST_SHARED and not (num_shared and source == slot):
@@ -101,6 +105,26 @@ class Slots:
                 self._slots[evicted].token_ids, self._slots[evicted].last_used = own.token_ids, own.last_used
         own.row, own.token_ids = row, ()
         return SlotAssignment(slot, moved_to, source, num_shared)
+
+    def waits(self, row: Row, filling: Collection[Row]) -> bool:
+        """Whether a row should wait for the prefix that one of the rows in prefill will leave: then at least half of
+        its prompt need not be fed. Prompts are compared again only when that row is no longer in prefill."""
+        if row.awaited in filling:
+            return True
+        row.awaited = None
+        prompt, num_shared, longest = _shareable(row), 0, None
+        for other in filling:
+            fed = _shareable(other)
+            num = _num_shared(prompt, fed)
+            if num > num_shared and (self._shares_parts or num == len(fed)):
+                num_shared, longest = num, other
+        if num_shared < LEAST_SHARED:
+            return False
+        _, num_now = self._longest_shared(prompt, self.lowest_free())
+        if num_shared - num_now < max(LEAST_SHARED, (len(prompt) - num_now) / 2):
+            return False
+        row.awaited = longest
+        return True
 
     def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
         """The slot that shares the longest prefix with a prompt, and its length; ``slot`` and 0 if it is too short."""
@@ -129,6 +153,12 @@ class Slots:
     def num_held(self, slot: int) -> int:
         """Number of tokens in the slot's cache for certain."""
         return len(self._slots[slot].held)
+
+
+def _shareable(row: Row) -> Sequence[int]:
+    """Tokens of a prompt that another row may have cached: all but the last, which is always fed; none beside images,
+    since tokens alone do not tell their keys."""
+    return row.request.prompt_ids[:-1] if row.request.media is None else ()
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
+from outrider.sampling.masks import Masked
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
@@ -57,7 +58,7 @@ def verify_step(
     draft: Draft,
     settings: Settings,
     history: History,
-    allowed: Tensor | None,
+    allowed: Masked,
     noise: Any,
 ) -> tuple[Tensor, ...]:
     """Feed each row's last token and its drafted tokens, and verify them. A row at its limit stays unchanged; inactive
@@ -69,7 +70,7 @@ def verify_step(
 
     Args:
         last_ids: see ``Rows``. [B, 2]
-        allowed: see ``Masks.along``; None without constraints. [B, K+1, V]
+        allowed: see ``Masks.along``. [B, K+1, V]
 
     Returns:
         The fields of a ``VerifyResult``, the features only if asked for.

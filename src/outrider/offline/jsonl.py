@@ -65,7 +65,7 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
     kept = {name: value for name, value in options.items() if name in known}
     if options.get("chat") and "prompt_ids" not in row:
         raise FileError(f"{path}, line {number}: a chat prompt lacks its template's tokens: give 'prompt_ids'")
-    masked = next((name for name in CONSTRAINTS if options.get(name) is not None), None)
+    masked = next((name for name in (*CONSTRAINTS, "bad_words") if options.get(name)), None)
     if masked is not None:
         raise FileError(f"{path}, line {number}: samples with a {masked} cannot be tested: leave this line out")
     bias = kept.get("logit_bias")

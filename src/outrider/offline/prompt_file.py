@@ -135,7 +135,7 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read all prompts, for commands without per-prompt options and chats.
+    """Read all prompts, for commands without per-prompt sampling options.
 
     Raises:
         FileError: with file and line number.
@@ -143,11 +143,6 @@ def read_prompts(path: Path) -> list[PromptLine]:
     with open_prompts(path) as prompts:
         lines = list(prompts)
     for line in lines:
-        if not isinstance(line.prompt, str):
-            raise FileError(
-                f"{path}, {line.place}: this command does not support chats ('messages'), only 'outrider generate' "
-                "does: give the prompts as text"
-            )
         for name in (*line.options, *(() if line.model is None else ("model",))):
             raise FileError(
                 f"{path}, {line.place}: this command does not support per-prompt options ({name!r}), only 'outrider "

@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.errors import FileError
 from outrider.options import CONSTRAINTS, Sampling, instead_of, own_name
+from outrider.text.chat import FIELDS, Chat
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
 _LABELS = ("category", "id", "custom_id")
@@ -27,7 +28,7 @@ _NOTES = {  # ignored fields of common files
     ),
 }
 _PROMPTS = ("prompt", "messages", "turns")
-_FIELDS = (*_PROMPTS, "category", "id", *_OPTIONS)
+_FIELDS = (*_PROMPTS, *FIELDS, "category", "id", *_OPTIONS)
 _KNOWN = frozenset(_FIELDS).union(*_NOTES.values())
 _BATCH_FIELDS = ("custom_id", "method", "url", "body", "id", "category", "metadata")
 
@@ -38,23 +39,22 @@ class PromptLine:
 
     Attributes:
         place: in the file, "line 3" or "item 3", from 1.
-        prompt: string, or the messages of a chat.
+        prompt: string, or a chat.
         labels: fields copied to the output row: ``category`` and ``id``, or ``custom_id``.
         options: per-prompt fields of ``Sampling``, not checked yet.
         model: the requested model.
     """
 
     place: str
-    prompt: str | list[dict[str, Any]]
+    prompt: str | Chat
     labels: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
 
     @property
     def text(self) -> str:
-        """Prompt that is known not to be a chat."""
-        assert isinstance(self.prompt, str)
-        return self.prompt
+        """Text of the prompt; of a chat, what the user said last."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt.asked
 
     @property
     def category(self) -> str | None:
@@ -64,7 +64,9 @@ class PromptLine:
     @property
     def source(self) -> dict[str, Any]:
         """Prompt as written to its output row."""
-        return {"prompt" if isinstance(self.prompt, str) else "messages": self.prompt}
+        if isinstance(self.prompt, str):
+            return {"prompt": self.prompt}
+        return {"messages": self.prompt.messages, **self.prompt.options.given()}
 
 
 def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
@@ -87,14 +89,18 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
     name = given[0] if given else "turns" if "turns" in row else "prompt"
     prompt: Any = row.get(name)
     if name == "messages":
-        prompt = _parse_as_server(where, _messages, prompt)
+        prompt = _parse_as_server(where, _chat, row)
     elif name == "turns":
         prompt = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(prompt, str) and name != "messages":
-        raise FileError(f"{where}: the key {name!r} has no string")
+    if name != "messages":
+        if not isinstance(prompt, str):
+            raise FileError(f"{where}: the key {name!r} has no string")
+        for other in FIELDS:
+            if row.get(other) is not None:
+                raise FileError(f"{where}: {other} is for the messages of a chat: give 'messages', not a {name}")
     # As in API requests, null means absent.
     options = {name: row[name] for name in _OPTIONS if row.get(name) is not None}
-    _check_characters(where, {name: prompt} | options)
+    _check_characters(where, {name: row[name] for name in (name, *FIELDS) if name in row} | options)
     return PromptLine(place, prompt, labels, _options_of(where, options))
 
 
@@ -126,7 +132,8 @@ def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any
     ):
         if value != unset:
             raise FileError(f"{where}, body: {name} = {value!r} is not supported in a prompt file: leave it out")
-    if len(ask.prompts) > 1 or (url != "/v1/chat/completions" and not isinstance(ask.prompts[0], str)):
+    prompt, *others = ask.prompts
+    if others or not isinstance(prompt, str | Chat):
         raise FileError(f"{where}, body: the prompt must be one string")
     options = {
         name: value
@@ -135,13 +142,13 @@ def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any
     }
     if body.get(ask.names["max_tokens"]) is not None:
         options["max_new_tokens"] = ask.max_tokens  # else the command's default, not the server's
-    return PromptLine(place, ask.prompts[0], labels, _options_of(where, options), ask.model)
+    return PromptLine(place, prompt, labels, _options_of(where, options), ask.model)
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    from outrider.serve.protocol import parse_messages
+def _chat(row: Mapping[str, Any]) -> Chat:
+    from outrider.serve.protocol import parse_chat_prompt
 
-    return parse_messages(value)
+    return parse_chat_prompt(row)
 
 
 def _parse_as_server(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
@@ -184,7 +191,7 @@ def _options_of(where: str, given: dict[str, Any]) -> dict[str, Any]:
             raise FileError(f"{where}: {name} is a number with too many digits")
     if not isinstance(given.get("ignore_eos", False), bool):
         raise FileError(f"{where}: ignore_eos must be true or false, not {given['ignore_eos']!r}")
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         if isinstance(given.get(name), list):
             given[name] = tuple(given[name])
     if "logit_bias" in given:

@@ -5,28 +5,45 @@ from __future__ import annotations
 import math
 import numbers
 import secrets
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outrider.decoding.batch import final_room
-from outrider.decoding.engine import Engine, decode
+from outrider.decoding.engine import Engine
 from outrider.decoding.pair_state import PairState
+from outrider.decoding.prefill import PREFILL_CHUNK
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling, check_num_slots
-from outrider.records import Chunk, Completion, Request, Round, Timing
-from outrider.requests.row_options import check_names, rows_of, seed_of
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling, check_n, check_num_slots
+from outrider.records import Chunk, Completion, MediaPrompt, Request
+from outrider.requests.hooks import constraint_of
+from outrider.requests.row_options import LISTS, check_names, rows_of, seed_of
+from outrider.requests.shared_engine import Item, RowStream, SharedEngine
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
+from outrider.runtime.media import read_media
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import current_ranks
-from outrider.text.prompts import check_ids, check_padding, is_chat, prompts_of
+from outrider.text.chat_images import chat_inputs, has_images
+from outrider.text.prompts import check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
-from outrider.text.structure import structure_of
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt that is checked, and whose images the model has read; for any number of requests.
+
+    Attributes:
+        ids: with the placeholders of images.
+        media: None for text.
+    """
+
+    ids: Sequence[int]
+    media: MediaPrompt | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +57,10 @@ class GenerateCall:
     pair_state: PairState
     num_draft_tokens: NumDraftTokens
     rule: Rule
+    sampling_defaults: Mapping[str, Any]
     is_repeatable: bool = True
     reports_drafts: bool = False
+    processor: Any | None = None
 
     @property
     def _constant_k(self) -> int:
@@ -50,49 +69,62 @@ class GenerateCall:
         most = self.drafter.most_drafted
         return k if most is None else min(k, most)
 
-    def engine(self, num_slots: int, capacity: int) -> Engine:
-        schedule = self._schedule(num_slots, capacity)
-        return Engine(self.target, self.drafter, self.rule, num_slots=num_slots, capacity=capacity, schedule=schedule)
+    def engine(self, num_slots: int, capacity: int, prefill_chunk: int | None = PREFILL_CHUNK) -> Engine:
+        """An engine for the requests of calls with these models, rule and K."""
+        return Engine(
+            self.target,
+            self.drafter,
+            self.rule,
+            num_slots=num_slots,
+            capacity=capacity,
+            schedule=self._schedule(num_slots, capacity),
+            prefill_chunk=prefill_chunk,
+        )
 
     def _schedule(self, num_slots: int, num_tokens: int) -> Schedule:
         if self.num_draft_tokens == "auto" and self.drafter.most_drafted != 0:
             return AdaptiveSchedule(self.pair_state.estimates(self.rule, num_slots, num_tokens))
         return ConstantSchedule(self._constant_k)
 
-    def _room(self, state: RequestState) -> int:
+    def shared_engine(self, num_slots: int, *, prefill_chunk: int | None = PREFILL_CHUNK) -> SharedEngine:
+        """An engine for several streams, whose cache grows up to the context length."""
+        make = partial(self.engine, num_slots, prefill_chunk=prefill_chunk)
+        return SharedEngine(make, most_capacity=self.target.context_len)
+
+    def room(self, state: RequestState) -> int:
+        """The most tokens that the rounds of a request may commit, prompt included."""
         return final_room(self.target, state.request, self._constant_k)
 
-    def chunks(self, states: Sequence[RequestState], num_slots: int) -> Iterator[Chunk]:
-        """Generate for all requests. Errors of options are raised by the call, others by the iterator."""
-        check_num_slots(num_slots)
-        if not states:
-            return iter(())
-        num_slots = min(num_slots, len(states))
-        schedule = self._schedule(num_slots, max(map(self._room, states)))
-        requests = [state.request for state in states]
-        rounds = decode(self.target, self.drafter, requests, self.rule, num_draft_tokens=schedule, num_slots=num_slots)
-        return self._chunks(rounds, states)
+    def with_drafts(self, num_tokens: int) -> int:
+        """The room of the longest request of so many tokens."""
+        return min(num_tokens + self._constant_k, self.target.context_len)
 
-    @staticmethod
-    def _chunks(rounds: Iterator[Round], states: Sequence[RequestState]) -> Iterator[Chunk]:
-        for round_ in rounds:
-            # The first chunk of a round carries its timing, so that the timings of all chunks add up.
-            timing = round_.timing
-            for row in round_.rows:
-                yield states[row.row].chunk(row, timing)
-                timing = Timing()
+    def chunks(self, states: Sequence[RequestState], num_slots: int) -> Iterator[Chunk]:
+        """Generate for all requests, on an engine of their own. Errors of options are raised by the call, others by the
+        iterator."""
+        check_num_slots(num_slots)
+        return self.chunks_on(self.shared_engine(min(num_slots, len(states)), prefill_chunk=None), states)
+
+    def chunks_on(self, engine: SharedEngine, states: Sequence[RequestState]) -> Iterator[Chunk]:
+        """Generate for all requests."""
+        rows = RowStream(engine)
+        try:
+            for number, state in enumerate(states):
+                rows.submit(number, state, self.room(state))
+            for number, item in rows:
+                yield chunk_of(number, item, len(states))
+        finally:
+            rows.close()
 
     def completions(
         self, prompts: Iterable[Any], num_slots: int, options: dict[str, Any]
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
         """See ``Decoder.complete``."""
         unread = enumerate(prompts)
-        waiting: deque[tuple[int, RequestState]] = deque()
-        engine: Engine | None = None
-        capacity = 0
-        running: dict[int, tuple[int, RequestState]] = {}
+        rows = RowStream(self.shared_engine(num_slots))
+        states: dict[int, RequestState] = {}
         while True:
-            while len(waiting) < num_slots and (item := next(unread, None)) is not None:
+            while rows.num_open < 2 * num_slots and (item := next(unread, None)) is not None:
                 number, prompt = item
                 own: Mapping[str, Any] = {}
                 if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
@@ -100,33 +132,30 @@ class GenerateCall:
                 own = options | {"seed": seed_of(options.get("seed"), number)} | dict(own)
                 try:
                     check_padding(self.tokenizer, [prompt])
-                    waiting.append((number, self.state(prompt, own)))
+                    states[number] = state = self.state(self.read(prompt), own)
                 except (OptionError, PromptError) as error:
                     yield number, error
-            if not running and waiting:
-                longest = max(self._room(state) for _, state in waiting)
-                if engine is None or longest > capacity:
-                    # A longer sequence than any before: all rows have ended, so a larger cache replaces the old one.
-                    engine, capacity = None, min(max(longest, 2 * capacity), self.target.context_len)
-                    engine = self.engine(num_slots, capacity)
-            if engine is None:
+                else:
+                    rows.submit(number, state, self.room(state))
+            if not rows.num_open:
                 return
-            while waiting and len(running) < 2 * num_slots and self._room(waiting[0][1]) <= capacity:
-                number, state = waiting.popleft()
-                running[engine.submit(state.request)] = number, state
-            round_ = engine.step()
-            if round_ is None and not waiting:
-                return
-            for row in () if round_ is None else round_.rows:
-                number, state = running[row.row]
-                if row.error is not None:
-                    del running[row.row]
-                    yield number, NumericsError(row.error)
-                    continue
-                state.chunks.append(state.chunk(row, Timing()))
-                if row.finish_reason is not None:
-                    del running[row.row]
-                    yield number, state.completion
+            number, found = next(rows)
+            if isinstance(found, OutriderError):
+                del states[number]
+                yield number, found
+                continue
+            states[number].chunks.append(found)
+            if found.finish_reason is not None:
+                yield number, states.pop(number).completion
+
+    def one(
+        self, prompt: Prompt, sampling: Sampling | None, changes: Mapping[str, Any], resume_ids: Sequence[int]
+    ) -> list[RequestState]:
+        """A request for one prompt."""
+        # In a list, a single message would be taken for a chat.
+        is_alone = isinstance(prompt, Mapping) and not media_of(prompt)
+        given = checked_ids(self.target, self.tokenizer, prompt) if is_alone else prompt
+        return self.states([given], sampling, changes, [resume_ids])
 
     def states(
         self,
@@ -134,40 +163,58 @@ class GenerateCall:
         sampling: Sampling | Sequence[Sampling] | None,
         changes: Mapping[str, Any],
         resume_ids: Sequence[Sequence[int]] | None,
+        n: int = 1,
     ) -> list[RequestState]:
-        """A request for each prompt."""
+        """``n`` requests for each prompt."""
+        check_n(n)
         prompts = list(prompts_of(given))
         check_padding(self.tokenizer, prompts)
-        if resume_ids is not None and len(resume_ids) != len(prompts):
-            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {len(prompts)} prompts")
-        states = []
-        for index, (prompt, own) in enumerate(zip(prompts, rows_of(sampling, changes, len(prompts)), strict=True)):
+        num_rows = n * len(prompts)
+        if resume_ids is not None and len(resume_ids) != num_rows:
+            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {num_rows} completions")
+        options = rows_of(sampling, changes, len(prompts), self.sampling_defaults, n)
+        states: list[RequestState] = []
+        for index, prompt in enumerate(prompts):
             try:
-                states.append(self.state(prompt, own, () if resume_ids is None else resume_ids[index]))
+                read = self.read(prompt)
+                for own in options[index * n : (index + 1) * n]:
+                    states.append(self.state(read, own, () if resume_ids is None else resume_ids[len(states)]))
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return states
 
-    def state(self, prompt: Prompt, options: Mapping[str, Any], resume_ids: Sequence[int] = ()) -> RequestState:
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        """Check a prompt, and read its images. Raises PromptError."""
+        prompt = chat_inputs(self.processor, prompt) if has_images(prompt) else prompt  # type: ignore[arg-type]
+        inputs = media_of(prompt)
+        ids = checked_ids(self.target, self.tokenizer, without_media(prompt), has_images=bool(inputs))
+        return ReadPrompt(ids, read_media(self.target, ids, inputs) if inputs else None)
+
+    def state(
+        self,
+        prompt: ReadPrompt,
+        options: Mapping[str, Any],
+        resume_ids: Sequence[int] = (),
+        shown_ids: Collection[int] = (),
+    ) -> RequestState:
         """A checked request.
 
         Args:
             options: fields of ``Sampling``, one value each.
+            shown_ids: special tokens that have text.
         """
         check_names(options)
-        ids = checked_ids(self.target, self.tokenizer, prompt)
+        ids = prompt.ids
         has_seed = options.get("seed") is not None
         # 53 bits: JSON numbers are float64 in other languages.
         seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
-        stop = options.get("stop")
-        stop_ids = options.get("stop_token_ids")
-        lists = {"stop": () if stop is None else stop, "stop_token_ids": () if stop_ids is None else stop_ids}
+        lists = {name: () for name in LISTS if options.get(name) is None}
         sampling = Sampling(**{**options, "seed": seed, **lists})
         check_tokens(sampling, self.target.vocab_size, self.eos_ids)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        constraint = structure_of(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids)
+        constraint = constraint_of(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids, ids)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, shown_ids)
         eos_ids = () if sampling.ignore_eos else self.eos_ids
         text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
         _check_list(resume_ids)
@@ -198,6 +245,7 @@ class GenerateCall:
             drafts_beyond_end=depends_on_k and (is_repeatable or not is_auto),
             num_resumed=len(resume_ids),
             constraint=constraint,
+            media=prompt.media,
         )
         return RequestState(request, text, len(ids), len(resume_ids))
 
@@ -208,7 +256,7 @@ def _check_list(resume_ids: Any) -> None:
         raise OptionError("resume_ids", resume_ids, "a list of token ids for each prompt")
 
 
-def checked_ids(target: LM, tokenizer: Any | None, prompt: Prompt) -> list[int]:
+def checked_ids(target: LM, tokenizer: Any | None, prompt: Prompt, *, has_images: bool = False) -> list[int]:
     """Token ids of a prompt. Raises PromptError: see ``Decoder.encode``."""
     ids = encode(tokenizer, prompt)
     if len(ids) >= target.context_len:
@@ -216,7 +264,7 @@ def checked_ids(target: LM, tokenizer: Any | None, prompt: Prompt) -> list[int]:
             f"the prompt has {len(ids)} tokens, but {target.name} can take {target.context_len} in all, "
             "prompt and output together: shorten it"
         )
-    check_ids(ids, target.vocab_size, target.model.config, tokenizer)
+    check_ids(ids, target.vocab_size, target.model.config, tokenizer, has_images=has_images)
     return ids
 
 
@@ -232,3 +280,19 @@ def check_tokens(sampling: Sampling, vocab_size: int, eos_ids: frozenset[int]) -
         raise OptionError("logit_bias", -math.inf, "it forbids every token")
     if sampling.min_tokens and len(forbidden.union(sampling.stop_token_ids, eos_ids)) == vocab_size:
         raise OptionError("min_tokens", sampling.min_tokens, "no token is left that does not end the output")
+
+
+def chunk_of(number: int, item: Item, num_rows: int) -> Chunk:
+    """The chunk of one of several rows. Raises the error that came in its place."""
+    if isinstance(item, NumericsError) and num_rows > 1:
+        raise NumericsError(f"prompt {number}: {item}")
+    if isinstance(item, OutriderError):
+        raise item
+    return item
+
+
+def collected(states: Sequence[RequestState], chunks: Iterable[Chunk]) -> list[Completion]:
+    """The completions of all requests."""
+    for chunk in chunks:
+        states[chunk.row].chunks.append(chunk)
+    return [state.completion for state in states]

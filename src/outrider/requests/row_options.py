@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from outrider.errors import OptionError
-from outrider.options import Sampling, instead_of, own_name
+from outrider.options import Sampling, instead_of, is_word, own_name
 
 _OPTIONS = [field.name for field in fields(Sampling)]
-_OF_CALLS = ("num_draft_tokens", "num_slots")  # shared by all rows of a call
-_LISTS = {"stop": str, "stop_token_ids": int}  # options whose value for one row is a list, with the type of its items
+# Options that are shared by all rows, and where they are given.
+_ENGINES = "all rows share it: give it to the call of the decoder, or where the session is opened"
+_OF_CALLS = {
+    "num_draft_tokens": _ENGINES,
+    "num_slots": _ENGINES,
+    "acceptance": _ENGINES,
+    "n": "'generate' and 'stream_many' take it, for all prompts",
+}
+# Options whose value for one row is a list, with the test for its items.
+LISTS: dict[str, Callable[[Any], bool]] = {
+    "stop": lambda item: isinstance(item, str),
+    "stop_token_ids": lambda item: isinstance(item, int),
+    "bad_words": is_word,
+}
 
 
 def check_names(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
+        if name in _OF_CALLS:
+            raise OptionError(name, value, _OF_CALLS[name])
         if name not in _OPTIONS:
             name_here, instead = own_name(name, (*_OPTIONS, *_OF_CALLS)), instead_of(name)
             unknown = f"there is no such option: {instead}" if instead else "there is no such option"
@@ -29,27 +43,31 @@ def seed_of(seed: Any, index: int) -> Any:
     return int(seed) + index if is_seed else seed
 
 
-def row_options(options: Mapping[str, Any], index: int, num_rows: int) -> dict[str, Any]:
-    """The options of one row."""
+def row_options(options: Mapping[str, Any], index: int, num_rows: int, n: int = 1) -> dict[str, Any]:
+    """The options of one prompt; the seed is that of the first of its ``n`` completions."""
     row: dict[str, Any] = {}
     for name, value in options.items():
         is_per_row = isinstance(value, (list, tuple))
-        if name in _LISTS and is_per_row:
-            is_per_row = any(not isinstance(item, _LISTS[name]) for item in value)
+        if name in LISTS and is_per_row:
+            is_per_row = not all(map(LISTS[name], value))
         if is_per_row and len(value) != num_rows:
             raise OptionError(name, value, f"a list needs one value for each of the {num_rows} prompts")
-        own = seed_of(value, index) if name == "seed" else value
+        own = seed_of(value, index * n) if name == "seed" else value
         row[name] = value[index] if is_per_row else own
     return row
 
 
 def rows_of(
-    sampling: Sampling | Sequence[Sampling] | None, changes: Mapping[str, Any], num_rows: int
+    sampling: Sampling | Sequence[Sampling] | None,
+    changes: Mapping[str, Any],
+    num_rows: int,
+    defaults: Mapping[str, Any],
+    n: int = 1,
 ) -> list[dict[str, Any]]:
-    """The options of each row.
+    """The options of each completion, ``n`` for each of ``num_rows`` prompts in turn.
 
     Args:
-        sampling: of all rows, where a seed is that of the first; or of each row; None for the defaults.
+        sampling: of all rows, where a seed is that of the first; or of each row; None for ``defaults``.
         changes: fields of ``Sampling`` to be changed, a value for all rows or a list with one for each.
 
     Raises:
@@ -58,10 +76,10 @@ def rows_of(
     check_names(changes)
     given: list[dict[str, Any]]
     if sampling is None:
-        given = [{}] * num_rows
+        given = [{**defaults}] * num_rows
     elif isinstance(sampling, Sampling):
         own = fields_of(sampling)
-        given = [own | {"seed": seed_of(sampling.seed, index)} for index in range(num_rows)]
+        given = [own | {"seed": seed_of(sampling.seed, index * n)} for index in range(num_rows)]
     elif isinstance(sampling, Sequence) and all(isinstance(one, Sampling) for one in sampling):
         if len(sampling) != num_rows:
             raise OptionError("sampling", f"{len(sampling)} items", f"one for each of the {num_rows} prompts")
@@ -70,7 +88,8 @@ def rows_of(
         raise OptionError(
             "sampling", type(sampling).__name__, "an outrider.Sampling, or a list with one for each prompt"
         )
-    return [own | row_options(changes, index, num_rows) for index, own in enumerate(given)]
+    rows = [own | row_options(changes, index, num_rows, n) for index, own in enumerate(given)]
+    return [own | {"seed": seed_of(own.get("seed"), copy)} for own in rows for copy in range(n)]
 
 
 def fields_of(sampling: Sampling) -> dict[str, Any]:

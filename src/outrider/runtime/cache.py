@@ -58,7 +58,7 @@ class SlotCache(Cache):
         shapes: of the layers.
         storage: the tensors of the cache; ``on`` builds a cache over others. First those per token, [B, L+1, H, D]:
             keys and values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the
-            states and the anchors, [B, ...].
+            states and the anchors, [B, ...]; or the offsets of positions, [B].
         capacity: L.
         state_layers: layers with states that are kept at an anchor.
         num_token_stores: tensors per token, the first of ``storage``.
@@ -80,7 +80,8 @@ class SlotCache(Cache):
         self.bound = STRIDE - 1
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]
-        self.num_token_stores = len(self.storage) - (len(states) + 1 if states else 0)
+        self._has_offsets = any(shape.has_offset for shape in self.shapes)
+        self.num_token_stores = len(self.storage) - (len(states) + 1 if states else int(self._has_offsets))
         self._width = max((state.width for state in states), default=0)
         self._reached = self._is_full = torch.empty(0)  # see ``from_anchors``
         self._heads: dict[int, SlotCache] = {}
@@ -108,6 +109,8 @@ class SlotCache(Cache):
                 torch.zeros((num_rows, *state.size), dtype=state.dtype, device=shape.device) for shape, state in states
             ]
             storage.append(torch.zeros(num_rows, dtype=torch.long, device=device))
+        elif any(shape.has_offset for shape in shapes):
+            storage.append(torch.zeros(num_rows, dtype=torch.long, device=shapes[0].device))
         return cls(shapes, storage, capacity)
 
     @classmethod
@@ -167,8 +170,12 @@ class SlotCache(Cache):
 
     def take_over(self, slot: int, num_tokens: int) -> int:
         """Length of the prefix of a slot that another sequence may reuse: all of it, or 0 if its states are beyond."""
-        has_anchor = len(self.storage) > self.num_token_stores
-        return 0 if has_anchor and int(self.anchors[slot]) > num_tokens else num_tokens
+        return 0 if self.has_anchors and int(self.anchors[slot]) > num_tokens else num_tokens
+
+    @property
+    def has_anchors(self) -> bool:
+        """Whether a prefix may be too short to be reused."""
+        return len(self.storage) > self.num_token_stores and not self._has_offsets
 
     def num_spared(self, slot: int, num_tokens: int) -> int:
         """Number of cached tokens that need not be fed again: those before the anchor."""
@@ -224,6 +231,16 @@ class SlotCache(Cache):
         if self._width:
             kept += [(store, positions % WINDOW) for store in self.storage[self.num_token_stores : -1]]
         return kept
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """Differences between the positions of tokens and their places; None in models where they are always 0. [B]"""
+        return self.storage[-1] if self._has_offsets else None
+
+    def shift(self, slot: int, offset: int) -> None:
+        """Set the offset of later tokens in a slot."""
+        if self._has_offsets:
+            self.storage[-1][slot] = offset
 
     # States
 

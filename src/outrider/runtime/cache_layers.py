@@ -54,7 +54,8 @@ class StateShape:
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Cache of one layer: per token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
-    attention), per row its states."""
+    attention), per row its states; and, with the first layer, an offset of positions if images have other places than
+    their tokens (``SlotCache.shift``)."""
 
     num_heads: int
     key_dim: int
@@ -62,6 +63,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     states: tuple[StateShape, ...] = ()
+    has_offset: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -87,10 +89,18 @@ def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
     if cache is None:
         raise ValueError("it returns no keys and values")
     shapes = tuple(_shape_of(layer, device) for layer in cache.layers)
+    if not any(shape.states for shape in shapes):
+        return (*(replace(first, has_offset=_has_places(model)) for first in shapes[:1]), *shapes[1:])
     is_recurrent = any(state.kind == "recurrent" for shape in shapes for state in shape.states)
     if is_recurrent or any(shape.states and shape.num_heads for shape in shapes):
         return shapes
     return tuple(replace(shape, states=tuple(map(_by_place, shape.states))) for shape in shapes)
+
+
+def _has_places(model: Any) -> bool:
+    """Whether it rotates by places in an image (multimodal RoPE)."""
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return "mrope_section" in rope
 
 
 def _by_place(state: StateShape) -> StateShape:

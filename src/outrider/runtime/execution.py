@@ -38,7 +38,7 @@ class Execution(Protocol):
 
     Attributes:
         name: for tables and messages.
-        favoured_k: values of K for adaptive schedules.
+        favoured_k: values of K for adaptive schedules, with every drafter.
         lookahead: rounds that the loop starts ahead of the one that it reads next.
         is_prepared: whether each shape is compiled or captured when it first occurs, which takes time.
         waits: whether a step waits until it is prepared. If not, it runs eagerly until then, unless it has to be

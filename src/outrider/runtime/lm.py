@@ -308,10 +308,13 @@ class LM:
                 )
                 stack.callback(hook.remove)
             arguments: dict[str, Any] = {self._cache_name: cache}
+            position_ids = positions.clamp_min(0)
+            if cache.offsets is not None:
+                position_ids = position_ids + cache.offsets[:, None]
             output = model(
                 input_ids=ids,
                 attention_mask=self.visibility.masks(positions, view_len, self.dtype) if self._has_attention else None,
-                position_ids=positions.clamp_min(0),
+                position_ids=position_ids,
                 use_cache=True,
                 logits_to_keep=num_logits,
                 **arguments,

@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
 from outrider.sampling.history import NO_HISTORY, History
+from outrider.sampling.masks import Masked, masked
 
 _TINY = torch.finfo(torch.float32).tiny
 _MOST_TOKENS = torch.iinfo(torch.int32).max  # in a sequence
@@ -186,15 +187,13 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     return (ids[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
-def to_probs(
-    logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Tensor | None = None
-) -> Tensor:
+def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
     """Probabilities from logits.
 
     Args:
         logits: [B, T, V]
         history: before each of T positions, with the fields that the settings need.
-        allowed: the tokens that constraints allow (masks.py); None for all. [B, T, V]
+        allowed: the effects of constraints (masks.py). [B, T, V]
 
     Returns:
         [B, T, V] in float32, or float64 where the logits are.
@@ -216,8 +215,7 @@ def to_probs(
         assert history.num_generated is not None and settings.is_end is not None
         is_early = history.num_generated < settings.min_tokens[:, None]
         x = x.masked_fill(is_early[..., None] & settings.is_end[:, None], -torch.inf)
-    if allowed is not None:
-        x = x.masked_fill(~allowed, -torch.inf)
+    x = masked(x, allowed)
     if not settings.has_sampled:
         return one_hot(x.argmax(dim=-1), x)
     temperature = settings.temperature[:, None, None]

@@ -1,0 +1,119 @@
+"""Prompts with images: greedy text is that of the model's own ``generate``, whatever shares the batch or the cache."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import outrider
+from hybrids import hybrid
+from multimodal import IMAGE, KINDS, multimodal, with_image
+from outrider.decoder import Decoder
+from outrider.errors import PromptError
+from outrider.requests import call
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.media import read_media
+from pairs import random_llama
+
+BEFORE, AFTER = list(range(1, 25)), [5, 6, 7]  # long enough for a prefix to be reused
+TEXT = {"input_ids": torch.tensor([[3, 1, 4, 1, 5]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+NUM_TOKENS = 10
+
+
+def generated(model: Any, prompt: dict[str, Any]) -> list[int]:
+    text = model.generate(**prompt, do_sample=False, max_new_tokens=NUM_TOKENS)
+    ids: list[int] = text[0, prompt["input_ids"].shape[1] :].tolist()
+    return ids
+
+
+def prompts_of(name: str) -> list[dict[str, Any]]:
+    """Two with the same tokens and different images, one of text."""
+    return [with_image(name, BEFORE, AFTER, seed=1), TEXT, with_image(name, BEFORE, AFTER, seed=2)]
+
+
+def texts(decoder: Decoder, prompts: list[dict[str, Any]], **options: Any) -> list[list[int]]:
+    options = {"temperature": 0.0} | options
+    done = decoder.generate(prompts, max_new_tokens=NUM_TOKENS, ignore_eos=True, **options)
+    return [list(one.token_ids) for one in done]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_is_that_of_generate(name: str) -> None:
+    """With a draft, all at once; and plain, one after the other in a slot that was used."""
+    model = multimodal(name)
+    prompts = prompts_of(name)
+    want = [generated(model, prompt) for prompt in prompts]
+    assert want[0] != want[2]  # the image tells
+    decoder = outrider.load(model, random_llama(), num_draft_tokens=3)
+    assert texts(decoder, prompts) == want
+    again = [prompts[0], *prompts]  # a prefix of tokens is shared, its image is not
+    assert texts(decoder.plain(), again, num_slots=1) == [want[0], *want]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_stream_is_resumed_and_sampled_alike(name: str) -> None:
+    model, prompt = multimodal(name), with_image(name, BEFORE, AFTER, seed=1)
+    decoder = outrider.load(model, random_llama(), acceptance="gumbel")
+    (want,) = texts(decoder.plain(), [prompt], temperature=1.0, seed=7)
+    assert texts(decoder, [prompt], temperature=1.0, seed=7) == [want]
+    chunks = decoder.stream(
+        prompt, resume_ids=want[:5], temperature=1.0, seed=7, max_new_tokens=NUM_TOKENS, ignore_eos=True
+    )
+    assert [i for chunk in chunks for i in chunk.token_ids] == want[5:]
+
+
+def test_later_tokens_follow_the_places_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: without the offset the text is another one."""
+    model = multimodal("qwen2_5_vl")
+    prompt = with_image("qwen2_5_vl", BEFORE, AFTER, seed=1)
+    want = generated(model, prompt)
+    decoder = outrider.load(model)
+    assert texts(decoder, [prompt]) == [want]
+    monkeypatch.setattr(SlotCache, "shift", lambda *_: None)
+    assert texts(decoder, [prompt]) != [want]
+
+
+def test_an_image_is_read_once_for_all_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a session; and with completions of a text beside them."""
+    model, prompt = multimodal("llava"), with_image("llava", BEFORE, AFTER, seed=1)
+    want = generated(model, prompt)
+    decoder = outrider.load(model, random_llama(), num_draft_tokens=2)
+    reads: list[Any] = []
+    monkeypatch.setattr(call, "read_media", lambda *given: reads.append(given) or read_media(*given))
+    done = texts(decoder, [prompt, TEXT], n=2)
+    assert done == [want, want, generated(model, TEXT), generated(model, TEXT)] and len(reads) == 1
+    with decoder.session(slots=2) as session:
+        options: Any = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        both = session.generate([prompt], n=2, **options)
+        streamed = [i for chunk in session.stream(prompt, **options) for i in chunk.token_ids]
+    assert [list(one.token_ids) for one in both] == [want, want] and streamed == want and len(reads) == 3
+
+
+def test_lack_of_memory_is_no_fault_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = multimodal("llava"), with_image("llava", BEFORE, AFTER, seed=1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        outrider.load(model).generate([prompt])
+
+
+def test_images_that_do_not_fit_are_refused() -> None:
+    """Before anything is generated."""
+    decoder = outrider.load(multimodal("llava"))
+    prompt = with_image("llava", BEFORE, AFTER, seed=1)
+    fewer = prompt | {"input_ids": prompt["input_ids"][:, 25:], "attention_mask": prompt["attention_mask"][:, 25:]}
+    ending = prompt | {name: prompt[name][:, :28] for name in ("input_ids", "attention_mask")}
+    for wrong, message in (
+        (fewer, "Llava.* cannot read this prompt with its images: .*do not match"),
+        (ending, f"ends with an image .token {IMAGE}."),
+        ([1, IMAGE, 2], "which is not given: pass it too"),
+        ({**prompt, "martian": 1}, "passes 'martian' to its decoder"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            decoder.generate([wrong])
+    for model in (random_llama(), hybrid("qwen3_5_text")):
+        with pytest.raises(PromptError, match="takes no images: give text|keeps states"):
+            outrider.load(model).generate([prompt | TEXT])
