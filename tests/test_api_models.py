@@ -9,6 +9,7 @@ import torch
 import outrider
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import NumericsError, OptionError, PromptError, TokenizerMismatch, UnsupportedModel
+from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from pairs import NUM_WORDS, embedded, metaspace_tokenizer, random_llama, word_tokenizer
@@ -194,6 +195,14 @@ def test_chats_use_the_template() -> None:
     (chat,) = chatty.generate([[{"role": "user", "content": "Tell me a tale"}]], **options)
     (text,) = embedded().plain().generate("Tell me a tale:", **options)
     assert (chat.token_ids, chat.num_prompt_tokens) == (text.token_ids, text.num_prompt_tokens)
+    same = chatty.chat("a tale", Sampling(seed=1, max_new_tokens=8), system="Tell me ")
+    assert (same.token_ids, same.num_prompt_tokens) == (text.token_ids, text.num_prompt_tokens)
+    chunks = list(chatty.stream_chat([{"role": "user", "content": "Tell me a tale"}], **options))
+    assert "".join(chunk.text for chunk in chunks) == text.text
+    with pytest.raises(OptionError, match="does not read 'enable_thinking'"):
+        chatty.chat("Tell me a tale", chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(OptionError, match="temprature = 1 is invalid: did you mean temperature?"):
+        chatty.chat("Tell me a tale", temprature=1)
 
 
 def test_attention_that_takes_no_mask_is_refused_by_name() -> None:

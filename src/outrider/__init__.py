@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.api import load
+    from outrider.custom_generate import assisted, generate
     from outrider.decoder import Decoder
     from outrider.errors import OutriderError, UsageError
     from outrider.models.placement import Placement
     from outrider.options import Sampling
     from outrider.records import Chunk, Completion, DraftedToken, Stats, Timing, TokenLogprob
+    from outrider.requests.async_session import AsyncSession
+    from outrider.requests.session import Session
+    from outrider.text.chat import Chat, ChatOptions
 
 __all__ = [
+    "AsyncSession",
+    "Chat",
+    "ChatOptions",
     "Chunk",
     "Completion",
     "Decoder",
@@ -26,20 +33,29 @@ __all__ = [
     "OutriderError",
     "Placement",
     "Sampling",
+    "Session",
     "Stats",
     "Timing",
     "TokenLogprob",
     "UsageError",
+    "assisted",
+    "generate",
     "load",
 ]
 
 _HOMES = {
+    "AsyncSession": "requests.async_session",
+    "Chat": "text.chat",
+    "ChatOptions": "text.chat",
     "Decoder": "decoder",
     "load": "api",
+    "assisted": "custom_generate",
+    "generate": "custom_generate",
     "OutriderError": "errors",
     "UsageError": "errors",
     "Placement": "models.placement",
     "Sampling": "options",
+    "Session": "requests.session",
 }
 
 

@@ -20,12 +20,14 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.corpus import read_corpus
+from outrider.drafters.draft_options import split_name
 from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.model import model_drafter, split_name
+from outrider.drafters.model import model_drafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
 from outrider.errors import OptionError, TokenizerMismatch
+from outrider.models.generation_config import check_choice, defaults_text, sampling_defaults
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
@@ -43,7 +45,7 @@ from outrider.runtime.lm import LM
 from outrider.system.ranks import join
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.spelling import Spelling, spelling_of
-from outrider.text.tokenizer import differing_tokens, encode, examples_of, tokenizer_of
+from outrider.text.tokenizer import differing_tokens, encode, examples_of, processor_of, tokenizer_of
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
@@ -69,6 +71,7 @@ def load(
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
     compile: bool = False,
+    generation_config: str = "auto",
     models_file: Path | None = None,
     corpus: Sequence[str | Path] = (),
 ) -> Decoder:
@@ -78,8 +81,9 @@ def load(
         target: a known name, a folder, a GGUF file, a hub id (each perhaps with ":int8" or another quantization), or a
             Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: likewise, or a folder or hub id of a head for the target; a name that ends in ":greedy" drafts the most
-            probable tokens, one with ":min-prob=P" ends drafts before tokens of which the model is unsure; or "mtp",
-            the layer for it in the target's own checkpoint; or "ngram" or "suffix", which look up the text so far; or
+            probable tokens, one with ":min-prob=P" ends drafts before tokens of which the model is unsure,
+            ":min-confidence=P" before those that the head expects to be rejected; or "mtp", the layer for it in the
+            target's own checkpoint; or "ngram" or "suffix", which look up the text so far; or
             "suffix+" and one of these names, which drafts where "suffix" promises less; or "none" or None for plain
             decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
@@ -92,6 +96,9 @@ def load(
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, from costs measured on first
             use for each number of rows (about a second each for small models) and cached.
         compile: see ``Decoder.compiled``.
+        generation_config: "auto" takes the sampling defaults of the target's checkpoint (temperature, top_k, top_p,
+            min_p and repetition_penalty, as far as its generation_config.json states them) for calls that give no
+            ``Sampling``; their keywords are changes to these. "none" does not. A model in memory has none.
         models_file: a TOML file with names of models, beside the user's own.
         corpus: files in which the draft "suffix" looks up the text, too: text, or JSON lines with "prompt" and "text"
             (or "prompt_ids" and "token_ids"), as ``outrider generate --output`` writes them.
@@ -107,6 +114,12 @@ def load(
     placement = placement or by_keywords
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     num_tokens = num_tokens_of(checkpoint)
+    check_choice(generation_config)
+    defaults: dict[str, Any] = {}
+    if isinstance(target, (str, Path)):
+        spec = resolve(str(target), models_file)
+        if defaults := sampling_defaults(spec, generation_config):
+            _LOG.info("%s", defaults_text(spec.name, defaults))
     plain = Decoder(
         target=build_lm(checkpoint, num_tokens),
         tokenizer=checkpoint.tokenizer,
@@ -115,6 +128,8 @@ def load(
         drafter=NoDrafter(),
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
+        sampling_defaults=defaults,
+        processor=checkpoint.processor,
     )
     of_draft = (draft_placement or _ANYWHERE).inheriting(placement.device, placement.dtype)
     drafter = load_drafter(
@@ -158,17 +173,13 @@ def load_drafter(
         raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
-        return ChainDrafter(load_mtp_of(decoder.target), **options)
+        return ChainDrafter(load_mtp_of(decoder.target), options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
             head = load_head(spec, decoder.target)
-            if not isinstance(head.model, BlockHead):
-                return ChainDrafter(head, **options)
-            if options:
-                raise OptionError("draft", draft, f"{spec.name} drafts a block at once, and takes no such options")
-            return BlockDrafter(head)
+            return (BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter)(head, options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)
@@ -177,9 +188,9 @@ def load_drafter(
         own = build_lm(checkpoint, num_tokens_of(checkpoint))
         if model_drafter(own).mask_id is not None:
             raise TokenizerMismatch(f"{checkpoint.name} drafts in one forward (PARD), for its own family only")
-        return TranslatedDrafter.of(own, spelling, **options)
+        return TranslatedDrafter.of(own, spelling, options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
-    return model_drafter(lm, **options)
+    return model_drafter(lm, options)
 
 
 def _check_placement(placement: Placement, target: LM) -> None:
@@ -270,4 +281,4 @@ def _checkpoint(
     if (getattr(model, "tp_size", None) or 1) > 1:
         join()  # the ranks that share it
     name = config.name_or_path or type(model).__name__
-    return Checkpoint(name, model, tokenizer_of(tokenizer))
+    return Checkpoint(name, model, tokenizer_of(tokenizer), processor_of(tokenizer))

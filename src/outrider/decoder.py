@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
@@ -16,6 +16,7 @@ from outrider.errors import OptionError, OutriderError
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_NUM_SESSION_SLOTS,
     DEFAULT_NUM_SLOTS,
     NumDraftTokens,
     Sampling,
@@ -24,11 +25,15 @@ from outrider.options import (
     check_num_slots,
 )
 from outrider.records import Chunk, Completion
-from outrider.requests.call import GenerateCall, checked_ids
+from outrider.requests.async_session import AsyncSession
+from outrider.requests.call import GenerateCall, ReadPrompt, checked_ids, collected
 from outrider.requests.row_options import check_names, rows_of
+from outrider.requests.session import Session, SessionCalls
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
+from outrider.text.chat import ChatChanges
+from outrider.text.chat_images import chat_of
 from outrider.text.prompts import prompts_of
 from outrider.text.tokenizer import Prompt
 
@@ -43,8 +48,11 @@ class Decoder:
         eos_ids: end tokens.
         drafter: proposes tokens.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
+        processor: of Hugging Face, for chats with images; None where there are none.
         num_draft_tokens: default K; "auto" chooses it each round for the most tokens per second. (Under "auto" a row
             whose seed is given keeps K = 4 where its output depends on K.)
+        sampling_defaults: fields of ``Sampling`` for calls without one: those that the target's checkpoint states (see
+            ``load``).
         pair_state: estimates of this pair for "auto", kept from call to call. ``replace`` keeps it, unless target or
             drafter change.
     """
@@ -55,19 +63,15 @@ class Decoder:
     drafter: Drafter
     acceptance: str = DEFAULT_ACCEPTANCE
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     pair_state: PairState | None = field(default=None, repr=False, compare=False)
+    processor: Any | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_acceptance(self.acceptance)
         check_num_draft_tokens(self.num_draft_tokens)
         if self.pair_state is None or not self.pair_state.is_of(self.target, self.drafter):
             object.__setattr__(self, "pair_state", PairState(self.target, self.drafter))
-
-    @property
-    def context_len(self) -> int:
-        """Context length of the target, or of the drafter if that is shorter."""
-        own = self.target.context_len
-        return min(own, self.drafter.context_len or own)
 
     def plain(self) -> Decoder:
         """A decoder with this target and no draft: the baseline of every comparison."""
@@ -110,16 +114,15 @@ class Decoder:
         Cut at the end of a round (after a chunk; under ``gumbel`` anywhere), a given seed yields the output of the
         uncut stream.
         """
-        # In a list, a single message would be taken for a chat.
-        prompt = self.encode(prompt) if isinstance(prompt, Mapping) else prompt
         call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
-        return call.chunks(call.states([prompt], sampling, changes, [resume_ids]), num_slots=1)
+        return call.chunks(call.one(prompt, sampling, changes, resume_ids), num_slots=1)
 
     def stream_many(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
+        n: int = 1,
         resume_ids: Sequence[Sequence[int]] | None = None,
         num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
@@ -132,15 +135,17 @@ class Decoder:
 
         Args:
             prompts: texts, lists of token ids, or chats; or one of these; or the output of a tokenizer, with its mask.
-            resume_ids: for each prompt the tokens generated before (see ``stream``).
+            n: completions of each prompt, in turn: completion j of prompt i is row i n + j. The prompt is fed once.
+            resume_ids: for each completion the tokens generated before (see ``stream``).
             num_slots: concurrent prompts. When a row ends, the next prompt takes its slot.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
             is_repeatable: the output of a row whose seed is given depends on the call alone: under "auto" its K is
                 constant if the output depends on K, and its rounds wait for their programs. False lifts both (for
                 measurements; the output distribution is the same if no seed is used twice with this decoder).
             reports_drafts: report all drafted tokens in chunks, rejected or not, with p and q.
-            sampling: options of all rows, or a list with one for each row; None for the defaults. A single ``seed`` is
-                the base seed; prompt i gets seed + i. Without a seed each row draws its own.
+            sampling: options of all prompts, or a list with one for each; None for ``sampling_defaults``. A
+                single ``seed`` is the base seed; row i gets seed + i. (A list has the seed of each prompt's first row.)
+                Without a seed each row draws its own.
             changes: fields of ``Sampling`` in place of those of ``sampling``.
 
         Raises:
@@ -148,13 +153,14 @@ class Decoder:
             NumericsError: from the iterator.
         """
         call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
-        return call.chunks(call.states(prompts, sampling, changes, resume_ids), num_slots)
+        return call.chunks(call.states(prompts, sampling, changes, resume_ids, n), num_slots)
 
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
+        n: int = 1,
         resume_ids: Sequence[Sequence[int]] | None = None,
         num_slots: int = DEFAULT_NUM_SLOTS,
         num_draft_tokens: NumDraftTokens | None = None,
@@ -164,13 +170,43 @@ class Decoder:
         """Generate for one prompt or several, and wait for all. Arguments and errors: see ``stream_many``.
 
         Returns:
-            A completion for each prompt, in order.
+            ``n`` completions for each prompt, in order.
         """
         call = self._call(num_draft_tokens, acceptance)
-        states = call.states(prompts, sampling, changes, resume_ids)
-        for chunk in call.chunks(states, num_slots):
-            states[chunk.row].chunks.append(chunk)
-        return [state.completion for state in states]
+        states = call.states(prompts, sampling, changes, resume_ids, n)
+        return collected(states, call.chunks(states, num_slots))
+
+    def stream_chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        **options: Unpack[ChatChanges],
+    ) -> Iterator[Chunk]:
+        """Generate the answer to a chat, one chunk per round.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}, ...]``; a string is one message of the user.
+            options: fields of ``ChatOptions`` (``system``, ``tools``, ``chat_template_kwargs``, ...), which go to the
+                chat template; and options of ``stream``.
+
+        Raises:
+            PromptError: there is no chat template, or it does not accept the messages.
+            OptionError: an option is invalid, or the template does not read it.
+        """
+        chat, others = chat_of(messages, options)
+        return self.stream(chat, sampling, **others)
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        **options: Unpack[ChatChanges],
+    ) -> Completion:
+        """Generate the answer to a chat, and wait for it. Arguments and errors: see ``stream_chat``. (``generate``
+        takes several chats.)"""
+        chat, others = chat_of(messages, options)
+        (completion,) = self.generate(chat, sampling, **others)
+        return completion
 
     def complete(
         self,
@@ -196,9 +232,43 @@ class Decoder:
         """
         call = self._call(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
-        (options,) = rows_of(sampling, {}, 1)
+        (options,) = rows_of(sampling, {}, 1, self.sampling_defaults)
         check_names(changes)
         return call.completions(prompts_of(prompts), num_slots, options | changes)
+
+    def session(
+        self,
+        slots: int = DEFAULT_NUM_SESSION_SLOTS,
+        capacity: int | None = None,
+        *,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+    ) -> Session:
+        """Open a session: calls that share an engine, and the prefixes in its cache. Use it in a ``with`` statement.
+
+        Args:
+            slots: concurrent rows, and prefixes that are kept.
+            capacity: the most tokens in a row, prompt included; a longer request is refused. None: the cache begins
+                with 2048 tokens (or the context, if that is shorter) and grows, as soon as no row is running, when a
+                request needs more; the prefixes are then fed again.
+            num_draft_tokens, acceptance: in place of the decoder's.
+
+        Raises:
+            OptionError
+        """
+        return Session(SessionCalls(self._call(num_draft_tokens, acceptance), slots, capacity))
+
+    def async_session(
+        self,
+        slots: int = DEFAULT_NUM_SLOTS,
+        capacity: int | None = None,
+        *,
+        num_draft_tokens: NumDraftTokens | None = None,
+        acceptance: str | None = None,
+    ) -> AsyncSession:
+        """A session for an event loop, whose tasks share it: ``async with decoder.async_session() as session``, then
+        ``async for chunk in session.stream(...)``. Arguments and errors: see ``session``."""
+        return AsyncSession(SessionCalls(self._call(num_draft_tokens, acceptance), slots, capacity))
 
     def engine(self, num_slots: int, capacity: int) -> Engine:
         """An engine for requests that arrive at any time (docs/engine.md), made by ``request``.
@@ -208,16 +278,24 @@ class Decoder:
         """
         return self._call().engine(num_slots, capacity)
 
-    def request(self, prompt: Prompt, options: Mapping[str, Any]) -> RequestState:
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        """A prompt for several requests: it is encoded, and its images are read, only once. Raises PromptError."""
+        return self._call().read(prompt)
+
+    def request(
+        self, prompt: Prompt | ReadPrompt, options: Mapping[str, Any], *, shown_ids: Collection[int] = ()
+    ) -> RequestState:
         """A checked request for ``engine``.
 
         Args:
-            options: fields of ``Sampling``, one value each.
+            options: fields of ``Sampling``, one value each; others are the decoder's defaults.
+            shown_ids: special tokens that are written in its text.
 
         Raises:
             OptionError, PromptError
         """
-        return self._call().state(prompt, options)
+        read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
+        return self._call().state(read, {**self.sampling_defaults, **options}, shown_ids=shown_ids)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -239,7 +317,8 @@ class Decoder:
         rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
         assert self.pair_state is not None
         models = self.target, self.tokenizer, self.eos_ids, self.drafter, self.pair_state
-        return GenerateCall(*models, k, rule, is_repeatable, reports_drafts)
+        shared = self.sampling_defaults, is_repeatable, reports_drafts, self.processor
+        return GenerateCall(*models, k, rule, *shared)
 
 
 def _check_acceptance(name: str) -> str:

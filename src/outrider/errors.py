@@ -13,6 +13,7 @@
     │   ├── DeviceError            the device is missing, or has too little memory
     │   ├── WorkerError            worker processes on other machines ended before the work was done
     │   ├── ConstraintNotRead      the machine was too busy to compile a constraint
+    │   ├── SessionError           a session was closed, or an error in another of its streams has ended it
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
     │   └── MissingExtra           an optional dependency is not installed
     ├── NumericsError              generation cannot continue: NaN or infinite logits, or a grammar beyond its limits
@@ -38,6 +39,7 @@ __all__ = [
     "OutriderError",
     "PromptError",
     "RankError",
+    "SessionError",
     "TokenizerMismatch",
     "UnsupportedModel",
     "UsageError",
@@ -116,6 +118,10 @@ class WorkerError(UsageError):
 class ConstraintNotRead(UsageError):
     """The process that compiles a constraint was ended by something other than its limits, so the constraint may be
     valid."""
+
+
+class SessionError(UsageError):
+    """The session is closed, or an error in another of its streams has ended this one."""
 
 
 class FileError(UsageError):

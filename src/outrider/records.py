@@ -13,10 +13,10 @@ This module knows no model and no file. It does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from outrider.options import Sampling
 
@@ -143,6 +143,7 @@ class RowRound:
         drafted: all drafted tokens, rejected or not, if asked for.
         slot: the row's slot of the cache.
         has_broken_draft: the draft was cut, since the draft model gave NaN or infinite logits.
+        logits: the target's raw logits for each token, if asked for. [N, V]
     """
 
     row: int
@@ -159,6 +160,7 @@ class RowRound:
     drafted: tuple[DraftedToken, ...] | None = None
     slot: int = field(default=0, compare=False)
     has_broken_draft: bool = False
+    logits: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def stats(self) -> Stats:
@@ -327,9 +329,14 @@ class Completion:
         )
 
 
+Effect: TypeAlias = "NDArray[np.bool_] | NDArray[np.floating[Any]] | Callable[[Tensor], Tensor]"
+"""On the next token: a mask of the allowed tokens, at least one [V]; biases of their logits, -inf for forbidden ones
+[V]; or a function of the logits [V] -> [V], which steps that are compiled do not take."""
+
+
 class Constraint(Protocol):
-    """Masks the next token of a row. The loop advances it over the drafts of a round, rolls it back, and advances it
-    over the committed tokens.
+    """Masks the next token of a row, or changes its logits. The loop advances it over the drafts of a round, rolls it
+    back, and advances it over the committed tokens.
 
     Attributes:
         error: why it can give no further masks; None as long as it can.
@@ -338,8 +345,8 @@ class Constraint(Protocol):
     @property
     def error(self) -> str | None: ...
 
-    def allowed(self) -> NDArray[np.bool_] | None:
-        """Mask of the allowed next tokens [V], at least one; None for all."""
+    def effect(self) -> Effect | None:
+        """On the next token; None for none."""
         ...
 
     def push(self, token_id: int) -> bool:
@@ -358,6 +365,30 @@ class Stop(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MediaPrompt:
+    """A prompt with images, as the text decoder reads it (runtime/media.py).
+
+    Attributes:
+        embeddings: [1, P, D]
+        position_ids: in the form that the decoder takes, where they are not those of the tokens.
+        offset: what the positions of later tokens exceed their number by.
+        visible: by layer type, the keys that each token sees where the model has its own masks for images. [P, P]
+        more: further arguments of the decoder.
+    """
+
+    embeddings: Tensor
+    position_ids: Tensor | None
+    offset: int
+    visible: Mapping[str, Tensor]
+    more: Mapping[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """P"""
+        return self.embeddings.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence for the loop to generate.
 
@@ -368,9 +399,11 @@ class Request:
         constraint: called before every token.
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
         reports_drafts: fill ``RowRound.drafted``.
+        reports_logits: fill ``RowRound.logits``.
         is_repeatable: the output must not depend on what has been compiled by then (see ``Execution``).
         drafts_beyond_end: the last rounds draft as many tokens as the others, though not all of them may be committed,
             so that the output is a prefix of that with a larger ``max_new_tokens``.
+        media: the embeddings of the prompt, where it has images. Drafts read the placeholders in ``prompt_ids``.
     """
 
     prompt_ids: Sequence[int]
@@ -378,7 +411,9 @@ class Request:
     stop: Stop | None = None
     num_draft_tokens: int | None = None
     reports_drafts: bool = False
+    reports_logits: bool = False
     is_repeatable: bool = False
     drafts_beyond_end: bool = False
     num_resumed: int = 0
     constraint: Constraint | None = None
+    media: MediaPrompt | None = None

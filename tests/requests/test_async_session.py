@@ -1,0 +1,200 @@
+"""Sessions of an event loop: in a web application over HTTP, with clients that disconnect; and in plain tasks."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from outrider.decoder import Decoder
+from outrider.decoding.engine import Engine
+from outrider.drafters.base import NoDrafter
+from outrider.errors import NumericsError, OptionError, SessionError
+from outrider.records import Chunk
+from outrider.requests.async_session import AsyncSession
+from outrider.requests.shared_engine import SharedEngine
+from outrider.runtime.lm import LM
+from pairs import random_llama, word_tokenizer
+from toys import llama_pair, random_table, table_lm
+
+LIMIT_S = 60.0  # until a test that hangs is given up
+ENDLESS = 100_000
+
+
+def _words() -> Decoder:
+    """Texts without end."""
+    target = table_lm(random_table(50, 0), context_len=2 * ENDLESS)
+    return Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
+
+
+def _num_rows(session: AsyncSession) -> int:
+    """Rows that run or wait."""
+    engine = session._calls.engine
+    return len(engine._rows) + len(engine._waiting)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    event = threading.Event()
+    for _ in range(int(LIMIT_S / 0.01)):
+        if condition():
+            return
+        event.wait(0.01)
+    raise AssertionError
+
+
+@contextmanager
+def _application(decoder: Decoder) -> Iterator[tuple[str, list[AsyncSession]]]:
+    """A web application that shares one session, on a free port."""
+    sessions: list[AsyncSession] = []
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with decoder.async_session(slots=3) as session:
+            sessions.append(session)
+            yield
+
+    async def stream(request: Request) -> Response:
+        options: dict[str, Any] = await request.json()
+        chunks = sessions[0].stream(options.pop("prompt"), **options)
+
+        async def texts() -> AsyncIterator[str]:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk.text
+
+        return StreamingResponse(texts())
+
+    async def generate(request: Request) -> Response:
+        options: dict[str, Any] = await request.json()
+        done = await sessions[0].generate(options.pop("prompt"), **options)
+        return JSONResponse([one.text for one in done])
+
+    routes = [Route("/stream", stream, methods=["POST"]), Route("/generate", generate, methods=["POST"])]
+    config = uvicorn.Config(Starlette(routes=routes, lifespan=lifespan), port=0, log_config=None, ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        _until(lambda: server.started)
+        (port,) = {listener.getsockname()[1] for one in server.servers for listener in one.sockets}
+        yield f"http://127.0.0.1:{port}", sessions
+    finally:
+        server.should_exit = True
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_web_application_shares_a_session() -> None:
+    """Concurrent requests are batched, their texts are the decoder's own, and those of clients that leave end."""
+    decoder = _words()
+    with _application(decoder) as (url, sessions), httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        with ExitStack() as open_streams:
+            begun = []  # httpx closes a response whose iterator is dropped
+            for seed in range(3):
+                options = {"prompt": "w1", "seed": seed, "max_new_tokens": ENDLESS}
+                response = open_streams.enter_context(client.stream("POST", "/stream", json=options))
+                begun.append(response.iter_text())
+                assert next(begun[-1])
+            assert _num_rows(sessions[0]) == 3  # all of them have begun, and none can have ended
+        _until(lambda: _num_rows(sessions[0]) == 0)
+        want = [one.text for one in decoder.generate("w2", n=5, seed=7, max_new_tokens=9)]
+        texts = [
+            client.post("/stream", json={"prompt": "w2", "seed": 7 + i, "max_new_tokens": 9}).text for i in range(5)
+        ]
+        assert texts == want
+        assert client.post("/generate", json={"prompt": "w2", "n": 5, "seed": 7, "max_new_tokens": 9}).json() == want
+
+
+def test_tasks_share_a_session() -> None:
+    """As many as there are slots, and more; one is cancelled, and the others do not notice."""
+    target, drafter = llama_pair()
+    decoder = Decoder(target, None, frozenset(), drafter)
+    prompts = [[7, 3, 9, 4, 5, 1, 2, 8] * 2 + [i] for i in range(6)]
+    alone = [decoder.generate([one], seed=i, max_new_tokens=12)[0].token_ids for i, one in enumerate(prompts)]
+
+    async def all_tasks() -> list[tuple[int, ...]]:
+        async with decoder.async_session(slots=2) as session:
+
+            async def one(i: int, **options: Any) -> tuple[int, ...]:
+                stream = session.stream(prompts[i], seed=i, max_new_tokens=12, **options)
+                return tuple([token_id async for chunk in stream for token_id in chunk.token_ids])
+
+            cancelled = asyncio.create_task(session.generate([prompts[0]], max_new_tokens=200))
+            tasks = [asyncio.create_task(one(i)) for i in range(6)]
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            found = await asyncio.gather(*tasks)
+            assert _num_rows(session) == 0
+            return found
+
+    assert asyncio.run(all_tasks()) == alone
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of options, of a row, of the engine, and of a session that is closed. None of them ends the session."""
+    model = random_llama(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] = torch.nan
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NoDrafter())
+    options: dict[str, Any] = {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
+
+    def failing(engine: Engine) -> None:
+        raise RuntimeError("no more")
+
+    async def all_errors() -> None:
+        session = decoder.async_session()
+        with pytest.raises(SessionError, match="async with"):
+            await session.generate([[1]])
+        async with session:
+            with pytest.raises(SessionError, match="open already"):
+                await session.__aenter__()
+            with pytest.raises(OptionError, match="temperature"):
+                await session.generate([[1]], temperature=-1)
+            with pytest.raises(NumericsError, match="prompt 1"):
+                await session.generate([[1], [77]], **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, "step", failing)
+                with pytest.raises(SessionError, match="RuntimeError"):
+                    await session.generate([[1]], **options)
+            assert await session.generate([[1]], **options) == decoder.generate([[1]], **options)
+            stream = session.stream([1], **options)
+            chunks: list[Chunk] = [await anext(stream)]
+        with pytest.raises(SessionError, match="closed before"):
+            chunks += [chunk async for chunk in stream]
+        with pytest.raises(SessionError, match="closed: open another"):
+            await session.generate([[1]])
+
+    asyncio.run(all_errors())
+
+
+def test_a_thread_that_fails_ends_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it had not taken too; later ones are refused."""
+    decoder = _words()
+
+    def failing(engine: SharedEngine, rows: Any) -> None:
+        raise RuntimeError("no more")
+
+    async def ended() -> None:
+        async with decoder.async_session() as session:
+            streams = [session.stream("w1", max_new_tokens=ENDLESS) for _ in range(2)]
+            await anext(streams[0])
+            monkeypatch.setattr(SharedEngine, "submit", failing)
+            for stream, match in zip(streams[::-1], ("thread of the session has failed", "closed before"), strict=True):
+                with pytest.raises(SessionError, match=match):
+                    while True:
+                        await anext(stream)
+            with pytest.raises(SessionError, match="not open"):
+                await anext(session._chunks([]))
+            with pytest.raises(SessionError, match="open another"):
+                await session.generate("w1")
+
+    asyncio.run(asyncio.wait_for(ended(), LIMIT_S))

@@ -1,0 +1,358 @@
+"""Sessions: engine and prefixes stay between calls, streams come and go, and the output is the decoder's own."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from hybrids import hybrid, hybrid_lm
+from outrider.decoder import Decoder
+from outrider.decoding.engine import Engine
+from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.errors import DeviceError, NumericsError, OptionError, PromptError, SessionError
+from outrider.records import Chunk
+from outrider.requests import session as session_module
+from outrider.requests.call import GenerateCall
+from outrider.requests.shared_engine import SharedEngine
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import RULES
+from pairs import random_llama, word_tokenizer
+from toys import llama_pair, perturbed
+
+PROMPT = [7, 3, 9, 4, 5, 1, 2, 8] * 3
+
+
+def _decoder(drafter: Drafter | None = None, **options: Any) -> Decoder:
+    target, own = llama_pair()
+    return Decoder(target, None, frozenset(), own if drafter is None else drafter, **options)
+
+
+def _hybrid() -> Decoder:
+    model = hybrid("lfm2")
+    draft = ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
+    return Decoder(hybrid_lm(model), None, frozenset(), draft)
+
+
+def _ids(stream: Iterator[Chunk]) -> tuple[int, ...]:
+    return tuple(i for chunk in stream for i in chunk.token_ids)
+
+
+def _conversation(decoder: Decoder, **options: Any) -> int:
+    """Turns of a conversation, in a session and alone. Returns how many tokens were found in the cache."""
+    prompt, num_cached = list(PROMPT), 0
+    with decoder.session(slots=2) as session:
+        for turn in range(3):
+            (alone,) = decoder.generate([prompt], seed=turn, max_new_tokens=9, **options)
+            (one,) = session.generate([prompt], seed=turn, max_new_tokens=9, **options)
+            assert one.token_ids == alone.token_ids and one.stats == alone.stats
+            assert one.text == alone.text and one.num_prompt_tokens == len(prompt)
+            num_cached += one.num_cached_tokens
+            prompt += [*one.token_ids, 5, turn]
+    return num_cached
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize(("rule", "k"), [*zip(RULES, (1, 4, 3), strict=True)])
+def test_the_output_is_the_decoders_own(rule: str, k: int) -> None:
+    """With a prefix in the cache or without."""
+    decoder = _decoder(acceptance=rule, num_draft_tokens=k)
+    least = sum(len(PROMPT) + 11 * turn for turn in range(2))
+    assert _conversation(decoder) >= least
+    assert _conversation(decoder, temperature=0.7, top_k=20, repetition_penalty=1.1) >= least
+
+
+@pytest.mark.parametrize("drafter", [NoDrafter(), NgramDrafter()], ids=["none", "ngram"])
+def test_other_drafts(drafter: Drafter) -> None:
+    assert _conversation(_decoder(drafter)) > 0
+
+
+def test_models_with_states() -> None:
+    """Their prefixes are reused where the state has not gone beyond them."""
+    _conversation(_hybrid())
+
+
+def test_auto() -> None:
+    """A row with a seed has a constant K there, too."""
+    decoder = _decoder(num_draft_tokens="auto")
+    alone = [decoder.generate([PROMPT], seed=i, max_new_tokens=9, num_draft_tokens=4)[0].token_ids for i in range(3)]
+    with decoder.session(num_draft_tokens="auto") as session:
+        assert [one.token_ids for one in session.generate([PROMPT] * 3, seed=0, max_new_tokens=9)] == alone
+
+
+def test_a_cut_stream_is_resumed() -> None:
+    decoder = _decoder()
+    whole = _ids(decoder.stream(PROMPT, seed=3, max_new_tokens=24))
+    with decoder.session() as session:
+        stream = session.stream(PROMPT, seed=3, max_new_tokens=24)
+        begun = next(stream).token_ids + next(stream).token_ids
+        assert begun + _ids(session.stream(PROMPT, seed=3, max_new_tokens=24, resume_ids=begun)) == whole
+
+
+def test_streams_join_and_leave() -> None:
+    """More than there are slots, advanced in turn; one is dropped."""
+    decoder = _decoder()
+    prompts = [[*PROMPT[i:], i] for i in range(4)]
+    alone = [_ids(decoder.stream(one, seed=i, max_new_tokens=14)) for i, one in enumerate(prompts)]
+    with decoder.session(slots=2) as session:
+        streams = [session.stream(one, seed=i, max_new_tokens=14) for i, one in enumerate(prompts)]
+        got: list[tuple[int, ...]] = [()] * 4
+        for _ in range(2):
+            for i in (0, 1):
+                got[i] += next(streams[i]).token_ids
+        del streams[0]
+        gc.collect()
+        assert len(got[0]) < 14
+        for i in (3, 2, 1):  # the one that began first ends last: its chunks were kept
+            got[i] += _ids(streams[i - 1])
+        assert got[1:] == alone[1:] and got[0] == alone[0][: len(got[0])]
+        assert [_ids(session.stream(prompts[0], seed=0, max_new_tokens=14))] == alone[:1]
+        many = session.stream_many(prompts, seed=0, max_new_tokens=14, reports_drafts=True)
+        rows: list[list[Chunk]] = [[] for _ in prompts]
+        for chunk in many:
+            rows[chunk.row].append(chunk)
+        assert list(map(_ids, rows)) == alone and all(chunk.drafted is not None for row in rows for chunk in row)
+
+
+def test_the_timings_of_a_stream_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another stream, each has the time of its own rounds."""
+    with _decoder().session() as session:
+        streams = [session.stream(PROMPT, seed=i, max_new_tokens=12, temperature=0.0) for i in range(2)]
+        both = [[next(stream)] for stream in streams]
+        for chunks, stream in zip(both, streams, strict=True):
+            chunks += stream
+        assert all(chunk.timing.total_s > 0 for chunks in both for chunk in chunks)
+
+
+def test_threads_take_turns() -> None:
+    decoder = _decoder()
+    prompts = [[*PROMPT, i] for i in range(8)]
+    alone = [_ids(decoder.stream(one, seed=i, max_new_tokens=9)) for i, one in enumerate(prompts)]
+    with decoder.session(slots=3) as session, ThreadPoolExecutor(8) as pool:
+        got = pool.map(lambda i: _ids(session.stream(prompts[i], seed=i, max_new_tokens=9)), range(8))
+        assert list(got) == alone
+
+
+def test_the_cache_grows_when_no_row_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer sequence waits, those behind it too, and no chunk is lost."""
+    monkeypatch.setattr(session_module, "_LEAST_CAPACITY", 48)
+    decoder, sizes = _decoder(), []
+    make = type(decoder._call()).engine
+    monkeypatch.setattr(
+        type(decoder._call()), "engine", lambda self, *a, **b: sizes.append(a[1]) or make(self, *a, **b)
+    )
+    lengths = [20, 40, 8]
+    with decoder.session(slots=2) as session:
+        streams = [session.stream(PROMPT, seed=i, max_new_tokens=n) for i, n in enumerate(lengths)]
+        first = [next(streams[0]).token_ids]
+        others = [_ids(streams[2]), _ids(streams[1])]
+        assert sizes == [48, 96]
+        got = [first[0] + _ids(streams[0]), others[1], others[0]]
+    alone = [_ids(decoder.stream(PROMPT, seed=i, max_new_tokens=n)) for i, n in enumerate(lengths)]
+    assert got == alone
+
+
+def test_an_error_does_not_enlarge_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine has the size of the first, also with a given capacity."""
+    monkeypatch.setattr(session_module, "_LEAST_CAPACITY", 48)
+    sizes: list[int] = []
+    make, step = GenerateCall.engine, Engine.step
+
+    def noted(call: GenerateCall, num_slots: int, capacity: int) -> Engine:
+        sizes.append(capacity)
+        return make(call, num_slots, capacity)
+
+    monkeypatch.setattr(GenerateCall, "engine", noted)
+    for capacity, size in ((None, 48), (40, 44)):
+        sizes.clear()
+        with _decoder(num_draft_tokens=4).session(capacity=capacity) as session:
+            for failure in (None, KeyboardInterrupt, RuntimeError):
+                monkeypatch.setattr(Engine, "step", step if failure is None else _raising(failure))
+                with nullcontext() if failure is None else pytest.raises(failure):
+                    session.generate([PROMPT], max_new_tokens=8)
+            monkeypatch.setattr(Engine, "step", step)
+            session.generate([PROMPT], max_new_tokens=8)
+        assert sizes == [size] * 3
+
+
+def _raising(error: type[BaseException]) -> Callable[[Engine], None]:
+    def step(engine: Engine) -> None:
+        raise error
+
+    return step
+
+
+def test_a_larger_cache_that_does_not_fit_is_freed_first() -> None:
+    """Before the one that is as large as needed is allocated."""
+    made: list[weakref.ref[Any]] = []
+
+    class Half:
+        def __init__(self, capacity: int) -> None:
+            made.append(weakref.ref(self))
+            if capacity > 8:
+                raise DeviceError("no memory")
+            assert [one() for one in made[:-1]] == [None] * (len(made) - 1)
+
+    engine = SharedEngine(Half, least_capacity=16, most_capacity=64)  # type: ignore[arg-type]
+    engine._enlarge(8)
+    assert len(made) == 2 and engine._capacity == 8
+
+
+def test_a_capacity_is_a_limit() -> None:
+    decoder = _decoder()
+    with decoder.session(capacity=40) as session:
+        with pytest.raises(OptionError, match="makes it 41 tokens, but the session has room for 40"):
+            session.generate([PROMPT], max_new_tokens=17)
+        (one,) = session.generate([PROMPT], seed=1, max_new_tokens=16)
+    assert one.token_ids == decoder.generate([PROMPT], seed=1, max_new_tokens=16)[0].token_ids
+    for options in ({"slots": 0}, {"slots": True}, {"capacity": 1}, {"capacity": 257}, {"acceptance": "all"}):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            decoder.session(**options)
+
+
+def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row, and of the engine."""
+    model = random_llama(tie_word_embeddings=False)
+    model.get_input_embeddings().weight[77] = torch.nan
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NoDrafter())
+    options: dict[str, Any] = {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
+    want = _ids(decoder.stream([1, 2], **options))
+    with decoder.session() as session:
+        with pytest.raises(NumericsError, match="prompt 1: .* position 1"):
+            session.generate([[1, 2], [77]], **options)
+        with pytest.raises(OptionError, match="did you mean temperature"):
+            session.stream([1], temprature=1.0)
+        with pytest.raises(OptionError, match="where the session is opened"):
+            session.generate([[1]], acceptance="gumbel")  # type: ignore[call-arg]
+        with pytest.raises(PromptError):
+            session.generate([[]])
+        other = session.stream([3], **options)
+        next(other)
+        with monkeypatch.context() as patch:
+
+            def interrupted(engine: Engine) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(Engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.generate([[1, 2]], **options)
+        with pytest.raises(SessionError, match=r"has stopped \(KeyboardInterrupt\): start again"):
+            list(other)
+        assert _ids(session.stream([1, 2], **options)) == want
+        last = session.stream([1, 2], **options)
+        next(last)
+    with pytest.raises(SessionError, match="closed before"):
+        list(last)
+    with pytest.raises(SessionError, match="closed: open another"):
+        session.stream([1])
+
+
+def test_a_hook_cannot_use_its_own_session() -> None:
+    """It would wait for itself. Another session serves it, and the first one stays usable."""
+    decoder = _decoder()
+    with decoder.session() as session, decoder.session() as other:
+        open_stream = session.stream(PROMPT, seed=1, max_new_tokens=30)
+        next(open_stream)
+        uses: list[Callable[[], Any]] = [
+            lambda: session.generate([[1]], max_new_tokens=1),
+            lambda: next(open_stream),
+            session.close,
+        ]
+        for use in uses:
+            with pytest.raises(NumericsError, match="a hook cannot use the session that calls it"):
+                session.generate([PROMPT], max_new_tokens=2, processor=lambda ids, use=use: use())
+            open_stream = session.stream(PROMPT, seed=1, max_new_tokens=30)
+            next(open_stream)
+        alone = decoder.generate([PROMPT], seed=1, max_new_tokens=3)[0].token_ids
+
+        def hook(ids: list[int]) -> None:
+            other.generate([[1]], max_new_tokens=1)
+
+        assert session.generate([PROMPT], seed=1, max_new_tokens=3, processor=hook)[0].token_ids == alone
+
+
+def test_chats_are_prompts() -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    model = random_llama(context_len=128)
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=128), tokenizer, frozenset(), NoDrafter())
+    messages = [{"role": "user", "content": "w1 w2 w3 " * 6}]
+    with decoder.session() as session:
+        one = session.chat(messages, seed=1, max_new_tokens=4)
+        assert one == decoder.chat(messages, seed=1, max_new_tokens=4)
+        again = "".join(chunk.text for chunk in session.stream_chat(messages, seed=1, max_new_tokens=4))
+        assert again == one.text
+
+
+def _count_fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens that the target is fed in prefill, padding excluded."""
+    fed: list[int] = []
+    prefill = LM.prefill
+
+    def counted(self: LM, ids: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if self.name == "target":
+            fed.append(int((ends - starts).sum()))
+        return prefill(self, ids, starts, ends, *rest, **more)
+
+    monkeypatch.setattr(LM, "prefill", counted)
+    return fed
+
+
+@pytest.mark.parametrize("make", [_decoder, _hybrid], ids=["llama", "lfm2"])
+def test_copies_share_their_prefill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completion i takes seed + i, and is that of its own call; the prompt is fed once."""
+    decoder = make()
+    other = PROMPT[::-1]
+    alone = [
+        decoder.generate([prompt], seed=5 + i, max_new_tokens=7)[0].token_ids
+        for i, prompt in enumerate([PROMPT] * 3 + [other] * 3)
+    ]
+    fed = _count_fed(monkeypatch)
+    for num_slots in (2, 6):
+        fed.clear()
+        done = decoder.generate([PROMPT, other], n=3, seed=5, max_new_tokens=7, num_slots=num_slots)
+        assert [one.token_ids for one in done] == alone and [one.seed for one in done] == [5, 6, 7, 8, 9, 10]
+        if make is _decoder or num_slots == 6:
+            assert sum(fed) == 2 * (len(PROMPT) - 1)
+    with decoder.session(slots=6) as session:
+        fed.clear()
+        assert [one.token_ids for one in session.generate([PROMPT, other], n=3, seed=5, max_new_tokens=7)] == alone
+        assert sum(fed) == 2 * (len(PROMPT) - 1)
+
+
+def test_seeds_of_copies() -> None:
+    decoder = _decoder()
+
+    def seeds(**options: Any) -> list[int]:
+        return [one.seed for one in decoder.generate([[1], [2]], n=2, max_new_tokens=1, **options)]
+
+    assert seeds(seed=7) == [7, 8, 9, 10]
+    assert seeds(seed=[7, 20]) == [7, 8, 20, 21]
+    assert len(set(seeds())) == 4
+    for n in (0, 1.5, True):
+        with pytest.raises(OptionError, match="n = "):
+            decoder.generate([[1]], n=n)
+    with pytest.raises(OptionError, match="'generate' and 'stream_many' take it"):
+        decoder.stream([1], n=2)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="did you mean n"):
+        decoder.generate([[1]], num_return_sequences=2)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="one list for each of the 4 completions"):
+        decoder.generate([[1], [2]], n=2, resume_ids=[[1], [2]])
+
+
+def test_prompts_that_share_less_than_half_are_fed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: waiting for a short prefix would cost a forward and gain little."""
+    fed = _count_fed(monkeypatch)
+    far = [[*PROMPT[:16], *(range(i, i + 30))] for i in (10, 20)]
+    _decoder().generate(far, max_new_tokens=1)
+    assert fed[0] == 2 * 45
+    fed.clear()
+    near = [[*PROMPT, i] for i in (10, 20)]
+    _decoder().generate(near, max_new_tokens=1)
+    assert sum(fed) == len(PROMPT)
