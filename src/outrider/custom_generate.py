@@ -1,0 +1,390 @@
+"""Speculative sampling inside ``model.generate`` of Transformers.
+
+model.generate(**inputs, max_new_tokens=64, custom_generate=outrider.assisted("path/of/draft"))
+
+The caller keeps the model, its ``GenerationConfig``, logits processors and stopping criteria, and gets what its
+``generate`` returns. ``generate`` of this module is the same with all arguments in sight: to a callable Transformers
+does not pass its own ``streamer``, ``assistant_model``, ``tokenizer`` and ``synced_gpus``.
+
+Source: ``GenerationMixin.generate`` and ``_sample`` of Transformers 5.17 to 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from outrider.api import load, load_drafter
+from outrider.decoder import Decoder
+from outrider.errors import NumericsError, OptionError, PromptError, UnsupportedModel
+from outrider.models.placement import Placement
+from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from outrider.records import Request
+from outrider.requests.criteria import Criteria
+from outrider.requests.logits_processors import (
+    ProcessedRow,
+    Processor,
+    as_options,
+    processed,
+    processors_of_row,
+)
+
+_MODES = ("greedy_search", "sample")
+# Fields of GenerationConfig that ask for another search, or for outputs that this one does not have.
+_NOT_HERE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_beams": (lambda value: value > 1, "there is no beam search: make it 1"),
+    "num_beam_groups": (lambda value: value > 1, "there is no beam search: make it 1"),
+    "constraints": (bool, "there is no beam search: leave it out"),
+    "force_words_ids": (bool, "there is no beam search: leave it out"),
+    "dola_layers": (bool, "there is no DoLa decoding: leave it out"),
+    "prompt_lookup_num_tokens": (bool, "give the draft 'ngram' to assisted()"),
+    "assistant_early_exit": (bool, "give a draft to assisted()"),
+    "use_mtp": (bool, "give the draft 'mtp' to assisted()"),
+    "is_assistant": (bool, "this model is the target"),
+    "output_attentions": (bool, "attentions are not returned: leave it out"),
+    "output_hidden_states": (bool, "hidden states are not returned: leave it out"),
+    "cache_implementation": (lambda value: value in ("quantized", "offloaded"), "this cache is another: leave it out"),
+}
+_WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
+_KEPT = "_outrider_decoders"  # attribute of a model
+
+
+class Assisted:
+    """Callable for ``custom_generate``: see ``assisted``."""
+
+    def __init__(
+        self,
+        draft: str | Path | Any | None,
+        *,
+        tokenizer: Any | None,
+        draft_tokenizer: Any | None,
+        num_draft_tokens: NumDraftTokens,
+        acceptance: str,
+        streamer: Any | None,
+        stop_strings: str | Sequence[str] | None,
+    ) -> None:
+        if stop_strings and tokenizer is None:
+            raise OptionError("stop_strings", stop_strings, "they need the tokenizer: assisted(..., tokenizer=...)")
+        self._draft, self._tokenizer, self._draft_tokenizer = draft, tokenizer, draft_tokenizer
+        self._options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "acceptance": acceptance}
+        self._streamer, self._stop_strings = streamer, stop_strings
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Called by ``generate``.
+
+        Args:
+            input_ids: [B, N]
+
+        Returns:
+            Ids [B, N + new tokens], or GenerateDecoderOnlyOutput.
+
+        Raises:
+            OptionError, PromptError, UnsupportedModel: not possible here.
+            NumericsError: a model gave NaN or infinite logits.
+        """
+        _check(model, generation_config)
+        num_padding = _padding(input_ids, model_kwargs)
+        if self._stop_strings:
+            from transformers import StoppingCriteriaList, StopStringCriteria
+
+            own: Any = StopStringCriteria(stop_strings=self._stop_strings, tokenizer=self._tokenizer)
+            stopping_criteria = StoppingCriteriaList([*stopping_criteria, own])
+        if self._streamer is not None:
+            if len(input_ids) > 1:
+                raise OptionError("streamer", type(self._streamer).__name__, f"for one row, not {len(input_ids)}")
+            self._streamer.put(input_ids.cpu())
+        decoder = self._decoder(model)
+        rows = _Rows(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
+        requests = _requests(decoder, rows, num_padding, do_sample=bool(generation_config.do_sample))
+        k = DEFAULT_NUM_DRAFT_TOKENS if decoder.num_draft_tokens == "auto" else decoder.num_draft_tokens
+        longest = max(len(one.prompt_ids) for one in requests)
+        engine = decoder.engine(len(requests), longest + rows.num_new + k)  # the last round may draft beyond the end
+        for request in requests:
+            engine.submit(request)
+        while (round_ := engine.step()) is not None:
+            for row in round_.rows:
+                if row.error is not None:
+                    raise NumericsError(f"row {row.row}: {row.error}")
+                rows.extend(row.row, row.token_ids, row.logits, getattr(requests[row.row].constraint, "errors", {}))
+            for index in rows.take_ended():
+                engine.cancel(index)
+        if self._streamer is not None:
+            self._streamer.end()
+        return rows.output()
+
+    def _decoder(self, model: Any) -> Decoder:
+        """The decoder of this model, kept as long as both this object and the model are alive."""
+        kept = model.__dict__.setdefault(_KEPT, _Kept()).decoders
+        place = model.device, model.dtype
+        if self not in kept or kept[self][0] != place:
+            # Without the generation config: all tokens that have logits, as in ``generate``.
+            plain = load(model, generation_config="none", **self._options)
+            known = replace(plain, tokenizer=self._tokenizer)
+            on_device = Placement(device=str(model.device))
+            drafter = load_drafter(known, self._draft, tokenizer=self._draft_tokenizer, placement=on_device)
+            kept[self] = place, replace(plain, drafter=drafter, eos_ids=frozenset())
+        decoder: Decoder = kept[self][1]
+        return decoder
+
+
+class _Kept:
+    """Decoders of one model; not part of its copies."""
+
+    def __init__(self) -> None:
+        self.decoders: WeakKeyDictionary[Assisted, tuple[Any, Decoder]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def assisted(
+    draft: str | Path | Any | None,
+    *,
+    tokenizer: Any | None = None,
+    draft_tokenizer: Any | None = None,
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
+    acceptance: str = DEFAULT_ACCEPTANCE,
+    streamer: Any | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+) -> Assisted:
+    """Argument ``custom_generate`` of ``model.generate``. Keep the object: draft and model are prepared once for it.
+
+    Args:
+        draft: see ``outrider.load``.
+        tokenizer: of the model: to compare it with the draft's, and for ``stop_strings``.
+        draft_tokenizer: of a draft in memory.
+        num_draft_tokens, acceptance: see ``outrider.load``.
+        streamer: of Transformers, for batches of one row.
+        stop_strings: in place of those of ``generate``, which needs its own tokenizer for them.
+
+    Raises:
+        OptionError
+    """
+    return Assisted(
+        draft,
+        tokenizer=tokenizer,
+        draft_tokenizer=draft_tokenizer,
+        num_draft_tokens=num_draft_tokens,
+        acceptance=acceptance,
+        streamer=streamer,
+        stop_strings=stop_strings,
+    )
+
+
+def generate(
+    model: Any,
+    inputs: Tensor | None = None,
+    generation_config: Any | None = None,
+    *,
+    draft: str | Path | Any | None = None,
+    tokenizer: Any | None = None,
+    assistant_model: Any | None = None,
+    assistant_tokenizer: Any | None = None,
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
+    acceptance: str = DEFAULT_ACCEPTANCE,
+    streamer: Any | None = None,
+    synced_gpus: bool | None = None,
+    custom_generate: Any | None = None,
+    **options: Any,
+) -> Any:
+    """``model.generate`` with a draft. Arguments, results: see there and ``assisted``; ``assistant_model`` is another
+    name of ``draft``. Nothing is dropped.
+
+    Raises:
+        OptionError: an argument is not possible here; see also ``Assisted``.
+    """
+    if draft is not None and assistant_model is not None:
+        raise OptionError("assistant_model", type(assistant_model).__name__, "give it or draft, not both")
+    if custom_generate is not None:
+        raise OptionError("custom_generate", custom_generate, "this function is one: leave it out")
+    if synced_gpus:
+        raise OptionError("synced_gpus", synced_gpus, "rows end at different times: leave it out")
+    config = model.generation_config if generation_config is None else generation_config
+    stop_strings = options.pop("stop_strings", None) or config.stop_strings
+    if config.stop_strings:
+        generation_config = copy.deepcopy(config)
+        generation_config.stop_strings = None
+    own = assisted(
+        assistant_model if draft is None else draft,
+        tokenizer=tokenizer,
+        draft_tokenizer=assistant_tokenizer,
+        num_draft_tokens=num_draft_tokens,
+        acceptance=acceptance,
+        streamer=streamer,
+        stop_strings=stop_strings,
+    )
+    return model.generate(inputs, generation_config=generation_config, custom_generate=own, **options)
+
+
+def _check(model: Any, config: Any) -> None:
+    """Raises OptionError, UnsupportedModel."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{type(model).__name__} is an encoder-decoder: only decoders are supported")
+    if model.training:
+        raise OptionError("model.training", True, "dropout changes the distribution: call model.eval()")
+    for name, (is_other, remedy) in _NOT_HERE.items():
+        value = getattr(config, name, None)
+        if value is not None and is_other(value):
+            raise OptionError(name, value, remedy)
+    mode = config.get_generation_mode()
+    if mode not in _MODES:
+        name = "penalty_alpha" if mode == "contrastive_search" else "generation mode"
+        raise OptionError(name, getattr(config, name, mode), f"there is no {mode.replace('_', ' ')}: leave it out")
+
+
+def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+    """Number of padding tokens before each row. Raises OptionError, PromptError."""
+    for name in ("past_key_values", "cache_params"):  # mostly made by ``generate``, and empty
+        if getattr(cache := model_kwargs.pop(name, None), "_is_user_defined", False):
+            raise OptionError(name, type(cache).__name__, "caches are not taken over: give the whole prompt")
+    mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
+    for name, value in model_kwargs.items():
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
+            raise OptionError(name, type(value).__name__, "the models read token ids alone: leave it out")
+    if input_ids.shape[1] == 0:
+        raise OptionError("input_ids", list(input_ids.shape), "there are no ids (are there inputs_embeds?): give some")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    is_known = mask.bool()
+    if not (is_known == is_known.cummax(dim=1).values).all() or not is_known[:, -1].all():
+        raise PromptError("the attention mask has zeros after a one: pad on the left, and mask nothing else")
+    expected = (is_known.long().cumsum(-1) - 1).clamp_min(0)
+    if positions is not None and not ((positions == expected) | ~is_known).all():
+        raise OptionError("position_ids", positions.tolist(), "positions are counted from a row's first token")
+    return [int(num) for num in (~is_known).sum(dim=1)]
+
+
+def _requests(decoder: Decoder, rows: _Rows, num_padding: Sequence[int], *, do_sample: bool) -> list[Request]:
+    # Drawn from the caller's generator, so that torch.manual_seed governs the output.
+    seed = int(torch.randint(2**62, ())) if do_sample else 0
+    requests = []
+    for index, (ids, num) in enumerate(zip(rows.prompts, num_padding, strict=True)):
+        options, others = as_options(rows.processors[index], ids, num)
+        options |= {"seed": seed + index, "max_new_tokens": rows.num_new, "ignore_eos": True}
+        if not do_sample:
+            options["temperature"] = 0.0
+        request = decoder.request(ids[num:], options).request
+        if len(request.prompt_ids) + rows.num_new > decoder.target.context_len:
+            remedy = f"the context of the model is {decoder.target.context_len}: ask for fewer"
+            raise OptionError("max_length", rows.num_new + len(ids), remedy)
+        constraint = ProcessedRow(others, ids, rows.device, rows.criteria.ends) if others else None
+        requests.append(replace(request, stop=None, constraint=constraint, reports_logits=rows.needs_logits))
+    return requests
+
+
+class _Rows:
+    """The batch as ``generate`` returns it. Criteria and streamer see each row token by token.
+
+    Attributes:
+        prompts: with padding.
+        processors: of each row.
+        num_new: the most tokens to generate.
+        needs_logits: whether ``extend`` needs them.
+        criteria: which end a row.
+    """
+
+    def __init__(self, input_ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any | None) -> None:
+        self.device = input_ids.device
+        self.prompts: list[list[int]] = input_ids.tolist()
+        self.processors: list[list[Processor]] = [processors_of_row(processors, i) for i in range(len(input_ids))]
+        self.criteria = Criteria(criteria, len(input_ids))
+        self._streamer, self._config = streamer, config
+        most = criteria.max_length or config.max_length
+        self._num_given = input_ids.shape[1]
+        self.num_new = most - self._num_given
+        pad = getattr(config, "_pad_token_tensor", None)
+        self._pad_id = 0 if pad is None else int(pad)
+        self._ids = torch.full((len(input_ids), most), self._pad_id, device=self.device)
+        self._ids[:, : self._num_given] = input_ids
+        self._lengths = [self._num_given] * len(input_ids)
+        self._ends: list[int | None] = [None] * len(input_ids)  # lengths at which the criteria were met
+        self._left = set(range(len(input_ids)))
+        self._is_padded = any(hasattr(one, "eos_token_id") for one in criteria)
+        is_dict = bool(config.return_dict_in_generate)
+        self._has_scores, self._has_logits = is_dict and bool(config.output_scores), is_dict and config.output_logits
+        self.needs_logits = bool(self._has_scores or self._has_logits)
+        self._logits: list[list[Tensor]] = [[] for _ in self.prompts]
+        self._scores: list[list[Tensor]] = [[] for _ in self.prompts]
+
+    def extend(
+        self, row: int, token_ids: Sequence[int], logits: Tensor | None, errors: Mapping[int, Exception]
+    ) -> None:
+        """Append tokens to a row, up to its end. Raises the error of a position that it gets to.
+
+        Args:
+            logits: [N, V]
+            errors: of the row's processors, by position.
+        """
+        for place, token_id in enumerate(token_ids):
+            length = self._lengths[row]
+            if row not in self._left or (self._ends[row] is not None and length >= self._longest):
+                return
+            if length in errors:
+                raise errors[length]
+            if logits is not None:
+                own = logits[place].to(self.device, torch.float32, copy=True)
+                self._logits[row].append(own)
+                if self._has_scores:
+                    self._scores[row].append(processed(self.processors[row], self._ids[row : row + 1, :length], own))
+            self._ids[row, length] = token_id
+            self._lengths[row] = length = length + 1
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor([token_id]))
+            scores = tuple(one[None] for one in self._scores[row]) if self._has_scores else None
+            if self._ends[row] is None and self.criteria.is_met(self._ids[row : row + 1, :length], scores):
+                self._ends[row] = length
+                if self._is_padded:
+                    return
+
+    def take_ended(self) -> list[int]:
+        """Rows that have ended since the last call. Without end tokens ``generate`` pads nothing: a row goes on until
+        the criteria are met in all."""
+        if self._is_padded:
+            ended = {row for row in self._left if self._ends[row] is not None}
+        elif None in self._ends:
+            return []
+        else:
+            ended = {row for row in self._left if self._lengths[row] >= self._longest}
+        self._left -= ended
+        return sorted(ended)
+
+    @property
+    def _longest(self) -> int:
+        """Length at which the batch ends, if that is known; else the most that it may have."""
+        return max(end or self._ids.shape[1] for end in self._ends)
+
+    def output(self) -> Any:
+        """As ``generate`` returns it."""
+        longest = max(end or length for end, length in zip(self._ends, self._lengths, strict=True))
+        ids = self._ids[:, :longest].clone()
+        if not self._config.return_dict_in_generate:
+            return ids
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        num_new = longest - self._num_given
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=self._steps(self._scores, num_new, -torch.inf) if self._has_scores else None,
+            logits=self._steps(self._logits, num_new, 0.0) if self._has_logits else None,
+        )
+
+    def _steps(self, rows: list[list[Tensor]], num_new: int, value: float) -> tuple[Tensor, ...]:
+        """[B, V] for each new token. After the end of a row padding alone has a score."""
+        filler = torch.full_like(rows[0][0], value)
+        filler[self._pad_id] = 0.0
+        return tuple(torch.stack([row[i] if i < len(row) else filler for row in rows]) for i in range(num_new))

@@ -1,0 +1,370 @@
+"""`model.generate` with `custom_generate=outrider.assisted(...)` gives what `model.generate` gives.
+
+Sequences, scores and logits of many architectures, greedy and sampled, in batches with padding.
+"""
+
+import copy
+import gc
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+import transformers as tf
+from torch import Tensor
+
+import outrider
+from hybrids import tiny_models
+from outrider import assisted
+from outrider.errors import OptionError, PromptError, UnsupportedModel, UsageError
+from pairs import embedded, random_llama
+from toys import perturbed
+
+FEW = ["llama", "gpt2", "gemma3_text", "opt"]
+# Not Gemma 2, whose eager `generate` itself gives NaN for padded rows.
+MORE = [
+    *("mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "gptj", "phi", "phi3", "falcon", "codegen", "starcoder2"),
+    *("olmo2", "cohere", "stablelm", "granite", "glm", "nemotron", "smollm3", "exaone4", "helium"),
+]
+PAD, END = 0, 9
+IDS = torch.tensor([[PAD, PAD, PAD, 5, 6, 7, 5, 6], [PAD] * 7 + [4], [2, 3, 2, 3, 2, 3, 2, 3]])
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 7 + [1], [1] * 8])
+INPUTS = {"input_ids": IDS, "attention_mask": MASK, "pad_token_id": PAD, "eos_token_id": None, "max_new_tokens": 12}
+NUM_SAMPLES = 600
+FALSE_ALARM = 1e-6
+
+
+@cache
+def _pair(name: str = "llama") -> tuple[Any, Any]:
+    model = tiny_models.tiny(name).double().eval()
+    return model, perturbed(copy.deepcopy(model), 0.05)
+
+
+def _same(name: str = "llama", draft: Any = None, **options: Any) -> Any:
+    """Greedy output of both, which agrees."""
+    model, own = _pair(name)
+    given = {**INPUTS, "do_sample": False, "return_dict_in_generate": True, "output_scores": True, **options}
+    plain = model.generate(**given, output_logits=True)
+    found = model.generate(**given, output_logits=True, custom_generate=assisted(draft or own))
+    assert type(found) is type(plain)
+    assert found.sequences.tolist() == plain.sequences.tolist()
+    assert found.sequences.dtype == plain.sequences.dtype
+    assert len(found.scores) == len(found.logits) == len(plain.scores)
+    num_given = given["input_ids"].shape[1]
+    ends = list(given["eos_token_id"] or [])
+    ends += [int(token) for one in given.get("stopping_criteria", ()) for token in one.tokens] if ends else []
+    is_open = torch.ones(len(plain.sequences), dtype=torch.bool)  # what is said of padding is not compared
+    for i, ids in enumerate(plain.sequences.T[num_given:]):
+        for ours, theirs in ((found.scores[i], plain.scores[i]), (found.logits[i], plain.logits[i])):
+            assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == torch.float32
+            assert torch.allclose(ours[is_open], theirs[is_open], rtol=1e-3, atol=1e-3)
+        is_open &= ~torch.isin(ids, torch.tensor(ends))
+    return found
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_greedy_output_is_that_of_generate(name: str) -> None:
+    found = _same(name)
+    assert found.sequences.shape == (3, 20)
+    ends = found.sequences[:2, 10].tolist()
+    _same(name, "ngram", eos_token_id=ends)
+
+
+class Odd(tf.LogitsProcessor):
+    """Reads ids and scores: forbids the best token after an odd one."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        is_best = scores == scores.amax(dim=-1, keepdim=True)
+        return scores.masked_fill(is_best & (ids[:, -1:] % 2 == 1), -torch.inf)
+
+
+class At(tf.StoppingCriteria):
+    """Stops a row after a token of its own."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, ids: Tensor, scores: Any, **more: Any) -> Tensor:
+        return torch.isin(ids[:, -1], self.tokens)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_length": 15, "max_new_tokens": None},
+    {"no_repeat_ngram_size": 2},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7, "no_repeat_ngram_size": 3, "renormalize_logits": True},
+    {"sequence_bias": {(6, 23): -60.0, (35,): -90.0, (7,): 2.0}},
+    {"suppress_tokens": list(range(40)), "begin_suppress_tokens": list(range(70))},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [1 + row, 20 + int(ids[-1]) % 50, 90]},
+    {"forced_eos_token_id": END, "eos_token_id": [END]},
+    {"logits_processor": tf.LogitsProcessorList([Odd()])},
+    {"remove_invalid_values": True, "max_time": 60.0},
+    {"logits_processor": tf.LogitsProcessorList([tf.RepetitionPenaltyLogitsProcessor(3.0, torch.tensor([8] * 3))])},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_options_act_on_greedy_output(options: dict[str, Any]) -> None:
+    assert _same(**options).sequences.tolist() != _same().sequences.tolist() or "remove_invalid_values" in options
+
+
+def test_ends_act_token_by_token() -> None:
+    """End tokens, minimum lengths, criteria of the caller, with and without end tokens. Without them nothing is padded:
+    rows go on until the criteria are met in all."""
+    plain = _same().sequences
+    ends = [int(plain[0, 11]), int(plain[1, 14])]
+    assert (_same(eos_token_id=ends).sequences[0, 12:] == PAD).all()
+    _same(eos_token_id=ends, min_new_tokens=7)
+    _same(eos_token_id=ends, min_length=13)
+    _same(eos_token_id=ends, min_new_tokens=5, no_repeat_ngram_size=3)
+    _same(eos_token_id=ends, exponential_decay_length_penalty=(2, 1.5))
+    criteria = tf.StoppingCriteriaList([At([int(plain[0, 9]), int(plain[1, 12]), int(plain[2, 10])])])
+    _same(stopping_criteria=criteria)
+    _same(stopping_criteria=criteria, eos_token_id=ends)
+    words = [[int(plain[0, 8])], plain[1, 9:11].tolist()]
+    _same(bad_words_ids=words, eos_token_id=ends)
+
+
+def test_tensors_are_returned_where_no_dictionary_is_asked_for() -> None:
+    model, draft = _pair()
+    for given in (INPUTS, {"input_ids": IDS[2:], "max_new_tokens": 5}, {"inputs": IDS[2:], "max_new_tokens": 1}):
+        plain = model.generate(**given)
+        assert model.generate(**given, custom_generate=assisted(draft)).equal(plain)
+    one = model.generate(IDS[2:], max_new_tokens=3, return_dict_in_generate=True, custom_generate=assisted(draft))
+    assert one.scores is None and one.logits is None and one.sequences.shape == (1, 11)
+
+
+@cache
+def _narrow() -> tuple[Any, Any]:
+    """A pair of few tokens, whose laws are long lists."""
+    pair = random_llama(7, 0).eval(), random_llama(7, 1).eval()
+    for model in pair:
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return pair
+
+
+class Shy(tf.LogitsProcessor):
+    """Depends on the drafted token before."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - 3.0 * torch.nn.functional.one_hot((ids[:, -1] + 1) % 7, 7)
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
+    {"top_k": 0, "typical_p": 0.8, "no_repeat_ngram_size": 2},
+    {"top_k": 0, "temperature": 1.3, "logits_processor": tf.LogitsProcessorList([Shy()]), "epsilon_cutoff": 0.02},
+]
+
+
+COMMON = {"do_sample": True, "max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+PROMPT = (1, 4, 2)
+
+
+def _law(options: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Of three sampled tokens, by the scores of `generate`."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        ids = torch.tensor([(*PROMPT, *text) for text in law])
+        given = {**COMMON, **options, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+        probs = _narrow()[0].generate(ids, **given).scores[0].softmax(-1).tolist()
+        law = {
+            (*text, token): mass * prob
+            for (text, mass), row in zip(law.items(), probs, strict=True)
+            for token, prob in enumerate(row)
+            if prob > 0
+        }
+    return law
+
+
+def _pvalue(texts: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Of a chi-square test. Rare texts are one cell."""
+    if not law.keys() >= set(texts):
+        return 0.0
+    often = [text for text in law if law[text] * len(texts) >= 5]
+    observed, expected = [texts.count(text) for text in often], [law[text] * len(texts) for text in often]
+    if (rest := len(texts) - sum(expected)) >= 5:
+        observed, expected = [*observed, len(texts) - sum(observed)], [*expected, rest]
+    return float(scipy.stats.chisquare(observed, expected, sum_check=False).pvalue)
+
+
+@pytest.mark.parametrize("options", SAMPLED, ids=" ".join)
+def test_samples_follow_the_law_of_generate(options: dict[str, Any]) -> None:
+    """False alarm: 1e-6. The law without the options is another."""
+    model, draft = _narrow()
+    torch.manual_seed(0)
+    own = assisted(draft, num_draft_tokens=2)
+    ids = torch.tensor([PROMPT])
+    rows = model.generate(ids, **COMMON, **options, num_return_sequences=NUM_SAMPLES, custom_generate=own)
+    texts = [tuple(row) for row in rows[:, 3:].tolist()]
+    assert _pvalue(texts, _law(options)) > FALSE_ALARM > _pvalue(texts, _law({"top_k": 0}))
+
+
+def test_the_callers_seed_governs() -> None:
+    model, draft = _pair()
+    own = assisted(draft)
+
+    def sampled(seed: int | None) -> list[list[int]]:
+        if seed is not None:
+            torch.manual_seed(seed)
+        ids: list[list[int]] = model.generate(**INPUTS, do_sample=True, custom_generate=own).tolist()
+        return ids
+
+    first, second = sampled(1), sampled(None)
+    assert first != second and [sampled(1), sampled(None)] == [first, second] and sampled(2) != first
+    state = torch.random.get_rng_state()
+    model.generate(**INPUTS, custom_generate=own)  # greedy output takes no noise
+    assert torch.random.get_rng_state().equal(state)
+
+
+class Written(tf.TextStreamer):
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.has_ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+def test_streamer_and_stop_strings_are_arguments_of_ours() -> None:
+    decoder = embedded()
+    model, tokenizer, draft = decoder.target.model, decoder.tokenizer, "ngram"
+    given = {**tokenizer("Once upon a time", return_tensors="pt"), "max_new_tokens": 16, "pad_token_id": PAD}
+    stop = tokenizer.decode(model.generate(**given)[0, -4:])
+    stopped = model.generate(**given, stop_strings=[stop], tokenizer=tokenizer)
+    written = Written()
+    own = assisted(draft, tokenizer=tokenizer, stop_strings=[stop], streamer=written)
+    assert model.generate(**given, custom_generate=own).equal(stopped)
+    assert written.ids == stopped[0].tolist() and written.has_ended
+    written = Written()
+    more = {"tokenizer": tokenizer, "stop_strings": stop, "streamer": written}
+    assert outrider.generate(model, assistant_model=draft, **given, **more).equal(stopped)
+    assert written.ids == stopped[0].tolist()
+    config = copy.deepcopy(model.generation_config)
+    config.stop_strings = [stop]
+    with_config = outrider.generate(model, draft="ngram", generation_config=config, tokenizer=tokenizer, **given)
+    assert with_config.equal(stopped) and config.stop_strings == [stop]
+    with pytest.raises(OptionError, match="stop_strings .* need the tokenizer"):
+        assisted(draft, stop_strings="a")
+    with pytest.raises(OptionError, match="streamer = 'Written' is invalid: for one row, not 3"):
+        outrider.generate(_pair()[0], draft="ngram", streamer=Written(), **INPUTS)
+
+
+class Counting(tf.LogitsProcessor):
+    num_calls = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_calls += 1
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams = 2"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens = 3 is invalid: give the draft 'ngram'"),
+        ({"penalty_alpha": 0.5, "top_k": 4}, "penalty_alpha = 0.5"),
+        ({"dola_layers": "low"}, "dola_layers = 'low'"),
+        ({"guidance_scale": 2.0}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+        ({"encoder_repetition_penalty": 2.0}, "EncoderRepetitionPenaltyLogitsProcessor"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states = True"),
+        ({"logits_processor": tf.LogitsProcessorList([Counting()])}, "'Counting' is invalid: it changes itself"),
+        ({"past_key_values": tf.DynamicCache()}, "past_key_values = 'DynamicCache'"),
+        ({"max_new_tokens": 400}, "the context of the model is 256"),
+        ({"position_ids": torch.zeros_like(IDS)}, "position_ids"),
+        ({"attention_mask": MASK.flip(1)}, "the attention mask has zeros after a one"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
+)
+def test_other_searches_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    model, draft = _pair()
+    with pytest.raises(UsageError, match=message) as caught:
+        model.generate(**{**INPUTS, **options}, custom_generate=assisted(draft))
+    assert isinstance(caught.value, (OptionError, PromptError))
+
+
+def test_processors_may_fail_where_no_row_gets() -> None:
+    """A trie of texts has nothing after an end token, nor after a token that it forbids."""
+    plain = _same().sequences[:, 8:]
+    texts = [[*row[:4].tolist(), END] for row in plain]
+    calls: list[list[int]] = []
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        own = ids[8:].tolist()
+        calls.append(own)
+        return texts[row][len(own) : len(own) + 1] if own == texts[row][: len(own)] else []
+
+    found = _same(prefix_allowed_tokens_fn=allowed, eos_token_id=[END])
+    assert found.sequences[:, 8:].tolist() == texts
+    _same(draft="ngram", prefix_allowed_tokens_fn=allowed, eos_token_id=[END])
+    assert all(END not in own for own in calls)
+    model, draft = _pair()
+    for own in ({}, {"custom_generate": assisted(draft)}, {"custom_generate": assisted("ngram")}):
+        with pytest.raises(ValueError, match="returned an empty list for batch ID"):
+            model.generate(**INPUTS, prefix_allowed_tokens_fn=allowed, **own)
+
+
+class Sticky(tf.StoppingCriteria):
+    """Has a state of its batch."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.met = torch.zeros(num_rows, dtype=torch.bool)
+
+    def __call__(self, ids: Tensor, scores: Any, **more: Any) -> Tensor:
+        self.met = self.met | (ids[:, -1] % 5 == 0)
+        return self.met
+
+
+def test_criteria_with_a_state_are_refused_for_batches() -> None:
+    model, draft = _pair()
+    for num_rows, message in ((3, r"'Sticky' .* gave shape \[3\] for one row"), (1, "'Sticky' .* changes itself")):
+        criteria = tf.StoppingCriteriaList([Sticky(num_rows)])
+        with pytest.raises(OptionError, match=message):
+            model.generate(**INPUTS, stopping_criteria=criteria, custom_generate=assisted(draft))
+    one = {"input_ids": IDS[2:], "attention_mask": MASK[2:]}
+    expected = model.generate(**{**INPUTS, **one}, stopping_criteria=tf.StoppingCriteriaList([Sticky(1)]))
+    found = model.generate(
+        **{**INPUTS, **one},
+        stopping_criteria=tf.StoppingCriteriaList([Sticky(1)]),
+        custom_generate=assisted(draft),
+    )
+    assert found.equal(expected)
+
+
+def test_arguments_that_contradict_each_other_are_refused() -> None:
+    model, draft = _pair()
+    for more in ({"assistant_model": draft, "draft": draft}, {"custom_generate": print}, {"synced_gpus": True}):
+        with pytest.raises(OptionError, match=next(iter(more))):
+            outrider.generate(model, IDS, **more)
+    with pytest.raises(OptionError, match=r"model\.training"):
+        outrider.generate(copy.deepcopy(model).train(), IDS, draft="ngram", max_new_tokens=2)
+    encoder = tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    ).eval()
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        encoder.generate(torch.tensor([[1, 2]]), max_new_tokens=2, custom_generate=assisted("ngram"))
+
+
+def test_a_model_is_prepared_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    import outrider.custom_generate as module
+
+    loaded = []
+    load = module.load
+    monkeypatch.setattr(module, "load", lambda *args, **more: loaded.append(args) or load(*args, **more))
+    model, own = random_llama(30).eval(), assisted("ngram")
+    for _ in range(2):
+        model.generate(IDS[2:], max_new_tokens=2, custom_generate=own)
+    assert len(loaded) == 1
+    twin = copy.deepcopy(model)
+    twin.generate(IDS[2:], max_new_tokens=2, custom_generate=own)
+    assert len(loaded) == 2 and loaded[1][0] is twin
+    gone = weakref.ref(twin)
+    loaded.clear()
+    del twin
+    gc.collect()
+    assert gone() is None
