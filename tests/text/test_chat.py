@@ -1,21 +1,37 @@
-"""Messages in parts: their text is written, in the form that the template takes; what is not text is refused."""
+"""Chats: messages in parts, and options, in the form that the template takes. Nothing is dropped silently."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from outrider.errors import PromptError
-from outrider.text.chat import chat_text
+from outrider.errors import OptionError, PromptError
+from outrider.options import SamplingChanges
+from outrider.text.chat import Chat, ChatChanges, ChatOptions, chat_text
+from outrider.text.tokenizer import encode
 from pairs import word_tokenizer
 
 OF_STRINGS = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
 OF_PARTS = "{% for m in messages %}[{{ m.role }}] {% for p in m.content %}{{ p.text }}{% endfor %} {% endfor %}"
+WITH_TOOLS = (  # with a default that is set only where it is missing, and the tag of Transformers
+    "{% if not date is defined %}{% set date = 'w9' %}{% endif %}{{ date }} "
+    "{% for tool in tools or [] %}<{{ tool.function.name }}> {% endfor %}"
+    "{% for d in documents or [] %}({{ d.title }}) {% endfor %}"
+    "{% for m in messages %}[{{ m.role }}] {% generation %}{{ m.content }}{% endgeneration %}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}</think>{% endif %}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "w7", "parameters": {"type": "object", "properties": {}}}}
 
 
-def with_template(template: str) -> Any:
+def with_template(template: Any) -> Any:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
+
+
+def written(template: Any, messages: Any, **options: Any) -> str:
+    return chat_text(with_template(template), Chat(messages, ChatOptions(**options)))
 
 
 @pytest.mark.parametrize("template", [OF_STRINGS, OF_PARTS])
@@ -24,8 +40,9 @@ def test_parts_of_text_are_text(template: str) -> None:
     want = "[system] w0 [user] w1 w2 "
     parts = [{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}]
     for content in ("w1 w2", parts):
-        messages = [{"role": "system", "content": "w0"}, {"role": "user", "content": content}]
-        assert chat_text(with_template(template), messages) == want
+        user = {"role": "user", "content": content}
+        assert written(template, [{"role": "system", "content": "w0"}, user]) == want
+        assert written(template, [user], system="w0") == want
 
 
 @pytest.mark.parametrize("change", ["[:4]", " | upper", ".replace('1', '')", ".title().strip()"])
@@ -33,7 +50,7 @@ def test_a_template_may_change_the_text(change: str) -> None:
     """Then the text is not in what it writes. That of a list, as Python shows it, may be, or the template fails."""
     template = "{{ messages[0].content" + change + " }}"
     want = {"[:4]": "w1 w", " | upper": "W1 W2", ".replace('1', '')": "w w2", ".title().strip()": "W1 W2"}[change]
-    assert chat_text(with_template(template), [{"role": "user", "content": "w1 w2"}]) == want
+    assert written(template, "w1 w2") == want
 
 
 @pytest.mark.parametrize(
@@ -49,17 +66,156 @@ def test_a_template_may_change_the_text(change: str) -> None:
 def test_what_is_not_text_is_refused(content: Any, message: str) -> None:
     """Rather than written as Python shows it."""
     with pytest.raises(PromptError, match=message):
-        chat_text(with_template(OF_STRINGS), [{"role": "user", "content": content}])
+        Chat([{"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize("message", [{"content": "w1"}, {"role": None, "content": "w1"}, "w1"])
 def test_messages_have_a_role(message: Any) -> None:
     with pytest.raises(PromptError, match="message 1 is not an object with a 'role' and a 'content'"):
-        chat_text(with_template(OF_STRINGS), [{"role": "user", "content": "w1"}, message])
+        Chat([{"role": "user", "content": "w1"}, message])
 
 
-def test_a_message_may_have_no_text() -> None:
-    """Calls of tools are the template's own matter."""
-    template = "{% for m in messages %}{{ m.content or m.tool_calls }} {% endfor %}"
-    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": None, "tool_calls": ["w2"]}]
-    assert chat_text(with_template(template), messages) == "w1 ['w2'] "
+@pytest.mark.parametrize("messages", [[], {"role": "user", "content": "w1"}, 5])
+def test_a_chat_has_a_message(messages: Any) -> None:
+    with pytest.raises(PromptError, match="a chat is a list of messages, at least one"):
+        Chat(messages)
+
+
+def test_options_reach_the_template() -> None:
+    assert written(WITH_TOOLS, "w1") == "w9 [user] w1 [assistant]"
+    assert written(WITH_TOOLS, "w1", add_generation_prompt=False) == "w9 [user] w1 "
+    assert written(WITH_TOOLS, "w1", chat_template_kwargs={"enable_thinking": False}).endswith("[assistant]</think>")
+    given = {"tools": [TOOL], "documents": [{"title": "w5", "text": ""}], "chat_template_kwargs": {"date": "w8"}}
+    assert written(WITH_TOOLS, "w1", **given) == "w8 <w7> (w5) [user] w1 [assistant]"
+    assert written(OF_STRINGS, "w1", chat_template="{{ messages[0].content }}!") == "w1!"
+
+
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [("{{ reasoning_effort }}", "none"), ("{{ enable_thinking }}", "False"), ("{{ thinking }}", "False"), ("w", "w")],
+)
+def test_no_effort_is_no_thinking(template: str, want: str) -> None:
+    """Whatever a template calls it; most have no word for it."""
+    assert written(template, "w1", chat_template_kwargs={"reasoning_effort": "none"}) == want
+    if template == "w":
+        with pytest.raises(OptionError, match="does not read 'reasoning_effort', but no such variables"):
+            written(template, "w1", chat_template_kwargs={"reasoning_effort": "low"})
+
+
+def test_functions_are_tools() -> None:
+    def w7(place: str) -> str:
+        """Tell the weather.
+
+        Args:
+            place: a town.
+        """
+        return place
+
+    assert "<w7>" in written(WITH_TOOLS, "w1", tools=[w7])
+
+
+def test_calls_of_tools_and_their_results_reach_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "w7", "arguments": {"w": 1}}}
+    for content in ({"content": None}, {"content": ""}, {}):
+        messages = [
+            {"role": "user", "content": "w1"},
+            {"role": "assistant", "tool_calls": [call], **content},
+            {"role": "tool", "tool_call_id": "c1", "content": "w2"},
+        ]
+        want = 'w9 <w7> [user] w1 [assistant] {"name": "w7", "arguments": {"w": 1}} [tool] w2 [assistant]'
+        assert written(WITH_TOOLS, messages, tools=[TOOL]) == want
+
+
+def test_the_last_message_can_be_continued() -> None:
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    for template in (OF_STRINGS, OF_PARTS):
+        assert written(template, messages, continue_final_message=True) == "[user] w1 [assistant] w2 w3"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [TOOL]}, "tools = .* the model's chat template does not read it"),
+        ({"documents": [{"title": "w5"}]}, "documents = .* does not read it"),
+        ({"add_generation_prompt": False}, "add_generation_prompt = False is invalid: .* does not read it"),
+        ({"chat_template_kwargs": {"thinking": True}}, "does not read 'thinking', but enable_thinking, style"),
+        ({"chat_template_kwargs": {"tools": [TOOL]}}, "'tools' is not one of them"),
+        ({"chat_template_kwargs": {"messages": []}}, "'messages' is not one of them"),
+        ({"system": "w0"}, "system = 'w0' is invalid: the model's chat template skips system messages"),
+    ],
+)
+def test_an_option_that_the_template_does_not_read_is_refused(options: Any, message: str) -> None:
+    template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking or style %}{{ eos_token }}{% endif %}"
+    )
+    with pytest.raises(OptionError, match=message):
+        written(template, "w1", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"system": 5}, "system = 5 is invalid: a string"),
+        ({"tools": {"name": "w7"}}, "tools = .* is invalid: a list"),
+        ({"chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs = .* an object"),
+        ({"continue_final_message": "content"}, "continue_final_message = 'content' is invalid: true or false"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "no new message begins"),
+    ],
+)
+def test_options_are_checked(options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ChatOptions(**options)
+
+
+def test_there_is_one_system_message() -> None:
+    with pytest.raises(OptionError, match="the chat has a system message"):
+        Chat([{"role": "system", "content": "w0"}, {"role": "user", "content": "w1"}], ChatOptions(system="w2"))
+
+
+def test_a_template_may_be_chosen_by_its_name() -> None:
+    """Models with several have one for tools."""
+    templates = {"default": "w1 {{ add_generation_prompt }}", "tool_use": "w2 {{ tools | length }}", "short": "w3"}
+    assert written(templates, "w1") == "w1 True"
+    assert written(templates, "w1", tools=[TOOL]) == "w2 1"
+    assert written(templates, "w1", chat_template="short") == "w3"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system') }}", "{% if %}", "{{ messages[0].content + 1 }}"]
+)
+def test_the_reason_of_a_template_is_shown(template: str) -> None:
+    with pytest.raises(PromptError, match="the model's chat template does not accept these messages: "):
+        written(template, "w1")
+
+
+def test_keywords_are_the_fields_of_the_options() -> None:
+    of_call = {"num_draft_tokens", "acceptance"}
+    chats = {field.name for field in dataclasses.fields(ChatOptions)}
+    assert ChatChanges.__annotations__.keys() == chats | SamplingChanges.__annotations__.keys() | of_call
+
+
+def test_a_chat_is_a_prompt() -> None:
+    tokenizer = with_template("w3 {{ messages[0].content }}")
+    messages = [{"role": "user", "content": "w1 w2"}]
+    assert (
+        encode(tokenizer, Chat(messages))
+        == encode(tokenizer, messages)
+        == encode(tokenizer, Chat("w1 w2"))
+        == [3, 1, 2]
+    )
+    with pytest.raises(PromptError, match="no chat template"):
+        encode(word_tokenizer(), Chat("w1"))
+
+
+@pytest.mark.parametrize("role", ["system", "tool", "usr"])
+def test_a_message_that_the_template_skips_is_refused(role: str) -> None:
+    """Also where its text occurs elsewhere in the chat."""
+    template = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    with pytest.raises(PromptError, match=f"skips messages of the role '{role}'"):
+        written(template, [{"role": role, "content": "w1"}, {"role": "user", "content": "w1 w2"}])
+
+
+def test_a_template_by_name_needs_named_templates() -> None:
+    with pytest.raises(OptionError, match="chat_template = 'rag' .* no named templates"):
+        written("{{ messages }}", "w1", chat_template="rag")

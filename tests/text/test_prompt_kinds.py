@@ -64,7 +64,7 @@ def test_what_a_tokenizer_returns_is_prompts(side: str, kind: str | None) -> Non
 MAPPINGS: list[tuple[dict[str, Any], str]] = [
     ({"text": "w1"}, "not a mapping with the keys 'text'"),
     ({"role": "user", "content": "w1"}, "not a mapping with the keys 'role', 'content'"),
-    ({"input_ids": [[1]], "pixel_values": [[0.5]]}, "a prompt has no 'pixel_values' here"),
+    ({"input_ids": [[1]], "pixel_values": [[0.5]]}, "takes no images: give text"),
     ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "'attention_mask' is a 0 or a 1 for each"),
     ({"input_ids": [[1, 2]], "attention_mask": [[1, 5]]}, "'attention_mask' is a 0 or a 1 for each"),
     ({"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]}, "no 'token_type_ids' here but zeros"),
@@ -201,7 +201,9 @@ def test_an_image_that_is_not_there_is_refused() -> None:
     config.eos_token_id = None
     decoder = load(random_model(Gemma3ForConditionalGeneration, config, 0), tokenizer=word_tokenizer())
     for prompt in ("w1 w50 w2", [1, 50, 2]):
-        with pytest.raises(PromptError, match="the prompt has the token 50, the placeholder of an image, which is not"):
+        with pytest.raises(
+            PromptError, match="the prompt has the token 50, the placeholder of an image, which is not given"
+        ):
             decoder.generate([prompt])
     assert len(decoder.generate("w1 w2", max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
     named = PreTrainedTokenizerFast(

@@ -86,6 +86,8 @@ def test_long_prompts_are_not_decoded_again_for_every_token() -> None:
     """Only a few tokens are decoded at a time, or a long text would take quadratic time."""
 
     class Counting:
+        added_tokens_decoder: dict[int, Any] = {}
+        all_special_ids: list[int] = []
         most = 0
 
         def decode(self, ids: list[int], **_: Any) -> str:
@@ -106,6 +108,9 @@ class Counted:
     def decode(self, ids: list[int], **options: Any) -> str:
         self.num_ids += len(ids)
         return self.tokenizer.decode(ids, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
 
 
 def _misaligned() -> tuple[Any, list[int]]:

@@ -1,49 +1,244 @@
-"""Chat messages, formatted by the model's chat template."""
+"""Chats as prompts: messages, and options for the model's chat template.
+
+The template is a program of the model's authors, which ignores variables that it does not know. So an option that it
+does not read is refused by name.
+
+Sources: Transformers' chat templates (``apply_chat_template``); the names are those of vLLM's chat requests.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
-from outrider.errors import PromptError
+from outrider.errors import OptionError, PromptError
+from outrider.options import NumDraftTokens, SamplingChanges
+
+FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+"""Options that a request, or a row of a file, may have beside its messages."""
+_SYSTEM = ("system", "developer")  # roles of a system message
+_THINKING = ("enable_thinking", "thinking")  # names of the switch: Qwen's and others', DeepSeek's and Granite's
 
 
-def chat_text(tokenizer: Any | None, messages: Sequence[Any]) -> str:
-    """Prompt text of a chat, with the generation prompt.
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of a chat, passed to the chat template.
+
+    Attributes:
+        system: text of a system message before the messages.
+        tools: JSON schemas of tools (or Python functions, described by Transformers).
+        documents: objects with a "title" and a "text".
+        chat_template_kwargs: further variables of the template, such as ``enable_thinking`` or ``reasoning_effort``.
+        continue_final_message: the output continues the last message, instead of answering it.
+        add_generation_prompt: write the beginning of the answer; None: unless ``continue_final_message``.
+        chat_template: in place of the model's; or the name of one of several that it has.
 
     Raises:
-        PromptError: there is no template; or it does not accept these messages; or they are not text alone.
+        OptionError: a value of another type, or two that contradict each other.
     """
-    if tokenizer is None or not tokenizer.chat_template:
+
+    system: str | None = None
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] = ()
+    documents: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("system", "chat_template"):
+            if not isinstance(getattr(self, name), str | None):
+                raise OptionError(name, getattr(self, name), "a string")
+        for name in ("tools", "documents"):
+            if isinstance(value := getattr(self, name), str | Mapping) or not isinstance(value, Sequence):
+                raise OptionError(name, value, "a list")
+        kwargs = self.chat_template_kwargs
+        if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+            raise OptionError("chat_template_kwargs", kwargs, "an object: names of variables and their values")
+        for name, allowed in (("continue_final_message", bool), ("add_generation_prompt", bool | None)):
+            if not isinstance(getattr(self, name), allowed):
+                raise OptionError(name, getattr(self, name), "true or false")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise OptionError("add_generation_prompt", True, "with continue_final_message no new message begins")
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
+
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        default = ChatOptions()
+        options = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in options.items() if value not in (getattr(default, name), [], ())}
+
+    def over(self, others: ChatOptions) -> ChatOptions:
+        """These options, and the others where these are not given."""
+        kwargs = {**others.chat_template_kwargs, **self.chat_template_kwargs}
+        return ChatOptions(**{**others.given(), **self.given(), "chat_template_kwargs": kwargs})
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat as a prompt.
+
+    Attributes:
+        messages: objects with a "role" and a "content" of text; further fields (``tool_calls``, ...) are the template's
+            matter. A string is one message of the user.
+
+    Raises:
+        PromptError: there are no messages, or they are not text alone.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    options: ChatOptions = field(default_factory=ChatOptions)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.messages, str):
+            object.__setattr__(self, "messages", [{"role": "user", "content": self.messages}])
+        if isinstance(self.messages, Mapping) or not isinstance(self.messages, Sequence) or not self.messages:
+            raise PromptError("a chat is a list of messages, at least one")
+        for index, message in enumerate(self.messages):
+            _text_of(index, message)
+        if self.options.system is not None and self.messages[0]["role"] in _SYSTEM:
+            raise OptionError("system", self.options.system, "the chat has a system message: leave one of them out")
+
+    @property
+    def asked(self) -> str:
+        """Text of the last message of the user; else of the last message."""
+        said = [message for message in self.messages if message["role"] == "user"]
+        return _text_of(0, (said or self.messages)[-1]) or ""
+
+
+class ChatChanges(SamplingChanges, total=False):
+    """Keywords of ``Decoder.chat``: the fields of ``ChatOptions`` and of ``Sampling``, and options of the call."""
+
+    system: str | None
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]]
+    documents: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
+    add_generation_prompt: bool | None
+    chat_template: str | None
+    num_draft_tokens: NumDraftTokens
+    acceptance: str
+
+
+def chat_text(tokenizer: Any | None, chat: Chat) -> str:
+    """Prompt text of a chat.
+
+    Raises:
+        PromptError: there is no template, or it does not accept these messages.
+        OptionError: the template does not read an option.
+    """
+    options = chat.options
+    if tokenizer is None or not (tokenizer.chat_template or options.chat_template):
         raise PromptError("this model has no chat template: give the prompt as text")
     from jinja2 import TemplateError
 
+    own = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = [*own, *chat.messages]
     texts = [_text_of(index, message) for index, message in enumerate(messages)]
     said = [text.strip() for message, text in zip(messages, texts, strict=True) if text and message["role"] == "user"]
 
-    def write(form: Callable[[str], Any]) -> str:
+    def write(form: Callable[[str], Any], without: int | None = None) -> str:
         written = [
             dict(message) if text is None else {**message, "content": form(text)}
-            for message, text in zip(messages, texts, strict=True)
+            for index, (message, text) in enumerate(zip(messages, texts, strict=True))
+            if index != without
         ]
-        text: str = tokenizer.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(
+            written,
+            tools=list(options.tools) or None,
+            documents=list(options.documents) or None,
+            chat_template=options.chat_template,
+            continue_final_message=options.continue_final_message,
+            add_generation_prompt=options.has_generation_prompt,
+            tokenize=False,
+            **kwargs,
+        )
         return text
 
     errors = TemplateError, TypeError, ValueError  # templates compute with the content of messages
+    text, refusal, kwargs = "", None, {}
     try:
+        kwargs = _checked_kwargs(tokenizer, options)
         text = write(str)
     except errors as error:
-        raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
-    if all(part in text for part in said):
-        return text
-    # Some templates accept lists of parts only, and skip plain text. Others change or shorten the text, and would print
-    # a list as Python does.
-    with suppress(*errors):
-        parted = write(lambda content: [{"type": "text", "text": content}])
-        if all(part in parted for part in said) and "{'type': 'text'" not in parted:
-            return parted
+        refusal = PromptError(f"the model's chat template does not accept these messages: {error}")
+    if refusal or not all(part in text for part in said):
+        # Some templates accept lists of parts only, and skip plain text. Others change or shorten the text, and would
+        # print a list as Python does.
+        with suppress(*errors):
+            parted = write(lambda content: [{"type": "text", "text": content}])
+            if all(part in parted for part in said) and "{'type': 'text'" not in parted:
+                return parted
+    if refusal:
+        raise refusal
+    for index, message in enumerate(messages):
+        # Templates change the text of users and assistants, but write some of it.
+        is_written = message["role"] in ("user", "assistant") and (texts[index] or "").strip() in text
+        if texts[index] and not is_written:
+            with suppress(*errors):
+                if write(str, without=index) == text:
+                    if options.system is not None and index == 0:
+                        raise OptionError("system", options.system, "the model's chat template skips system messages")
+                    raise PromptError(f"the model's chat template skips messages of the role {message['role']!r}")
     return text
+
+
+def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
+    """Further variables for the template, which reads all options. Raises OptionError."""
+    if options.chat_template and "{" not in options.chat_template and not isinstance(tokenizer.chat_template, dict):
+        raise OptionError("chat_template", options.chat_template, "the model has no named templates")
+    variables = _variables_of(tokenizer.get_chat_template(options.chat_template, list(options.tools) or None))
+    kwargs, own = dict(options.chat_template_kwargs), inspect.signature(tokenizer.apply_chat_template).parameters
+    if kwargs.get("reasoning_effort") == "none" and "reasoning_effort" not in variables:
+        # Clients send it to all models. Templates have other names for it, and most models do not think.
+        del kwargs["reasoning_effort"]
+        kwargs = {name: False for name in _THINKING if name in variables} | kwargs
+    for name, is_given in (
+        ("tools", bool(options.tools)),
+        ("documents", bool(options.documents)),
+        ("add_generation_prompt", options.add_generation_prompt is False and not options.continue_final_message),
+    ):
+        if is_given and name not in variables:
+            raise OptionError(name, getattr(options, name), "the model's chat template does not read it: leave it out")
+    for name in kwargs:
+        if name in own or name == "messages":
+            raise OptionError("chat_template_kwargs", kwargs, f"{name!r} is not one of them: it has its own name")
+        if name not in variables:
+            known = ", ".join(sorted(variables - own.keys() - tokenizer.special_tokens_map.keys() - {"messages"}))
+            remedy = f"the model's chat template does not read {name!r}, but {known or 'no such variables'}"
+            raise OptionError("chat_template_kwargs", kwargs, remedy)
+    return kwargs
+
+
+@lru_cache(maxsize=8)
+def _variables_of(template: str) -> frozenset[str]:
+    """The variables that a template reads. Raises jinja2.TemplateError."""
+    from jinja2 import Environment
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """Transformers' tag around the text of the assistant."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Environment(extensions=[Generation, loopcontrols])
+    functions = {"raise_exception", "strftime_now"}
+    return frozenset(find_undeclared_variables(environment.parse(template)) - functions)
 
 
 def _text_of(index: int, message: Any) -> str | None:

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from outrider.errors import PromptError
+from outrider.text.chat import Chat
 
 FORMS = "text, a list of token ids or a list of chat messages"
 _ARRAYS = (torch.Tensor, np.ndarray)
+_PIXELS = "pixel_values"
 _IDS, _MASK, _TYPES = "input_ids", "attention_mask", "token_type_ids"
 _MEDIA = {"image": "an image", "video": "a video", "audio": "a sound"}
 
@@ -32,15 +34,30 @@ def prompts_of(given: Any) -> Iterable[Any]:
     if isinstance(given, str) or is_chat(given):
         return [given]
     if isinstance(given, Mapping):
-        return rows_of(given)
+        return [given] if media_of(given) else rows_of(given)
     if isinstance(given, Iterable) and not (isinstance(given, _ARRAYS) and given.ndim == 0):
         return given
     raise PromptError(f"prompts are one or several, each {FORMS}, not {given!r}")
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is the message list of one chat."""
+    """Whether it is one chat: a ``Chat``, or its message list."""
+    if isinstance(prompt, Chat):
+        return True
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def media_of(prompt: Any) -> dict[str, Any]:
+    """Images in a processor's output for one prompt, with all that belongs to them: its entries beside token ids and
+    their mask. Empty for prompts of text."""
+    if not isinstance(prompt, Mapping) or _PIXELS not in prompt:
+        return {}
+    return {name: value for name, value in prompt.items() if name not in (_IDS, _MASK)}
+
+
+def without_media(prompt: Any) -> Any:
+    """A prompt without the entries of ``media_of``."""
+    return {name: prompt[name] for name in (_IDS, _MASK) if name in prompt} if media_of(prompt) else prompt
 
 
 def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
@@ -114,11 +131,13 @@ def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
     return ids[_num_leading(ids, bos_id) - num_own :] if num_own else ids
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any) -> None:
-    """Check that all ids are tokens, and none a placeholder of an image, a video or a sound, which is not supported.
+def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: bool = False) -> None:
+    """Check that all ids are tokens, and none a placeholder of an image that is not there, or of a video or a sound,
+    which are not supported.
 
     Args:
         owners: have names of such tokens: the model's configuration, the tokenizer.
+        has_images: images are there, and do not end the prompt.
 
     Raises:
         PromptError
@@ -129,8 +148,12 @@ def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any) -> None:
         for owner in owners:
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 token_id = getattr(owner, name, None)
-                if isinstance(token_id, int) and token_id in ids:
+                if has_images and kind == "image":
+                    if token_id == ids[-1]:
+                        raise PromptError(f"the prompt ends with {thing} (token {token_id}): text must follow it")
+                elif isinstance(token_id, int) and token_id in ids:
+                    is_lacking = "which is not given: pass it too" if kind == "image" else "which is not supported"
                     raise PromptError(
-                        f"the prompt has the token {token_id}, the placeholder of {thing}, which is not supported: "
-                        "leave the token out"
+                        f"the prompt has the token {token_id}, the placeholder of {thing}, {is_lacking}, or leave the "
+                        "token out"
                     )

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from outrider.records import FinishReason
+from outrider.text.pieces import num_undecided
 from outrider.text.tokenizer import Detokenizer
 
 
@@ -68,7 +69,7 @@ class RowText:
             self._held.clear()
             self._detokenizer = None  # any remainder lies beyond the end
             return "stop"
-        self._release(len(text) - self._undecided(text))
+        self._release(len(text) - num_undecided(text, self._stop))
         return None
 
     def finish(self) -> None:
@@ -81,16 +82,6 @@ class RowText:
         """Text that has become final since the last call, as (index of its token, text)."""
         certain, self._certain = self._certain, []
         return certain
-
-    def _undecided(self, text: str) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop string."""
-        longest = 0
-        for string in self._stop:
-            for length in range(min(len(string) - 1, len(text)), longest, -1):
-                if text.endswith(string[:length]):
-                    longest = length
-                    break
-        return longest
 
     def _release(self, num_characters: int) -> None:
         while self._held and num_characters >= len(self._held[0][1]):

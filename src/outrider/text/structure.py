@@ -78,7 +78,7 @@ class Structure:
         """Message of llguidance if its states have reached a size limit; else None."""
         return _line(self._matcher.get_error()) if self._matcher.is_error() else None
 
-    def allowed(self) -> NDArray[np.bool_] | None:
+    def effect(self) -> NDArray[np.bool_] | None:
         if self._num_beyond or self._matcher.is_error():
             return None
         bits = self._matcher.compute_bitmask()
@@ -153,6 +153,11 @@ def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str
     if not reading.can_be_read(grammar):
         raise OptionError(name, value, "it takes too much time or memory to read: make it simpler")
     return grammar
+
+
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, as a part of a Lark grammar."""
+    return f"%json {json.dumps({**_without_unknown_formats(schema), 'x-guidance': _JSON_OPTIONS})}"
 
 
 def _without_unknown_formats(schema: Any) -> Any:

@@ -9,16 +9,17 @@ import copy
 import hashlib
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from outrider.errors import OptionError, PromptError, TokenizerMismatch
-from outrider.text.chat import chat_text
+from outrider.text.chat import Chat, chat_text
 from outrider.text.prompts import FORMS, rows_of, without_second_bos
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text; token ids; chat messages, ``{"role": ..., "content": ...}``; or a tokenizer's output for one text, with its
-attention mask."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Mapping[str, Any]
+"""Text; token ids; chat messages, ``{"role": ..., "content": ...}``, or a ``Chat``, which has options beside them; or a
+tokenizer's output for one text, with its attention mask."""
 
 _NUM_CONTEXT_TOKENS = 6  # of the prompt, so that the first word keeps its leading space
 _MOST_TOKENS = 8  # kept if no character ends between two of them
@@ -35,6 +36,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
 
     Raises:
         PromptError: the prompt is empty, or needs a tokenizer or a chat template that is missing.
+        OptionError: the chat template does not read an option of a chat.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -51,8 +53,10 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         if len(rows) != 1:
             raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
         (ids,) = rows
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Chat):
         ids = encode(tokenizer, chat_text(tokenizer, prompt), has_special=False)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return encode(tokenizer, Chat(prompt))  # type: ignore[arg-type]
     else:
         try:
             ids = [operator.index(item) for item in prompt]  # type: ignore[arg-type]
@@ -86,22 +90,33 @@ def tokenizer_of(given: Any | None) -> Any | None:
     return given
 
 
+def processor_of(given: Any | None) -> Any | None:
+    """A user's argument for a tokenizer if it is a processor."""
+    from transformers import ProcessorMixin
+
+    return given if isinstance(given, ProcessorMixin) else None
+
+
 class Detokenizer:
     """Incremental detokenizer that never returns incomplete characters.
 
     Tokens cannot be decoded one by one: a character may span several, and a leading space may depend on earlier tokens.
     So the last few tokens are decoded together, and the characters already returned are counted. A push never decodes
     more than these few tokens.
+
+    Args:
+        shown_ids: special tokens that have text nevertheless.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], shown_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])  # the last tokens
+        self._textless = set(special_ids(tokenizer) - {*shown_ids})  # tokens known to have no text
+        ids = prompt_ids[-_NUM_CONTEXT_TOKENS:]
+        self._ids = [token_id for token_id in ids if token_id not in self._textless]  # the last tokens
         self._text = self._decode(self._ids)
         self._num_given = len(self._text)  # characters of it already returned
         self._num_new = 0  # tokens since the text had no incomplete character
         self._num_waiting = 0  # tokens since a character was completed
-        self._textless: set[int] = set()  # tokens known to have no text
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that has become final, possibly empty."""
@@ -149,8 +164,16 @@ class Detokenizer:
         return alone == "" and between == self._decode(around * 2) != ""
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Special tokens, which have no text in output."""
+    marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = marked.union(tokenizer.all_special_ids)
+    return frozenset(i for i in ids if tokenizer.decode([i], skip_special_tokens=True) == "")
 
 
 def vocab_size(tokenizer: Any) -> int:

@@ -1,0 +1,170 @@
+"""Chats with images, read by the model's processor.
+
+An image is a part of a message's content: ``{"type": "image", "image": X}`` (or ``path``), where X is an image of PIL
+or a file; or OpenAI's ``{"type": "image_url", "image_url": {"url": U}}``, where U holds the image
+("data:image/png;base64,..."). Nothing is fetched from the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import MissingExtra, OptionError, PromptError
+from outrider.text.chat import Chat, ChatOptions
+from outrider.text.prompts import is_chat, media_of
+
+_KINDS = ("image", "image_url")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS), or are rarely tested
+# Limits of one prompt: a small file may hold a huge image.
+_MOST_IMAGES = 64
+_MOST_PIXELS = 2**26
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # of PIL, for broken files
+
+
+def has_images(prompt: Any) -> bool:
+    """Whether it is a chat with images."""
+    if isinstance(prompt, Chat) or not is_chat(prompt):  # a ``Chat`` is text alone
+        return False
+    return any(_is_image(part) for message in prompt for part in _parts(message))
+
+
+def chat_of(
+    messages: str | Sequence[Mapping[str, Any]], given: Mapping[str, Any]
+) -> tuple[Chat | Sequence[Mapping[str, Any]], dict[str, Any]]:
+    """A chat with those of the given options that are its own, and the other options. With images it is the messages,
+    which have no options.
+
+    Raises:
+        PromptError, OptionError
+    """
+    own = {one.name: given[one.name] for one in fields(ChatOptions) if one.name in given}
+    others = {name: value for name, value in given.items() if name not in own}
+    options = ChatOptions(**own)
+    if not has_images(messages):
+        return Chat(messages, options), others  # type: ignore[arg-type]
+    if options.given():
+        name, value = next(iter(options.given().items()))
+        remedy = "not supported beside images: render the chat with the model's processor, and give it to generate()"
+        raise OptionError(name, value, remedy)
+    return messages, others  # type: ignore[return-value]
+
+
+def _parts(message: Any) -> Sequence[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: bool = True) -> dict[str, Any]:
+    """Token ids, mask and images of a chat, as the processor returns them.
+
+    Args:
+        reads_files: images may be files of this machine.
+
+    Raises:
+        PromptError: there is no processor; an image cannot be read, or would have to be fetched; or the template or the
+            processor does not accept the messages.
+        MissingExtra
+    """
+    if processor is None or not getattr(processor, "chat_template", None):
+        raise PromptError("there are images in the prompt, but no processor with a chat template that reads them")
+    if find_spec("PIL") is None:
+        raise MissingExtra("pillow", "images", "an image")
+    images: list[Any] = []
+    written = []
+    for index, message in enumerate(messages):
+        parts = []
+        for part in _parts(message):
+            if _is_image(part):
+                images.append(_opened(part, f"message {index}", reads_files=reads_files))
+                _check_size(images)
+                parts.append({"type": "image"})
+            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": part["text"]})
+            else:
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise PromptError(f"message {index} has a part of type {kind!r}: text and images can be given here")
+        text = message.get("content") if isinstance(message, Mapping) else None
+        parts = [{"type": "text", "text": text}] if isinstance(text, str) else parts
+        written.append({**message, "content": parts})
+    images = [_decoded(image) for image in images]
+    try:
+        text = processor.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
+        bos = processor.tokenizer.bos_token
+        has_bos = bool(bos) and text.startswith(bos)  # as chat templates write
+        found = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=not has_bos)
+    except Exception as error:  # templates and processors compute with the content of messages
+        raise PromptError(f"the model's processor does not accept these messages: {_line(error)}") from None
+    if images and not media_of(dict(found)):
+        raise PromptError(
+            f"the model's processor returns no 'pixel_values' for images, but {', '.join(found)}: give text alone"
+        )
+    return dict(found)
+
+
+def _opened(part: Mapping[str, Any], where: str, *, reads_files: bool) -> Any:
+    """An image whose size is known, but which is not decoded."""
+    from PIL import Image
+
+    value = part.get("image_url", part.get("url", part.get("image", part.get("path"))))
+    value = value.get("url") if isinstance(value, Mapping) else value
+    try:
+        if isinstance(value, Image.Image):
+            return value
+        if isinstance(value, str) and value.startswith("data:"):
+            kind, _, data = value.partition(",")
+            if not kind.endswith(";base64"):
+                raise PromptError(f"{where} has an image as a data URL that is not base64")
+            return _read(io.BytesIO(base64.b64decode(data, validate=True)))
+        if isinstance(value, str | Path) and reads_files and "://" not in str(value):
+            return _read(Path(value).expanduser())
+    except _UNREADABLE as error:
+        raise PromptError(f"{where} has an image that cannot be read: {_line(error)}") from None
+    forms = "an image of PIL, a file or a data URL" if reads_files else "a data URL"
+    raise PromptError(f"{where} has the image {str(value)!r:.80}, which is not fetched: give {forms}")
+
+
+def _read(source: Any) -> Any:
+    """The header of an image. Raises the errors of ``_UNREADABLE``."""
+    from PIL import Image, UnidentifiedImageError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            return Image.open(source, formats=_FORMATS)
+        except Image.DecompressionBombError as error:
+            raise ValueError(str(error)) from None
+        except UnidentifiedImageError:
+            raise ValueError(f"it is not in one of the formats {', '.join(_FORMATS)}") from None
+
+
+def _check_size(images: Sequence[Any]) -> None:
+    """Refuse images that need too much memory, before they are decoded. Raises PromptError."""
+    if len(images) > _MOST_IMAGES:
+        raise PromptError(f"the prompt has more than {_MOST_IMAGES} images: give fewer")
+    if (num_pixels := sum(image.width * image.height for image in images)) > _MOST_PIXELS:
+        raise PromptError(
+            f"the images of the prompt have {num_pixels} pixels, more than {_MOST_PIXELS} in all: "
+            "give fewer or smaller ones"
+        )
+
+
+def _decoded(image: Any) -> Any:
+    try:
+        return image.convert("RGB")
+    except _UNREADABLE as error:
+        raise PromptError(f"an image of the prompt cannot be read: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,161 @@
+"""Thoughts of models that think before they answer: their markers, and constraints that begin after them.
+
+Sources: the chat templates of DeepSeek-R1, Qwen3 and Magistral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from outrider.errors import OptionError
+from outrider.records import Constraint, Effect
+from outrider.text.pieces import num_undecided
+
+_FORMATS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+Stage = Literal["before", "in", "after"]
+"""Before thoughts, which may be left out; in them; after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Markers around thoughts, which are tokens."""
+
+    begin: str
+    end: str
+    begin_id: int
+    end_id: int
+
+    def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int]) -> Stage:
+        """Where an output begins: templates may write the first marker, or both."""
+        last = next((i for i in reversed(prompt_ids) if i in self.ids or tokenizer.decode([i]).strip()), None)
+        return "in" if last == self.begin_id else "after" if last == self.end_id else "before"
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        return self.begin_id, self.end_id
+
+
+def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
+    """Markers of a model's thoughts.
+
+    Args:
+        name: of the format; "none"; or "auto": the one whose markers are tokens.
+
+    Raises:
+        OptionError: there is no such format, or its markers are no tokens.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if name not in ("auto", "none", *_FORMATS):
+        raise OptionError("--reasoning-parser", name, f"choose auto, none, {' or '.join(_FORMATS)}")
+    for own, (begin, end) in _FORMATS.items():
+        if name in ("auto", own) and begin in vocabulary and end in vocabulary:
+            return Thinking(begin, end, vocabulary[begin], vocabulary[end])
+    if name in _FORMATS:
+        raise OptionError("--reasoning-parser", name, f"the tokenizer has no tokens {' and '.join(_FORMATS[name])}")
+    return None
+
+
+class ThoughtSplitter:
+    """Splits one output into thoughts and the rest, as it arrives, without the white space between them.
+
+    Args:
+        stage: where the output begins.
+    """
+
+    def __init__(self, thinking: Thinking, stage: Stage) -> None:
+        self._thinking, self._stage = thinking, stage
+        self._text = ""  # not yet split
+        self._is_dropping = stage != "before"  # white space
+
+    def feed(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
+        """Add text; return the thoughts and the rest that are certain."""
+        self._text += text
+        begin, end = self._thinking.begin, self._thinking.end
+        thoughts = ""
+        if self._stage == "before":
+            stripped = self._text.lstrip()
+            if not is_end and begin.startswith(stripped):
+                if stripped != begin:
+                    return "", ""
+            is_thought = stripped.startswith(begin)
+            self._stage, self._is_dropping = ("in" if is_thought else "after"), is_thought
+            self._text = stripped.removeprefix(begin) if is_thought else self._text
+        if self._stage == "in":
+            self._drop_space()
+            before, marker, after = self._text.partition(end)
+            if marker:
+                thoughts, self._text = before.rstrip(), after
+                self._stage, self._is_dropping = "after", True
+            else:
+                # White space at the end waits for more thoughts.
+                held = 0 if is_end else num_undecided(self._text, (end,))
+                thoughts = self._text[: len(self._text) - held].rstrip()
+                self._text = self._text[len(thoughts) :]
+                return thoughts, ""
+        self._drop_space()
+        rest, self._text = self._text, ""
+        return thoughts, rest
+
+    def _drop_space(self) -> None:
+        if self._is_dropping:
+            self._text = self._text.lstrip()
+            self._is_dropping = not self._text
+
+
+class AfterThinking:
+    """Constraint of the output after the thoughts, which are free (see ``outrider.records.Constraint``). The output
+    cannot end in them, since it would then lack what the constraint demands.
+
+    Args:
+        inner: from its first token on.
+        stage: where the output begins.
+        end_ids: tokens that end the sequence.
+    """
+
+    def __init__(
+        self, inner: Constraint, thinking: Thinking, stage: Stage, vocab_size: int, end_ids: frozenset[int]
+    ) -> None:
+        self._in_thoughts = np.ones(vocab_size, np.bool_)
+        self._in_thoughts[[*end_ids]] = False
+        self._inner, self._thinking, self._stage = inner, thinking, stage
+        self._past: list[tuple[Stage, bool]] = []  # before each token: the stage, and whether the token is of ``inner``
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def effect(self) -> Effect | None:
+        if self._stage == "in":
+            return self._in_thoughts
+        mask = self._inner.effect()
+        if self._stage == "before" and isinstance(mask, np.ndarray) and mask.dtype == np.bool_:
+            mask = mask.copy()
+            mask[self._thinking.begin_id] = True
+        return mask
+
+    def push(self, token_id: int) -> bool:
+        stage, is_inner = self._stage, False
+        if stage == "in":
+            if not self._in_thoughts[token_id]:
+                return False
+            self._stage = "after" if token_id == self._thinking.end_id else "in"
+        elif stage == "before" and token_id == self._thinking.begin_id:
+            self._stage = "in"
+        elif self._inner.push(token_id):
+            self._stage, is_inner = "after", True
+        else:
+            return False
+        self._past.append((stage, is_inner))
+        return True
+
+    def pop(self, num_tokens: int) -> None:
+        num_inner = 0
+        for _ in range(num_tokens):
+            self._stage, is_inner = self._past.pop()
+            num_inner += is_inner
+        self._inner.pop(num_inner)

@@ -1,0 +1,99 @@
+"""Thoughts in text, however it arrives; and constraints after them, under any drafts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from outrider.errors import OptionError
+from outrider.text.output_parser import OutputParser
+from outrider.text.thinking import AfterThinking, Stage, Thinking, ThoughtSplitter, thinking_of
+from outrider.text.tools.formats import TOOL_FORMATS
+from pairs import byte_level_tokenizer
+
+MARKERS = Thinking("<think>", "</think>", 90, 91)
+CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "expected"),
+    [
+        ("in", "Hm, <b>.\n</think>\n\nYes.\n", ("Hm, <b>.", "Yes.\n", "")),
+        ("in", "Hm", ("Hm", "", "")),
+        ("in", "\n\n</think>\n", ("", "", "")),
+        ("before", "<think>\nHm.\n\nWell.</think>Yes. </think>", ("Hm.\n\nWell.", "Yes. </think>", "")),
+        ("before", "\n <think>Hm", ("Hm", "", "")),
+        ("before", " Yes.", ("", " Yes.", "")),
+        ("before", " <thi", ("", " <thi", "")),
+        ("after", "\n\nYes <think>.", ("", "Yes <think>.", "")),
+        ("in", f"Hm {CALL}</think>\n\n{CALL}", (f"Hm {CALL}", "", "time")),
+    ],
+)
+def test_parts_of_a_text(stage: Stage, text: str, expected: tuple[str, str, str]) -> None:
+    for chunks in ([text], list(text), [text[:9], text[9:]]):
+        parser = OutputParser(ThoughtSplitter(MARKERS, stage), TOOL_FORMATS["hermes"].parser(["time"]))
+        pieces = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.feed("", is_end=True)
+        kinds = ("reasoning", "content", "call")
+        found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
+        assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()
+
+
+def test_the_prompt_tells_where_the_output_begins() -> None:
+    tokenizer = byte_level_tokenizer()
+    assert thinking_of(tokenizer, "auto") is None
+    with pytest.raises(OptionError, match="the tokenizer has no tokens <think> and </think>"):
+        thinking_of(tokenizer, "think")
+    with pytest.raises(OptionError, match="choose auto, none, think or mistral"):
+        thinking_of(tokenizer, "deepseek")
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    thinking = thinking_of(tokenizer, "auto")
+    assert thinking is not None and thinking_of(tokenizer, "none") is None
+    for text, stage in [("<think>\n", "in"), ("<think>\n\n</think>\n\n", "after"), ("a <think> b\n", "before")]:
+        assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
+
+
+class Once:
+    """Allows 1, 2, 3 in turn."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.past: list[int] = []
+
+    def effect(self) -> Any:
+        return np.arange(100) == len(self.past) + 1
+
+    def push(self, token_id: int) -> bool:
+        is_next = token_id == len(self.past) + 1
+        self.past += [token_id] if is_next else []
+        return is_next
+
+    def pop(self, num_tokens: int) -> None:
+        del self.past[len(self.past) - num_tokens :]
+
+
+@pytest.mark.parametrize("stage", ["before", "in", "after"])
+def test_constraints_begin_after_thoughts(stage: Stage) -> None:
+    text = {"before": [90, 7, 3, 91], "in": [7, 90, 91], "after": []}[stage] + [1, 2, 3]
+    for num_back in range(1, 5):
+        inner = Once()
+        constraint, at = AfterThinking(inner, MARKERS, stage, 100, frozenset([99])), 0
+        while at < len(text):  # as drafts go: forward, back, and forward again
+            ahead = text[at : at + num_back]
+            for token_id in ahead:
+                mask = constraint.effect()
+                assert mask is None or (isinstance(mask, np.ndarray) and mask[token_id])
+                assert constraint.push(token_id)
+            constraint.pop(len(ahead))
+            assert constraint.push(text[at])
+            at += 1
+        assert inner.past == [1, 2, 3]
+    other = AfterThinking(Once(), MARKERS, "before", 100, frozenset([99]))
+    mask = other.effect()
+    assert isinstance(mask, np.ndarray) and np.flatnonzero(mask).tolist() == [1, 90]
+    assert not other.push(2) and other.push(1) and not other.push(90)
+    thoughts = AfterThinking(Once(), MARKERS, "in", 100, frozenset([99]))
+    mask = thoughts.effect()
+    assert isinstance(mask, np.ndarray) and np.flatnonzero(~mask).tolist() == [99]
+    assert not thoughts.push(99) and thoughts.push(98) and thoughts.push(91) and thoughts.push(1)
