@@ -1,243 +1,316 @@
-"""Clients that people use, against a server of the embedded pair: do they get the library's own text?
+"""Real clients against a real server: each has a conversation with a tool.
 
-    python benchmarks/clients.py --python PYTHON --aiperf PROGRAM --node-modules FOLDER [--seconds 60]
+    python -m venv A && A/bin/pip install openai-agents langchain-openai pydantic-ai-slim[openai]
+    python -m venv B && B/bin/pip install litellm mcp    # these three want other versions of openai
+    python -m venv C && C/bin/pip install llm
+    python -m venv D && D/bin/pip install instructor
+    npm install --prefix NODE openai
+    python benchmarks/clients.py {A,B,C,D}/bin/python --node NODE
 
-PYTHON has litellm, llm and langchain-openai, FOLDER the npm package openai; they are not among Outrider's own
-dependencies, and belong in an environment of their own. Each client generates with a seed: a completion or a chat,
-whole and streamed, and its text must be that which httpx gets. Then AIPerf sends a load, and must count no errors and
-find the figures of the drafts. The last line of standard output is one JSON document.
+The model is tiny and random, so that grammars alone give its output sense: a call of the tool, then an answer. Each
+client runs in a process of its own, since their environments are not Outrider's. Prints a table; exits with 1 if a
+client failed.
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import httpx
-from rich.console import Console
-
-from outrider.bench.report import new_table
-from outrider.models.registry import resolve
-from outrider.system.provenance import provenance
-
-_PROMPT, _SEED, _NUM_TOKENS = "Once upon a time there was a", 3, 40
-_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-_LIMIT_S = 120.0
-
-# Each prints one JSON array: its version, and its texts.
-_LITELLM = """
-import json, os
-from importlib.metadata import version
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-import litellm
-one = dict(model="openai/fable", api_base=URL, api_key="none", seed=SEED, max_tokens=N, temperature=1)
-chat = dict(one, messages=[{"role": "user", "content": PROMPT}])
-whole = litellm.completion(**chat).choices[0].message.content
-parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**chat, stream=True)]
-text = litellm.text_completion(**dict(one, model="text-completion-openai/fable"), prompt=PROMPT).choices[0].text
-print(json.dumps([version("litellm"), whole, "".join(parts), text]))
-"""
-_LANGCHAIN = """
-import asyncio, json
-from importlib.metadata import version
-from langchain_openai import ChatOpenAI, OpenAI
-chat = ChatOpenAI(model="fable", base_url=URL, api_key="none", seed=SEED, max_tokens=N, temperature=1)
-whole = chat.invoke(PROMPT)
-assert whole.usage_metadata["output_tokens"] == N
-parts = [chunk.content for chunk in chat.stream(PROMPT)]
-async def read():
-    return "".join([chunk.content async for chunk in chat.astream(PROMPT)])
-texts = [one.content for one in chat.batch([PROMPT] * 8)]
-llm = OpenAI(model="fable", base_url=URL, api_key="none", seed=SEED, max_tokens=N, temperature=1)
-texts += [whole.content, "".join(parts), asyncio.run(read()), llm.invoke(PROMPT)]
-print(json.dumps([version("langchain-openai"), *texts]))
-"""
-_LLM = """
-import json, pathlib, subprocess, sys, os
-from importlib.metadata import version
-model = {"model_id": "fable", "model_name": "fable", "api_base": URL}
-pathlib.Path(os.environ["LLM_USER_PATH"], "extra-openai-models.yaml").write_text(json.dumps([model]))
-options = ["-m", "fable", "-o", "seed", str(SEED), "-o", "max_tokens", str(N), "-o", "temperature", "1", PROMPT]
-def ask(*more):
-    command = [sys.executable, "-m", "llm", "prompt", *more, *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.removesuffix("\\n")
-print(json.dumps([version("llm"), ask(), ask("--no-stream")]))
-"""
-_NODE = """
+ASK = "What is the weather in Rome?"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "<assistant>"
+)
+NODE = """
 import OpenAI from "openai";
-import { readFileSync } from "node:fs";
-const client = new OpenAI({ baseURL: URL_, apiKey: "none", maxRetries: 0 });
-const one = { model: "fable", seed: SEED, max_tokens: N };
-const chat = { ...one, messages: [{ role: "user", content: PROMPT }] };
-const whole = await client.chat.completions.create(chat);
-let parts = "";
-const options = { stream: true, stream_options: { include_usage: true } };
-for await (const chunk of await client.chat.completions.create({ ...chat, ...options }))
-  parts += chunk.choices[0]?.delta?.content ?? "";
-let text = "";
-for await (const chunk of await client.completions.create({ ...one, prompt: PROMPT, stream: true }))
-  text += chunk.choices[0].text;
-// Leaving a loop ends the connection, and with it the text.
-const endless = { model: "fable", prompt: PROMPT, max_tokens: 400, ignore_eos: true, stream: true };
-for (let i = 0; i < 20; i++) for await (const chunk of await client.completions.create(endless)) break;
-try { await client.completions.create({ ...one, prompt: PROMPT, temperature: -1 }); }
-catch (error) { if (!(error instanceof OpenAI.BadRequestError && error.param === "temperature")) throw error; }
-const version = JSON.parse(readFileSync("node_modules/openai/package.json")).version;
-console.log(JSON.stringify([version, whole.choices[0].message.content, parts, text]));
+import fs from "node:fs";
+const { url, ask, schema } = JSON.parse(process.argv[2]);
+const client = new OpenAI({ baseURL: url, apiKey: "none" });
+const tools = [{ type: "function", function: { name: "weather", parameters: schema, strict: true } }];
+const messages = [{ role: "user", content: ask }];
+const body = { model: "toy", messages, tools, max_tokens: 300 };
+const stream = client.chat.completions.stream({ ...body, tool_choice: "required", parallel_tool_calls: false });
+const { message, finish_reason } = (await stream.finalChatCompletion()).choices[0];
+const city = JSON.parse(message.tool_calls[0].function.arguments).city;
+messages.push(message, { role: "tool", tool_call_id: message.tool_calls[0].id, content: "Sun in " + city });
+const answer = await client.chat.completions.create({ ...body, tool_choice: "none", max_tokens: 20 });
+const kinds = [];
+const flat = [{ type: "function", name: "weather", parameters: schema, strict: true }];
+const events = await client.responses.create(
+  { model: "toy", input: ask, tools: flat, tool_choice: "required", parallel_tool_calls: false, stream: true });
+for await (const event of events) kinds.push(event.type);
+if (!["Rome", "Oslo"].includes(city) || finish_reason !== "tool_calls" || answer.choices.length !== 1) process.exit(1);
+if (kinds.at(-1) !== "response.completed") process.exit(1);
+console.log(JSON.parse(fs.readFileSync("node_modules/openai/package.json")).version);
 """
+
+
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """Tells the weather.
+
+    Args:
+        city: Rome or Oslo.
+    """
+    return f"Sun in {city}"
+
+
+def chat(url: str) -> None:
+    """openai: chat completions, plain and streamed."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
+    messages: Any = [{"role": "user", "content": ASK}]
+    body: Any = {"model": "toy", "messages": messages, "tools": tools, "parallel_tool_calls": False}
+    with client.chat.completions.stream(**body, tool_choice="required") as stream:
+        choice = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls or []
+    assert choice.finish_reason == "tool_calls" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "Sun"}]
+    assert client.chat.completions.create(**body | {"max_tokens": 20, "tool_choice": "none"}).choices[0].message
+
+
+def responses(url: str) -> None:
+    """openai: responses, plain and streamed."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    history: Any = [{"role": "user", "content": ASK}]
+    body: Any = {"model": "toy", "input": history, "tools": tools, "parallel_tool_calls": False}
+    with client.responses.stream(**body, tool_choice="required") as stream:
+        (call,) = stream.get_final_response().output
+    assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}]
+    answer = client.responses.create(**body | {"tool_choice": "none"}, max_output_tokens=20)
+    assert answer.status in ("completed", "incomplete")
+
+
+def agents(url: str) -> None:
+    """OpenAI Agents SDK: an agent's loop, over both endpoints."""
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    called = []
+
+    def note(city: Literal["Rome", "Oslo"]) -> str:
+        called.append(city)
+        return weather(city)
+
+    for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+        agent = Agent(
+            name="Weather",
+            model=kind(model="toy", openai_client=AsyncOpenAI(base_url=url, api_key="none", max_retries=0)),
+            tools=[function_tool(note)],
+            model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=60),
+            tool_use_behavior="stop_on_first_tool",
+        )
+        assert Runner.run_sync(agent, ASK, max_turns=3).final_output == weather(called[-1])
+
+
+def langchain(url: str) -> None:
+    """LangChain: a bound tool, and structured output."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool as as_tool
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=url, api_key="none", model="toy", max_retries=0, max_tokens=100)  # type: ignore[arg-type]
+    bound = model.bind_tools([as_tool(weather)], tool_choice="weather", strict=True, parallel_tool_calls=False)
+    asked = bound.invoke([HumanMessage(ASK)])
+    (call,) = asked.tool_calls
+    history = [HumanMessage(ASK), asked, ToolMessage(weather(**call["args"]), tool_call_id=call["id"])]
+    assert model.invoke(history, max_tokens=20) is not None
+    whole = None
+    for part in bound.stream([HumanMessage(ASK)]):
+        whole = part if whole is None else whole + part
+    assert whole is not None and whole.tool_calls[0]["name"] == "weather"
+    schema = {"title": "place", "description": "A place.", **SCHEMA}
+    assert model.with_structured_output(schema, method="json_schema").invoke(ASK)["city"] in ("Rome", "Oslo")
+
+
+def pydantic_ai(url: str) -> None:
+    """Pydantic AI: an output through a tool."""
+    from pydantic import BaseModel
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Place(BaseModel):
+        city: Literal["Rome", "Oslo"]
+
+    model = OpenAIChatModel("toy", provider=OpenAIProvider(base_url=url, api_key="none"))
+    agent = Agent(model, output_type=Place, model_settings={"max_tokens": 200, "parallel_tool_calls": False})
+    assert agent.run_sync(ASK).output.city in ("Rome", "Oslo")
+
+
+def instructor(url: str) -> None:
+    """Instructor: a model of Pydantic through a tool."""
+    import instructor as library
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        city: Literal["Rome", "Oslo"]
+
+    client = library.from_openai(OpenAI(base_url=url, api_key="none"), mode=library.Mode.TOOLS)
+    messages: Any = [{"role": "user", "content": ASK}]
+    place = client.chat.completions.create(model="toy", response_model=Place, messages=messages, max_retries=1)
+    assert place.city in ("Rome", "Oslo")
+
+
+def litellm(url: str) -> None:
+    """LiteLLM: a call, plain and streamed."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched
+    import litellm as library
+
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    body: Any = {"model": "hosted_vllm/toy", "api_base": url, "api_key": "none", "tools": tools}
+    body |= {"messages": [{"role": "user", "content": ASK}], "tool_choice": "required", "num_retries": 0}
+    (call,) = library.completion(**body, parallel_tool_calls=False).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    chunks = list(library.completion(**body, parallel_tool_calls=False, stream=True))
+    assert library.stream_chunk_builder(chunks).choices[0].message.tool_calls[0].function.name == "weather"
+
+
+def llm(url: str) -> None:
+    """llm: a prompt on its command line."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = [{"model_id": "toy", "model_name": "toy", "api_base": url, "supports_schema": True}]
+        (Path(folder) / "extra-openai-models.yaml").write_text(json.dumps(model))
+        env = os.environ | {"LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
+        command = [sys.executable, "-m", "llm", "-m", "toy", ASK, "--schema", json.dumps(SCHEMA)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["city"] in ("Rome", "Oslo"), done.stdout
+
+
+CLIENTS: dict[str, tuple[str, Callable[[str], None]]] = {
+    "openai, chat": ("openai", chat),
+    "openai, responses": ("openai", responses),
+    "OpenAI Agents SDK": ("openai-agents", agents),
+    "LangChain": ("langchain-openai", langchain),
+    "Pydantic AI": ("pydantic-ai-slim", pydantic_ai),
+    "Instructor": ("instructor", instructor),
+    "LiteLLM": ("litellm", litellm),
+    "llm": ("llm", llm),
+}
+
+
+def save_model(folder: Path) -> None:
+    """A tiny random model of bytes, with the markers and the template of tools."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("<end>", special=True), AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"eos_token_id": len(letters), "bos_token_id": None}
+    config = LlamaConfig(vocab_size=len(wrapped), max_position_embeddings=8192, **sizes, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def serve(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """A server that is ready."""
+    command = [sys.executable, "-m", "outrider", "serve", "--target", str(folder), "--draft", "ngram", "-k", "4"]
+    server = subprocess.Popen([*command, "--served-model-name", "toy", "--port", str(port)])
+    for _ in range(600):
+        with suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+            return server
+        if server.poll() is not None:
+            break
+        time.sleep(0.2)
+    server.kill()
+    raise SystemExit("the server has not started")
+
+
+def own_python(pythons: list[str], package: str) -> str:
+    """The environment that has a client."""
+    for python in pythons:
+        code = f"import importlib.metadata as m; m.version({package!r})"
+        if subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0:
+            return python
+    raise SystemExit(f"none of the environments has {package}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True)
-    parser.add_argument("--aiperf", required=True)
-    parser.add_argument("--node-modules", required=True)
-    parser.add_argument("--seconds", type=int, default=60)
-    arguments = parser.parse_args()
-    # Clients run in other folders. (Not resolved: the link to an interpreter tells its environment.)
-    places = arguments.python, arguments.aiperf, arguments.node_modules
-    python, aiperf, modules = (str(Path(place).absolute()) for place in places)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        work = Path(folder)
-        url = stack.enter_context(_server(_model(work / "fable")))
-        expected = _expected(url)
-        clients: dict[str, Callable[[], list[str]]] = {
-            "openai (node)": lambda: _node(url, Path(modules)),
-            "litellm": lambda: _script(python, _LITELLM, url, work),
-            "langchain-openai": lambda: _script(python, _LANGCHAIN, url, work),
-            "llm": lambda: _script(python, _LLM, url, work),
-        }
-        for name, run in clients.items():
-            version, *texts = run()
-            is_right = all(text.strip() == expected.strip() for text in texts)
-            rows.append({"client": name, "version": version, "result": f"{len(texts)} texts", "is_right": is_right})
-        assert _is_idle(url), "a client has left a slot taken"
-        rows.append(_aiperf(aiperf, url, work, arguments.seconds))
-        assert _is_idle(url)
-    console = Console(width=100)
-    table = new_table("", "client", "version", "result", "as it should be")
-    for row in rows:
-        table.add_row(row["client"], row["version"], row["result"], "yes" if row["is_right"] else "NO")
-    console.print(table)
-    print(json.dumps({"provenance": provenance("cpu"), "clients": rows}))
-    if not all(row["is_right"] for row in rows):
-        sys.exit(1)
+    parser.add_argument("python", nargs="+", help="of the clients' environments")
+    parser.add_argument("--node", type=Path, help="folder with node_modules/openai")
+    parser.add_argument("--client", nargs=2, metavar=("NAME", "URL"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        from importlib.metadata import version
 
-
-def _model(folder: Path) -> Path:
-    """The embedded target with a chat template: the messages, one after the other."""
-    path = resolve("fable").path
-    assert path is not None
-    shutil.copytree(path, folder)
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    return folder
-
-
-@contextlib.contextmanager
-def _server(target: Path) -> Any:
-    """Its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
+        package, run = CLIENTS[args.client[0]]
+        run(args.client[1])
+        print(version(package))
+        return
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        save_model(Path(folder))
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", "from outrider.cli.app import main; main()", "serve", "--target", str(target)]
-    command += ["--draft", "fable-draft", "--served-model-name", "fable", "--device", "cpu", "--port", str(port)]
-    with subprocess.Popen(command) as process:
+        free.close()
+        server, url = serve(Path(folder), port), f"http://127.0.0.1:{port}/v1"
+        commands = {
+            name: [own_python(args.python, package), __file__, "-", "--client", name, url]
+            for name, (package, _) in CLIENTS.items()
+        }
+        if args.node:
+            given = json.dumps({"url": url, "ask": ASK, "schema": SCHEMA})
+            (args.node / "client.mjs").write_text(NODE)
+            commands["openai for node"] = ["node", "client.mjs", given]
+        has_failed = False
         try:
-            url = f"http://127.0.0.1:{port}"
-            while True:
-                assert process.poll() is None
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        break
-                time.sleep(0.1)
-            yield url
+            for name, command in commands.items():
+                cwd = args.node if name == "openai for node" else None
+                env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=False, timeout=180, cwd=cwd, env=env
+                )
+                is_ok = done.returncode == 0
+                has_failed |= not is_ok
+                print(f"{name:20} {done.stdout.split()[-1] if is_ok else 'FAILED':12}", flush=True)
+                if not is_ok:
+                    print(done.stderr[-3000:], file=sys.stderr)
         finally:
-            process.terminate()
-
-
-def _expected(url: str) -> str:
-    body = {"prompt": _PROMPT, "seed": _SEED, "max_tokens": _NUM_TOKENS}
-    text: str = httpx.post(f"{url}/v1/completions", json=body, timeout=_LIMIT_S).json()["choices"][0]["text"]
-    return text
-
-
-def _is_idle(url: str) -> bool:
-    for _ in range(50):
-        if "outrider:num_free_slots 8.0" in httpx.get(f"{url}/metrics").text:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _script(python: str, script: str, url: str, work: Path) -> list[str]:
-    names = f"URL, SEED, N, PROMPT = {f'{url}/v1'!r}, {_SEED}, {_NUM_TOKENS}, {_PROMPT!r}\n"
-    environment = os.environ | {"LLM_USER_PATH": str(work), "OPENAI_API_KEY": "none"}
-    environment.pop("PYTHONPATH", None)
-    return _last_line([python, "-c", names + script], environment, work)
-
-
-def _node(url: str, modules: Path) -> list[str]:
-    names = f"const URL_ = {json.dumps(f'{url}/v1')}, SEED = {_SEED}, N = {_NUM_TOKENS};"
-    names += f"const PROMPT = {json.dumps(_PROMPT)};"
-    imports, rest = _NODE.strip().split("\nconst client", 1)
-    script = f"{imports}\n{names}\nconst client{rest}"
-    return _last_line(["node", "--input-type=module", "-e", script], dict(os.environ), modules.parent)
-
-
-def _last_line(command: list[str], environment: dict[str, str], folder: Path) -> list[str]:
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=_LIMIT_S)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _aiperf(program: str, url: str, work: Path, seconds: int) -> dict[str, Any]:
-    command = [program, "profile", "-m", "fable", "--url", url, "--endpoint-type", "chat", "--streaming"]
-    command += ["--tokenizer", _as_from_the_hub(work), "--concurrency", "8", "--benchmark-duration", str(seconds)]
-    command += ["--isl", "64", "--osl", "64", "--ui", "none", "--artifact-dir", str(work / "aiperf")]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(work / "hub")}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        command, env=environment, cwd=work, capture_output=True, text=True, timeout=seconds + _LIMIT_S
-    )
-    files = list((work / "aiperf").rglob("profile_export_aiperf.json"))
-    if done.returncode or not files:
-        raise RuntimeError(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    found = json.loads(files[0].read_text())
-    num_requests = int(found["request_count"]["avg"])
-    num_errors = int((found.get("error_request_count") or {"avg": 0})["avg"])
-    about = {name: value for name, value in found.items() if "accept" in name or "spec" in name}
-    rate = found["output_token_throughput"]["avg"]
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, env=environment).stdout.split()
-    return {
-        "client": "aiperf",
-        "version": version[-1] if version else "",
-        "result": f"{num_requests} chats in {seconds} s, {num_errors} errors, {rate:.0f} tokens/s",
-        "is_right": num_requests > 0 and num_errors == 0 and bool(about),
-        "drafts": about,
-    }
-
-
-def _as_from_the_hub(work: Path) -> str:
-    """A name for the tokenizer, since AIPerf takes no folder: the hub's cache, as if it had been there."""
-    cache, commit = work / "hub" / "models--outrider--fable", "0" * 40
-    for name in ("refs", "snapshots"):
-        (cache / name).mkdir(parents=True)
-    (cache / "refs" / "main").write_text(commit)
-    (cache / "snapshots" / commit).symlink_to(work / "fable")
-    return "outrider/fable"
+            server.terminate()
+            server.wait()
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":

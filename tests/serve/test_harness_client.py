@@ -32,13 +32,13 @@ def test_scores_through_the_server_are_those_without(tmp_path: Path, backend: st
         found = lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=tasks, bootstrap_iters=0)
         return {name: [one["resps"] for one in found["samples"][name]] for name in TASKS}
 
-    with running(decoder, context_len=decoder.context_len) as server:
+    with running(decoder, context_len=decoder.target.context_len) as server:
         client = get_model("local-completions")(
             base_url=f"{server.url}/v1/completions",
             model="toy",
             tokenizer=str(zoo("fable")) if backend == "huggingface" else None,
             tokenizer_backend=backend,
-            max_length=decoder.context_len,
+            max_length=decoder.target.context_len,
             batch_size=4,
         )
         through_server = samples(client)

@@ -192,6 +192,9 @@ def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
     answer = client.completions.create(**options, extra_body={"stop_token_ids": [ids[at]]})
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", at + 1)
     assert answer.choices[0].stop_reason == ids[at]
+    bad = {"bad_words": [[ids[at]]]}
+    answer = client.completions.create(**options, extra_body=bad)
+    assert answer.choices[0].text == alone(decoder, PROMPT, seed=3, max_new_tokens=40, **bad).text
     mine = {"stop_token_ids": [ids[at]], "min_tokens": 20}
     answer = client.completions.create(**options, extra_body=mine)
     expected = alone(decoder, PROMPT, seed=3, max_new_tokens=40, **mine)

@@ -35,7 +35,8 @@ from outrider.serve.fair_queue import TurnsPool
 from outrider.serve.http_errors import Refusal, refusal_of, unavailable
 from outrider.serve.prepare import Parsed, Preparer
 from outrider.serve.race import Race, choices, parse_race, streamed_race
-from outrider.serve.streaming import PreparedRequest, begin, ended, streamed, until_disconnect, whole
+from outrider.serve.responses_answer import streamed_response, whole_response
+from outrider.serve.streaming import AcceptedRequest, PreparedRequest, begin, ended, streamed, until_disconnect, whole
 from outrider.text.constraint_check import Reading
 
 _LOG = logging.getLogger("outrider.serve")
@@ -67,6 +68,7 @@ class App:
         generation = [
             ("/v1/completions", Generation(self, lambda body: self.preparer.completions(body), self.answer)),
             ("/v1/chat/completions", Generation(self, lambda body: self.preparer.chat(body), self.answer)),
+            ("/v1/responses", Generation(self, lambda body: self.preparer.responses(body), self.answer_response)),
             ("/v1/race", Generation(self, lambda body: parse_race(self.preparer, body), self.answer_race)),
         ]
         others = [
@@ -116,13 +118,26 @@ class App:
         return f"{network_of(host)} {digest}"
 
     async def answer(self, prepared: PreparedRequest, client: str, send: Send) -> None:
+        await self._answer(prepared, client, send, whole, streamed)
+
+    async def answer_response(self, prepared: PreparedRequest, client: str, send: Send) -> None:
+        await self._answer(prepared, client, send, whole_response, streamed_response)
+
+    async def _answer(
+        self,
+        prepared: PreparedRequest,
+        client: str,
+        send: Send,
+        in_one_piece: Callable[[AcceptedRequest], dict[str, Any]],
+        as_events: Callable[[AcceptedRequest], AsyncIterator[bytes]],
+    ) -> None:
         begun = await begin(self._worker, prepared, client)
         try:
             if not prepared.ask.is_stream:
                 await ended(begun)
-                await _send(await asyncio.to_thread(lambda: JSONResponse(whole(begun))), send)
+                await _send(await asyncio.to_thread(lambda: JSONResponse(in_one_piece(begun))), send)
                 return
-            await _send_stream(streamed(begun), send)
+            await _send_stream(as_events(begun), send)
         finally:
             self._worker.close(begun.ticket)
 

@@ -1,4 +1,4 @@
-"""OpenAI's response objects: text completions and chat completions, whole and streamed.
+"""OpenAI's response objects: their choices, and text completions, whole and streamed.
 
 Log-probabilities are of the target's raw logits. Each token is decoded alone, so the token strings need not add up to
 the response's text (partial characters).
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from outrider.records import FinishReason, TokenLogprob
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
-_FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -72,7 +72,9 @@ class Form(Protocol):
 
     def part(
         self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
-    ) -> dict[str, Any]: ...
+    ) -> dict[str, Any] | None:
+        """Chunk for more text; None if there is nothing to send yet."""
+        ...
 
 
 class CompletionForm:
@@ -86,17 +88,24 @@ class CompletionForm:
         self._offsets: dict[int, int] = {}
 
     def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
-        return self.part(index, text, scored, reason)
+        return self._choice(index, text, scored, reason)
 
     def begin(self, index: int) -> None:
         return None
 
-    def part(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
+    def part(
+        self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
+    ) -> dict[str, Any] | None:
+        return self._choice(index, text, scored, reason) if text or scored or reason else None
+
+    def _choice(
+        self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
+    ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
             "logprobs": None if scored is None else self._logprobs(index, scored),
-            "finish_reason": None if reason is None else _FINISH[reason],
+            "finish_reason": None if reason is None else FINISH[reason],
         }
 
     def _logprobs(self, index: int, scored: ScoredTokens) -> dict[str, Any]:
@@ -107,7 +116,7 @@ class CompletionForm:
             texts.append(text)
             offsets.append(offset)
             offset += len(text)
-            values.append(None if logprob is None else _finite(logprob.logprob))
+            values.append(None if logprob is None else finite(logprob.logprob))
             tops.append(None if logprob is None else self._top(text, logprob))
         self._offsets[index] = offset
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
@@ -116,56 +125,10 @@ class CompletionForm:
         """The most probable tokens and the chosen one; of tokens with equal text, the most probable."""
         top: dict[str, float] = {}
         for token_id, value in logprob.top:
-            top.setdefault(self._tokens.of(token_id), _finite(value))
-        top.setdefault(text, _finite(logprob.logprob))
+            top.setdefault(self._tokens.of(token_id), finite(value))
+        top.setdefault(text, finite(logprob.logprob))
         return top
 
 
-class ChatForm:
-    """Choices of chat completions."""
-
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    id_prefix = "chatcmpl-"
-
-    def __init__(self, tokens: TokenTexts) -> None:
-        self._tokens = tokens
-
-    def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(scored),
-            "finish_reason": _FINISH[reason],
-        }
-
-    def begin(self, index: int) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def part(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": text} if text else {},
-            "logprobs": self._logprobs(scored),
-            "finish_reason": None if reason is None else _FINISH[reason],
-        }
-
-    def _logprobs(self, scored: ScoredTokens | None) -> dict[str, Any] | None:
-        if scored is None:
-            return None
-        content = []
-        for token_id, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
-            assert logprob is not None
-            top = [self._token(*pair) for pair in logprob.top]
-            content.append({**self._token(token_id, logprob.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokens.of(token_id)
-        # A partial character has bytes that its text does not show.
-        bytes_ = None if "\ufffd" in text else list(text.encode("utf-8"))
-        return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)

@@ -8,15 +8,12 @@ This module does not know HTTP.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 from outrider.decoder import Decoder
@@ -24,6 +21,7 @@ from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import Schedule
 from outrider.errors import CompileError, NumericsError, OutriderError
 from outrider.records import Chunk, Round, Timing, TokenLogprob
+from outrider.requests.loop_thread import LoopThread
 from outrider.requests.state import RequestState
 from outrider.serve.fair_queue import Turns
 from outrider.serve.fingerprint import fingerprint_of
@@ -84,7 +82,7 @@ class EngineThread:
         self.num_slots, self.metrics = num_slots, metrics
         self._room, self._waiting = room, waiting
         self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = LoopThread("outrider-engine")
         self._rows: dict[int, TicketRow] = {}  # rows with a slot, by the engine's row number
         self._row_s = 0.0  # moving average of how long a row keeps its slot
         self._works_on_thread: Turns[EngineTask] = Turns()
@@ -93,14 +91,12 @@ class EngineThread:
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Start loading. The event loop must be running; both callbacks are called in it."""
-        self._loop = asyncio.get_running_loop()
         self._on_ready, self._on_failure = on_ready, on_failure
-        self._thread = threading.Thread(target=self._run_on_thread, name="outrider-engine", daemon=True)
-        self._thread.start()
+        self._thread.start(self._run_on_thread, begin=self._open_on_thread, fail=self._fail_on_thread)
 
     def stop(self) -> None:
         """Stop the thread after its current round."""
-        self._inbox.put(None)
+        self._thread.stop()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end."""
@@ -148,7 +144,7 @@ class EngineThread:
         self._check_room(len(jobs), client)
         ticket = Ticket(jobs, client, priority, time.perf_counter())
         self._room.tickets.add(ticket)
-        self._inbox.put(lambda: self._queue_on_thread(ticket))
+        self._thread.post(lambda: self._queue_on_thread(ticket))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
@@ -156,7 +152,7 @@ class EngineThread:
         self._room.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
-            self._inbox.put(lambda: self._cancel_on_thread(ticket))
+            self._thread.post(lambda: self._cancel_on_thread(ticket))
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[TokenLogprob]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
@@ -198,7 +194,7 @@ class EngineThread:
         work = EngineTask(steps, client, time.perf_counter(), is_alone)
         self._room.works.add(work)
         waiting = self._alone_on_thread if is_alone else self._works_on_thread
-        self._inbox.put(lambda: waiting.push(work, client))
+        self._thread.post(lambda: waiting.push(work, client))
         try:
             while not isinstance(found := await arrival(work.found), StopIteration):
                 if isinstance(found, Exception):
@@ -254,23 +250,20 @@ class EngineThread:
 
     # In the thread
 
-    def _run_on_thread(self) -> None:
-        try:
-            self._open_on_thread()
-            self._call(self._set_ready)
-            is_idle = True
-            while self._take_in_on_thread(is_idle):
-                self._time_out_on_thread()
-                self._begin_on_thread()
-                round_ = self._step_on_thread()
-                if round_ is not None:
-                    self._deliver_on_thread(round_)
-                self._work_on_thread()
-                is_idle = round_ is None and not (self._works_on_thread or self._alone_on_thread or self._waiting)
-        except Exception as error:  # clients must learn of any error
-            if not isinstance(error, OutriderError):
-                _LOG.exception("the engine has failed")
-            self._call(self._set_failed, error)
+    def _run_on_thread(self) -> bool:
+        """Run one round. Returns whether there is more to do."""
+        self._time_out_on_thread()
+        self._begin_on_thread()
+        round_ = self._step_on_thread()
+        if round_ is not None:
+            self._deliver_on_thread(round_)
+        self._work_on_thread()
+        return round_ is not None or bool(self._works_on_thread or self._alone_on_thread or self._waiting)
+
+    def _fail_on_thread(self, error: Exception) -> None:
+        if not isinstance(error, OutriderError):
+            _LOG.error("the engine has failed", exc_info=error)
+        self._thread.call(self._set_failed, error)
 
     def _open_on_thread(self) -> None:
         self.decoder = self._load()
@@ -290,16 +283,7 @@ class EngineThread:
                 self._engine.submit(job.request)
             while self._engine.step() is not None:
                 pass
-
-    def _take_in_on_thread(self, is_idle: bool) -> bool:
-        """Run the functions from the event loop; wait for one when idle. Returns False at the end."""
-        while is_idle or not self._inbox.empty():
-            message = self._inbox.get()
-            if message is None:
-                return False
-            message()
-            is_idle = False
-        return True
+        self._thread.call(self._set_ready)
 
     def _queue_on_thread(self, ticket: Ticket) -> None:
         for which in range(len(ticket.jobs)):
@@ -325,11 +309,11 @@ class EngineThread:
         message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         self._drop_waiting_on_thread(late, "timeout")
-        self._call(self._deliver, [(ticket, (0, error)) for ticket in late])
+        self._thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
         for waiting in both:
             waiting.remove(lambda work: work in works)
         for work in works:
-            self._call(work.found.put_nowait, error)
+            self._thread.call(work.found.put_nowait, error)
 
     def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
         self.metrics.count_end(reason, self._waiting.remove(lambda row: row.ticket in tickets))
@@ -357,7 +341,7 @@ class EngineThread:
                     del self._rows[index], row.ticket.indices[row.which]
                 self.metrics.count_end("error", len(ended))
                 refusal = Refusal(_NO_PROGRAMS, param="seed")  # with a status that clients do not retry
-                self._call(self._deliver, [(row.ticket, (row.which, refusal)) for row in ended.values()])
+                self._thread.call(self._deliver, [(row.ticket, (row.which, refusal)) for row in ended.values()])
 
     def _deliver_on_thread(self, round_: Round) -> None:
         now_s, timing = time.perf_counter(), round_.timing
@@ -384,7 +368,7 @@ class EngineThread:
                 self._row_s += _NEWEST * (now_s - times.begun_s - self._row_s)
                 del self._rows[row_round.row], row.ticket.indices[row.which]
             events.append((row.ticket, (row.which, event)))
-        self._call(self._deliver, events)
+        self._thread.call(self._deliver, events)
 
     def _work_on_thread(self) -> None:
         """Run one step of the next task."""
@@ -408,11 +392,4 @@ class EngineThread:
             self._works_on_thread.push(work, client)
         elif work is self._running_alone:
             self._running_alone = None
-        self._call(work.found.put_nowait, found)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, unless the loop has ended."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            self._inbox.put(None)
+        self._thread.call(work.found.put_nowait, found)

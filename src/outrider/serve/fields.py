@@ -14,12 +14,16 @@ from typing import Any
 
 from outrider.serve.http_errors import Refusal
 from outrider.serve.structured import STRUCTURED
+from outrider.text.chat import FIELDS as CHAT_FIELDS
 
 # Fields passed to ``Sampling`` under their own names.
 SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop_token_ids", "ignore_eos"),
+    *("stop_token_ids", "bad_words", "ignore_eos"),
 )
+
+# Fields for the chat template.
+CHAT = {*CHAT_FIELDS, "reasoning_effort"} - {"tools"}
 
 # Aliases.
 _ALSO_CALLED = {
@@ -35,8 +39,11 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "top_logprobs": (0,),
     "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "include_reasoning": (True, False),
+    "separate_reasoning": (True, False),
+    "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
@@ -50,13 +57,9 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "logits_processors": ([],),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "thinking_token_budget": (),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (True,),
     "chat_template": (),
@@ -105,10 +108,10 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 # Known fields without effect on the output.
 _WITHOUT_EFFECT = {
     # OpenAI
-    *("user", "store", "metadata", "service_tier", "parallel_tool_calls", "prediction", "safety_identifier"),
+    *("user", "store", "metadata", "service_tier", "prediction", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "moderation"),
     # vLLM, SGLang
-    *("request_id", "cache_salt", "include_reasoning", "separate_reasoning", "stream_reasoning", "rid"),
+    *("request_id", "cache_salt", "stream_reasoning", "rid"),
     # llama.cpp; the last ones belong to samplers of the list above
     *("cache_prompt", "id_slot", "n_keep", "n_discard", "timings_per_token", "return_progress", "use_cache"),
     *("xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta"),
@@ -119,14 +122,15 @@ _COMMON = {
     *_ALSO_CALLED,
     *(other for others in _ALSO_CALLED.values() for other in others),
     *("model", "stream", "stream_options", "n", "best_of", "stop", "seed", "top_k", "logit_bias", "logprobs"),
-    *("return_tokens_as_token_ids", "priority"),
+    *("return_tokens_as_token_ids", "priority", "skip_special_tokens", "truncate_prompt_tokens", "allowed_token_ids"),
     *STRUCTURED,
     *("acceptance", "num_draft_tokens", "draft"),
 }
+_OF_OUTPUT = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "separate_reasoning")
 _KNOWN = {
     "completions": {*_COMMON, "prompt", "echo"},
-    "chat": {*_COMMON, "messages", "top_logprobs"},
-    "tokenize": {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"},
+    "chat": {*_COMMON, "messages", "top_logprobs", *CHAT, *_OF_OUTPUT},
+    "tokenize": {"model", "prompt", "messages", "add_special_tokens", "return_token_strs", "tools", *CHAT},
     "detokenize": {"model", "tokens"},
 }
 

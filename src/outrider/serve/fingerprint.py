@@ -24,7 +24,9 @@ def fingerprint_of(decoder: Decoder) -> str:
     dtype = str(target.dtype).removeprefix("torch.")
     k = decoder.num_draft_tokens
     weights = [sample_of(lm.model) for lm in (target, *drafter.models)]
-    facts = version("outrider"), names, dtype, decoder.acceptance, k, target.execution.name, weights
+    facts: tuple[object, ...] = version("outrider"), names, dtype, decoder.acceptance, k, target.execution.name, weights
+    if decoder.sampling_defaults:
+        facts = *facts, sorted(decoder.sampling_defaults.items())
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return f"outrider-{facts[0]}-{names}-{dtype}-{decoder.acceptance}-k{k}-{digest}"
 

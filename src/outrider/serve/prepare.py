@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outrider.decoder import Decoder
-from outrider.errors import PromptError
-from outrider.options import CONSTRAINTS
+from outrider.errors import MissingExtra, OptionError, PromptError, UsageError
+from outrider.options import CONSTRAINTS, Sampling
+from outrider.requests.call import ReadPrompt
 from outrider.requests.state import RequestState
-from outrider.serve.completion_json import ChatForm, CompletionForm, Form, TokenTexts
+from outrider.serve.chat_json import ChatForm
+from outrider.serve.completion_json import CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_completions, parse_messages
+from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_chat_prompt, parse_completions
+from outrider.serve.responses import chat_body
+from outrider.serve.responses_json import ResponseForm, asked_of
 from outrider.serve.streaming import PreparedRequest
+from outrider.serve.tools import described, tools_of
+from outrider.text.chat import Chat
+from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.constraint_check import Reading
+from outrider.text.output_parser import OutputParser
+from outrider.text.prompts import is_chat, rows_of, without_media
 from outrider.text.structure import read_constraint
-from outrider.text.tokenizer import Prompt, encode
+from outrider.text.thinking import AfterThinking, Thinking, ThoughtSplitter
+from outrider.text.tokenizer import Prompt, encode, special_ids
+from outrider.text.tools.formats import ToolFormat
 
 # Assumed bytes per token if no token is longer: some tokenizers drop spaces or map unknown words to one token.
 _LEAST_BYTES_A_TOKEN = 64
@@ -47,7 +60,10 @@ class Preparer:
         most_rows: maximum rows of a request.
         names: of the model; responses use the first.
         fingerprint: ``system_fingerprint``.
+        tool_format: how the model writes calls; None if that is not known.
+        thinking: markers of the model's thoughts; None if it has none.
         most_bytes: of a prompt that may fit; longer ones are refused before tokenizing.
+        marker_ids: of the format's markers that are tokens.
     """
 
     decoder: Decoder
@@ -56,21 +72,42 @@ class Preparer:
     most_rows: int
     names: tuple[str, ...]
     fingerprint: str
+    tool_format: ToolFormat | None
+    thinking: Thinking | None
     most_bytes: int = field(init=False)
+    marker_ids: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        longest = max(len(token.encode()) for token in self._tokenizer.get_vocab())
+        vocabulary = self._tokenizer.get_vocab()
+        longest = max(len(token.encode()) for token in vocabulary)
         object.__setattr__(self, "most_bytes", self.capacity * max(longest, _LEAST_BYTES_A_TOKEN))
+        markers = self.tool_format.tokens if self.tool_format else ()
+        ids = {marker: vocabulary[marker] for marker in markers if marker in vocabulary}
+        object.__setattr__(self, "marker_ids", ids)
 
     def completions(self, body: bytes) -> Parsed:
         """Parse a completion request; prepares a ``PreparedRequest``. Raises Refusal."""
         ask = parse_completions(parse_body(body))
-        return Parsed(ask, lambda reading: self._prepare(ask, CompletionForm, reading))
+        return Parsed(ask, lambda reading: self._prepare(ask, reading, lambda ids: CompletionForm(self._texts(ask))))
 
     def chat(self, body: bytes) -> Parsed:
         """Parse a chat request; prepares a ``PreparedRequest``. Raises Refusal."""
-        ask = parse_chat(parse_body(body))
-        return Parsed(ask, lambda reading: self._prepare(ask, ChatForm, reading))
+        ask = self._with_tool_constraint(parse_chat(parse_body(body)))
+        thinking = self.thinking if ask.splits_thoughts else None
+        return Parsed(
+            ask, lambda reading: self._prepare(ask, reading, partial(self._chat_form, ask, thinking), thinking)
+        )
+
+    def responses(self, body: bytes) -> Parsed:
+        """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
+        given = parse_body(body)
+        asked, ask = asked_of(given), self._with_tool_constraint(parse_chat(chat_body(given)))
+
+        def form_of(ids: Sequence[int]) -> ResponseForm:
+            parser, new_id = self._new_parser(ask, self.thinking, ids)(), self._new_call_id
+            return ResponseForm(asked, parser, new_id, ask.shows_thoughts)
+
+        return Parsed(ask, lambda reading: self._prepare(ask, reading, form_of, self.thinking))
 
     def check_model(self, name: Any) -> str:
         """Name to use in the response; the default is the first. Raises Refusal."""
@@ -79,17 +116,29 @@ class Preparer:
             raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
         return name or self.names[0]
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt that fits. Raises Refusal."""
-        assert not isinstance(prompt, Mapping), "no request holds a tokenizer's result"
-        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    def token_ids(self, prompt: Prompt, most: int | None = None) -> list[int]:
+        """Token ids of a prompt that fits; with images it is the processor's output.
+
+        Args:
+            most: the last ones are kept.
+
+        Raises:
+            Refusal
+        """
+        has_messages = isinstance(prompt, Mapping) or is_chat(prompt)
         try:
-            if is_chat or isinstance(prompt, str):
+            if not isinstance(prompt, Mapping) and (has_messages or isinstance(prompt, str)):
                 self._check_room(_num_bytes(prompt), self.most_bytes, "bytes")
-            ids = self.decoder.encode(prompt)
+            if most is not None:
+                if isinstance(prompt, Mapping):
+                    raise PromptError("a prompt with images cannot be truncated: leave truncate_prompt_tokens out")
+                prompt = encode(self._tokenizer, prompt)[-most:]
+            ids = rows_of(without_media(prompt))[0] if isinstance(prompt, Mapping) else self.decoder.encode(prompt)
             self._check_room(len(ids), self.capacity - 1, "tokens")
         except PromptError as error:
-            raise Refusal(str(error), param="messages" if is_chat else "prompt") from None
+            raise Refusal(str(error), param="messages" if has_messages else "prompt") from None
+        except OptionError as error:  # of a chat
+            raise refusal_of(error) from None
         return ids
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
@@ -102,7 +151,7 @@ class Preparer:
         if not isinstance(has_special, bool | None):
             raise Refusal("add_special_tokens must be true or false", param="add_special_tokens")
         if prompt is None:
-            prompt = parse_messages(value.get("messages"))
+            prompt = parse_chat_prompt({**value, "tools": described(tools_of(value)) or None})
         elif not isinstance(prompt, str):
             raise Refusal("prompt must be a string", param="prompt")
         if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:
@@ -110,7 +159,7 @@ class Preparer:
             raise Refusal(message, param="prompt" if isinstance(prompt, str) else "messages")
         try:
             ids = encode(self.decoder.tokenizer, prompt, has_special=has_special is not False)
-        except PromptError as error:
+        except UsageError as error:
             if prompt:
                 raise refusal_of(error) from None
             ids = []
@@ -141,35 +190,139 @@ class Preparer:
             raise Refusal(f"tokens must be a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}
 
-    def _prepare(self, ask: ParsedRequest, form: Callable[[TokenTexts], Form], reading: Reading) -> PreparedRequest:
+    def _prepare(
+        self,
+        ask: ParsedRequest,
+        reading: Reading,
+        form_of: Callable[[Sequence[int]], Form | ResponseForm],
+        thinking: Thinking | None = None,
+    ) -> PreparedRequest:
+        """
+        Args:
+            form_of: takes the ids of the first prompt.
+            thinking: markers of thoughts that come before the output.
+
+        Raises:
+            Refusal
+        """
         model = self.check_model(ask.model)
         self._check_rule_and_k(ask)
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {self.most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
-        all_ids = [self.token_ids(prompt) for prompt in ask.prompts]
+        prompts = [self._with_images(prompt) for prompt in ask.prompts]
+        most = self._most_prompt_tokens(ask)
+        all_ids = [self.token_ids(prompt, most) for prompt in prompts]
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
             try:
                 read_constraint(ask.options, reading)
-                for ids in all_ids:
+                ask = replace(ask, options={**ask.options, **self._only_allowed(ask)})
+                for prompt, ids in zip(prompts, all_ids, strict=True):
+                    read = self.decoder.read(prompt if isinstance(prompt, Mapping) else ids)
                     room = self.capacity - len(ids)
                     max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
                     for _ in range(ask.n):
-                        jobs.append(self._job(ask, ids, max_tokens, len(jobs)))
+                        jobs.append(self._job(ask, read, max_tokens, len(jobs), thinking))
             except Exception as error:
                 raise named_refusal(ask, error) from None
         texts = []
         if ask.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
-            texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
-        tokens = TokenTexts(self._tokenizer, ask.as_token_ids)
-        return PreparedRequest(ask, all_ids, texts, jobs, form(tokens), model, self.fingerprint)
+            texts = [
+                prompt if isinstance(prompt, str) and len(ids) != most else self._decode(ids) for prompt, ids in pairs
+            ]
+        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), model, self.fingerprint)
 
-    def _job(self, ask: ParsedRequest, ids: list[int], max_tokens: int, choice: int) -> RequestState:
+    def _with_tool_constraint(self, ask: ParsedRequest) -> ParsedRequest:
+        """The request with the constraint that its tools demand. Raises Refusal."""
+        if ask.tools is None:
+            return ask
+        if self.tool_format is None:
+            message = "it is not known how this model writes tool calls: name it at the server's start (--tool-parser)"
+            raise Refusal(message, param="tools")
+        given = {name: value for name in CONSTRAINTS if (value := ask.options.get(name)) is not None}
+        own = ask.tools.constraint(self.tool_format, self.marker_ids, given)
+        if own is None:
+            return ask
+        others = {name: value for name, value in ask.options.items() if name not in CONSTRAINTS}
+        return replace(ask, options=others | own, structured_by="tools")
+
+    def _most_prompt_tokens(self, ask: ParsedRequest) -> int | None:
+        """Raises Refusal."""
+        most = ask.most_prompt_tokens
+        if most is not None and most >= self.capacity:
+            message = f"{most} tokens and the output do not fit into {self.capacity}"
+            raise Refusal(f"truncate_prompt_tokens: {message}", param="truncate_prompt_tokens")
+        return max(1, self.capacity - (ask.max_tokens or 1)) if most == -1 else most
+
+    def _only_allowed(self, ask: ParsedRequest) -> dict[str, Any]:
+        """``allowed_token_ids``, as biases. Raises Refusal."""
+        vocab_size, bias = self.decoder.target.vocab_size, ask.options["logit_bias"] or {}
+        allowed = {*(ask.allowed_ids or ())}
+        if ask.allowed_ids is None:
+            return {}
+        if not 0 <= min(allowed) <= max(allowed) < vocab_size:
+            raise Refusal(f"allowed_token_ids must be below {vocab_size}", param="allowed_token_ids")
+        if ask.structured_by is not None:
+            message = f"they may forbid what {ask.structured_by} requires: give one of the two"
+            raise Refusal(f"allowed_token_ids: {message}", param="allowed_token_ids")
+        Sampling(logit_bias=bias)  # checked before it is changed
+        return {"logit_bias": bias | dict.fromkeys(set(range(vocab_size)) - allowed, -math.inf)}
+
+    def _texts(self, ask: ParsedRequest) -> TokenTexts:
+        return TokenTexts(self._tokenizer, ask.as_token_ids)
+
+    def _chat_form(self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]) -> ChatForm:
+        return ChatForm(self._texts(ask), self._new_parser(ask, thinking, ids), self._new_call_id, ask.shows_thoughts)
+
+    def _new_parser(
+        self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]
+    ) -> Callable[[], OutputParser]:
+        format_, tools = self.tool_format, ask.tools
+        stage = None if thinking is None else thinking.stage_of(self._tokenizer, ids)
+
+        def new_parser() -> OutputParser:
+            return OutputParser(
+                None if thinking is None or stage is None else ThoughtSplitter(thinking, stage),
+                None if tools is None or format_ is None else format_.parser(tools.names),
+            )
+
+        return new_parser
+
+    def _new_call_id(self) -> str:
+        assert self.tool_format is not None
+        return self.tool_format.new_id()
+
+    def _with_images(self, prompt: Prompt) -> Prompt:
+        """Read the images of a chat, which are in the request: no file is opened, and nothing fetched. Raises
+        Refusal."""
+        if not has_images(prompt):
+            return prompt
+        try:
+            return chat_inputs(self.decoder.processor, prompt, reads_files=False)  # type: ignore[arg-type]
+        except (PromptError, MissingExtra) as error:
+            raise Refusal(str(error), param="messages") from None
+
+    def _job(
+        self,
+        ask: ParsedRequest,
+        prompt: ReadPrompt,
+        max_tokens: int,
+        choice: int,
+        thinking: Thinking | None,
+    ) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
-        job = self.decoder.request(ids, {**ask.options, **own})
+        shown_ids = [*(() if ask.tools is None else self.marker_ids.values()), *(thinking.ids if thinking else ())]
+        if not ask.skips_special:
+            shown_ids = [*special_ids(self._tokenizer)]
+        job = self.decoder.request(prompt, {**ask.options, **own}, shown_ids=shown_ids)
+        if thinking is not None and ask.structured_by is not None and job.request.constraint is not None:
+            stage = thinking.stage_of(self._tokenizer, job.request.prompt_ids)
+            ends = self.decoder.target.vocab_size, self.decoder.eos_ids
+            constraint = AfterThinking(job.request.constraint, thinking, stage, *ends)
+            job.request = replace(job.request, constraint=constraint)
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job
@@ -206,6 +359,8 @@ class Preparer:
 def named_refusal(ask: ParsedRequest, error: Exception) -> Refusal:
     """Refusal for a library error, with the option under the request's name for it."""
     refusal = refusal_of(error)
+    if isinstance(error, OptionError) and error.name in CONSTRAINTS and ask.structured_by == "tools":
+        return Refusal(f"the schemas of the tools are not accepted: {error.remedy}", param="tools")
     if refusal.param in CONSTRAINTS:
         refusal.param = ask.structured_by
     elif refusal.param is not None:
@@ -213,7 +368,10 @@ def named_refusal(ask: ParsedRequest, error: Exception) -> Refusal:
     return refusal
 
 
-def _num_bytes(prompt: str | Sequence[Any]) -> int:
-    """UTF-8 size of a string, or of a chat's messages."""
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+def _num_bytes(prompt: Prompt) -> int:
+    """UTF-8 size of a string, or of a chat's messages, tools and documents."""
+    given: Any = prompt
+    if isinstance(prompt, Chat):
+        given = [*prompt.messages, *prompt.options.documents, *prompt.options.tools]
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     return len(text.encode(errors="surrogatepass"))

@@ -7,17 +7,22 @@ Sources: OpenAI's API reference (completions, chat completions).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.errors import UsageError
 from outrider.serve.fields import SAMPLING, check_names, given_names
-from outrider.serve.http_errors import Refusal
+from outrider.serve.http_errors import Refusal, refusal_of
+from outrider.serve.json_input import read_json
 from outrider.serve.structured import structure_of
+from outrider.serve.tools import ToolUse, described, tools_of, with_calls_read
+from outrider.text.chat import FIELDS, Chat, ChatOptions
+from outrider.text.chat_images import has_images
 from outrider.text.tokenizer import Prompt
 
 MOST_CHOICES = 16  # n
+_MOST_BAD_WORDS = 1000
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 1000
 _MOST_LOGPROBS = 20
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat may fill the context
@@ -37,6 +42,12 @@ class ParsedRequest:
         priority: within a client, the lowest number goes first.
         names: the body's names for options with aliases.
         structured_by: the field that constrains the output; ``options`` has the constraint in the library's form.
+        tools: those that may be called.
+        splits_thoughts: thoughts are no part of the content.
+        shows_thoughts: they are sent.
+        skips_special: special tokens have no text.
+        most_prompt_tokens: the last ones are kept; -1: as many as leave room for the output; None: all.
+        allowed_ids: the only tokens that may be generated; None: all.
         as_token_ids: log-probabilities show tokens as ``token_id:7``, since some have the same text.
     """
 
@@ -55,6 +66,12 @@ class ParsedRequest:
     priority: int = 0
     names: Mapping[str, str] = field(default_factory=dict)
     structured_by: str | None = None
+    tools: ToolUse | None = None
+    splits_thoughts: bool = True
+    shows_thoughts: bool = True
+    skips_special: bool = True
+    most_prompt_tokens: int | None = None
+    allowed_ids: Sequence[int] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -64,13 +81,9 @@ class ParsedRequest:
 
 def parse_body(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises Refusal."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        value = json.loads(body, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
+        value = read_json(body)
+    except ValueError as error:
         raise Refusal(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise Refusal("the body is not a JSON object")
@@ -98,14 +111,18 @@ def parse_chat(body: Mapping[str, Any]) -> ParsedRequest:
     has_logprobs = _flag(body, "logprobs")
     if top and not has_logprobs:
         raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
+    tools = tools_of(body)
+    if tools is not None and tools.is_forced and body.get("stop"):
+        raise Refusal("stop may cut the call that tool_choice demands: give one of the two", param="stop")
     return _parse(
         body,
         "chat",
-        prompts=[parse_messages(body.get("messages"))],
+        prompts=[_chat_prompt({**body, "tools": described(tools) or None})],
         logprobs=(top or 0) if has_logprobs else None,
         echo=False,
         least_tokens=1,
         default_tokens=None,
+        tools=tools,
     )
 
 
@@ -118,6 +135,7 @@ def _parse(
     echo: bool,
     least_tokens: int,
     default_tokens: int | None,
+    tools: ToolUse | None = None,
 ) -> ParsedRequest:
     check_names(body, kind)
     names = given_names(body)
@@ -128,6 +146,8 @@ def _parse(
     max_tokens = _integer(body, names["max_tokens"], least_tokens, None)
     given = {key: body.get(names.get(key, key)) for key in SAMPLING}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if isinstance(words := body.get("bad_words"), list) and len(words) > _MOST_BAD_WORDS:
+        raise Refusal(f"bad_words has {len(words)} items, of at most {_MOST_BAD_WORDS}", param="bad_words")
     structure, structured_by = structure_of(body)
     options["ignore_eos"] = _flag(body, "ignore_eos")
     options["min_tokens"] = _integer(body, names["min_tokens"], 0, None) or 0
@@ -150,7 +170,7 @@ def _parse(
         options=options
         | structure
         | {
-            "top_k": max(top_k or 0, 0),
+            **({} if top_k is None else {"top_k": max(top_k, 0)}),
             # Clients send negative numbers too.
             "seed": None if seed is None else seed & (2**63 - 1),
             "stop": _stops(body.get("stop")),
@@ -167,6 +187,12 @@ def _parse(
         priority=_integer(body, "priority", None, None) or 0,
         names=names,
         structured_by=structured_by,
+        tools=tools,
+        splits_thoughts=body.get("separate_reasoning") is None or _flag(body, "separate_reasoning"),
+        shows_thoughts=body.get("include_reasoning") is None or _flag(body, "include_reasoning"),
+        skips_special=body.get("skip_special_tokens") is None or _flag(body, "skip_special_tokens"),
+        most_prompt_tokens=_most_prompt_tokens(body),
+        allowed_ids=_allowed_ids(body),
     )
 
 
@@ -187,7 +213,7 @@ def _are_ids(value: Sequence[Any]) -> bool:
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages with text contents only. Raises Refusal."""
+    """Messages with contents of text, or in parts if there are images among them. Raises Refusal."""
     if not isinstance(value, list) or not value:
         raise Refusal("messages must be a list with at least one message", param="messages")
     messages = []
@@ -195,14 +221,68 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
         where = f"messages[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refusal(f"{where} must be an object with a role", param=where)
+        message = with_calls_read(index, message)
         content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            messages.append({**message})
+            continue
+        if isinstance(content, list) and any(map(_is_image, content)):
+            messages.append({**message})
+            continue
         if isinstance(content, list):
             texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(content, str):
-            raise Refusal(f"{where}.content must be a string, or a list of text parts", param=where)
+            raise Refusal(f"{where}.content must be a string, or a list of text parts and image_url parts", param=where)
         messages.append({**message, "content": content})
     return messages
+
+
+def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
+    """A chat, or messages with images and no options for the chat template. Raises Refusal."""
+    messages = parse_messages(body.get("messages"))
+    if not has_images(messages):
+        return parse_chat_prompt(body)
+    given = next((name for name in (*FIELDS, "reasoning_effort") if body.get(name) is not None), None)
+    if given is not None:
+        raise Refusal(f"{given} is not supported beside images", param=given)
+    return messages
+
+
+def parse_chat_prompt(body: Mapping[str, Any]) -> Chat:
+    """A chat: messages, and the options for the chat template. Raises Refusal."""
+    messages = parse_messages(body.get("messages"))
+    options = {name: value for name in FIELDS if (value := body.get(name)) is not None}
+    if (effort := _text(body, "reasoning_effort")) is not None:
+        kwargs = options.get("chat_template_kwargs", {})
+        if not isinstance(kwargs, Mapping) or kwargs.get("reasoning_effort", effort) != effort:
+            raise Refusal("give reasoning_effort, or chat_template_kwargs with it", param="reasoning_effort")
+        options["chat_template_kwargs"] = {**kwargs, "reasoning_effort": effort}
+    try:
+        return Chat(messages, ChatOptions(**options))
+    except UsageError as error:
+        raise refusal_of(error) from None
+
+
+def _is_image(part: Any) -> bool:
+    image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
+    return isinstance(image, dict) and isinstance(image.get("url"), str)
+
+
+def _most_prompt_tokens(body: Mapping[str, Any]) -> int | None:
+    most = _integer(body, "truncate_prompt_tokens", -1, None)
+    if most == 0:
+        raise Refusal(
+            "truncate_prompt_tokens = 0 leaves no prompt: give -1, or a number", param="truncate_prompt_tokens"
+        )
+    return most
+
+
+def _allowed_ids(body: Mapping[str, Any]) -> list[int] | None:
+    value = body.get("allowed_token_ids")
+    if value is not None and (not isinstance(value, list) or not value or not _are_ids(value)):
+        raise Refusal("allowed_token_ids must be a list of token ids, at least one", param="allowed_token_ids")
+    return value
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from outrider.serve.http_errors import unavailable
 from outrider.serve.metrics import Metrics
 from outrider.serve.prepare import Preparer
 from outrider.serve.quota import Quota
+from outrider.text.thinking import thinking_of
+from outrider.text.tools.formats import tool_format_of
 
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
@@ -43,6 +45,8 @@ class ServerOptions:
         queue_timeout_s: maximum wait for a first slot.
         api_keys: accepted API keys; without any, no key is needed.
         shutdown_timeout_s: how long running sequences may continue after a signal.
+        tool_parser: the format of the model's calls: see ``tool_format_of``.
+        reasoning_parser: the format of its thoughts: see ``thinking_of``.
     """
 
     names: tuple[str, ...]
@@ -55,6 +59,8 @@ class ServerOptions:
     queue_timeout_s: float = 600.0
     api_keys: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class Server:
@@ -139,6 +145,8 @@ class Server:
             worker.most_rows,
             self._options.names,
             worker.fingerprint,
+            tool_format_of(worker.decoder.tokenizer, self._options.tool_parser),
+            thinking_of(worker.decoder.tokenizer, self._options.reasoning_parser),
         )
         self._on_ready(worker)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.decoder import Decoder
 from outrider.decoding.schedule import AdaptiveSchedule, Schedule
+from outrider.models.generation_config import defaults_text
 from outrider.system.available import size_text
 
 
@@ -26,6 +27,8 @@ def about(decoder: Decoder, schedule: Schedule, num_slots: int, capacity: int) -
         f"drafts by {decoder.drafter.name}, K = {decoder.num_draft_tokens} (at most {schedule.max_k}), acceptance "
         f"{decoder.acceptance}, {dtype}",
     ]
+    if decoder.sampling_defaults:
+        lines.append(defaults_text(decoder.target.name, decoder.sampling_defaults))
     if isinstance(schedule, AdaptiveSchedule):
         lines += _table(schedule)
     return lines

@@ -37,7 +37,7 @@ class PreparedRequest:
     Attributes:
         prompt_ids: of each prompt.
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
-        form: format of the choices.
+        form: a ``Form``, the format of the choices; at ``/v1/responses`` a ``ResponseForm``.
         head: fields common to all its responses.
     """
 
@@ -45,7 +45,7 @@ class PreparedRequest:
     prompt_ids: list[list[int]]
     prompt_texts: list[str]
     jobs: list[RequestState]
-    form: Form
+    form: Any
     model: str
     fingerprint: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -102,7 +102,7 @@ async def begin(worker: EngineThread, prepared: PreparedRequest, client: str) ->
 
 async def ended(begun: AcceptedRequest) -> None:
     """Gather all chunks. Raises the error of a row."""
-    async for item in _events(begun):
+    async for item in arrivals(begun):
         if item is not None:
             which, chunk = item
             begun.prepared.jobs[which].chunks.append(chunk)
@@ -124,7 +124,7 @@ def whole(begun: AcceptedRequest) -> dict[str, Any]:
             scored = _joined(scored, ScoredTokens(one.token_ids, one.logprobs))
         choice = prepared.form.whole(index, echo + one.text, scored, one.finish_reason)
         choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
-    return prepared.head(is_chunk=False) | {"choices": choices} | _totals(begun, completions)
+    return prepared.head(is_chunk=False) | {"choices": choices} | totals(begun, completions)
 
 
 async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
@@ -134,7 +134,8 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
         Exception: an error before the first event, while the status can still report it.
     """
     prepared = begun.prepared
-    ask, form, head = prepared.ask, prepared.form, prepared.head(is_chunk=True)
+    form: Form = prepared.form
+    ask, head = prepared.ask, prepared.head(is_chunk=True)
     num_generated = 0
 
     def chunk_event(choice: dict[str, Any], **more: Any) -> bytes:
@@ -145,7 +146,7 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
             value["usage"] = None
         return event(value)
 
-    events = _events(begun)
+    events = arrivals(begun)
     first_item = [await anext(events)] if prepared.jobs else []
     try:
         for index in range(prepared.num_choices):
@@ -155,16 +156,16 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
                 first = await asyncio.to_thread(form.part, index, *_echoed(begun, index), reason)
             if first is not None:
                 yield chunk_event(first)
-        async for item in _chained(first_item, events):
+        async for item in chained(first_item, events):
             if item is None:
                 yield KEEP_ALIVE
                 continue
             which, chunk = item
             prepared.jobs[which].chunks.append(chunk)
             num_generated += len(chunk.token_ids)
-            if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                scored = None if chunk.logprobs is None else ScoredTokens(chunk.token_ids, chunk.logprobs)
-                choice = form.part(which, chunk.text, scored, chunk.finish_reason)
+            scored = ScoredTokens(chunk.token_ids, chunk.logprobs) if chunk.logprobs else None
+            choice = form.part(which, chunk.text, scored, chunk.finish_reason)
+            if choice is not None:
                 # The row may be ahead of this chunk.
                 stop_reason = None if chunk.finish_reason is None else prepared.jobs[which].text.stop_reason
                 choice |= {"seed": chunk.seed, "stop_reason": stop_reason}
@@ -172,7 +173,7 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
                 yield chunk_event(choice, **_timings(begun, prepared.jobs[0].completion) if is_last else {})
         if ask.includes_usage:
             completions = [job.completion for job in prepared.jobs]
-            yield event(head | {"choices": []} | _totals(begun, completions))
+            yield event(head | {"choices": []} | totals(begun, completions))
     except Exception as error:
         if not isinstance(error, Refusal | OutriderError):
             _LOG.exception("a stream has failed")
@@ -180,7 +181,7 @@ async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _events(begun: AcceptedRequest) -> AsyncIterator[_Item]:
+async def arrivals(begun: AcceptedRequest) -> AsyncIterator[_Item]:
     """Yield chunks until all rows have ended; None as a keep-alive. The error of one row ends all."""
     num_open = len(begun.ticket.jobs)
     while num_open:
@@ -198,7 +199,7 @@ async def _events(begun: AcceptedRequest) -> AsyncIterator[_Item]:
         yield which, item
 
 
-async def _chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIterator[_Item]:
+async def chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIterator[_Item]:
     for item in first:
         yield item
     async for item in others:
@@ -217,7 +218,7 @@ def _joined(first: ScoredTokens | None, second: ScoredTokens) -> ScoredTokens:
     return ScoredTokens([*first.token_ids, *second.token_ids], [*first.logprobs, *second.logprobs])
 
 
-def _totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, Any]:
+def totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, Any]:
     """Usage and draft statistics."""
     prepared = begun.prepared
     num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.serve.http_errors import Refusal
+from outrider.serve.json_input import read_json
 
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 # SGLang's names (whose EBNF is the GBNF of xgrammar), and llama.cpp's.
@@ -68,8 +69,8 @@ def _part(name: str, value: Any, param: str) -> dict[str, Any]:
         return {"json_schema": {"type": "object"}}
     if name == "json":
         try:
-            schema = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError):
+            schema = read_json(value, param) if isinstance(value, str) else value
+        except ValueError:
             schema = None
         if not isinstance(schema, Mapping):
             raise Refusal(f"{param} must be a JSON schema, an object", param=param)

@@ -1,0 +1,64 @@
+"""Answers of ``/v1/responses``, in one piece and as events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.serve.completion_json import KEEP_ALIVE
+from outrider.serve.http_errors import Refusal, refusal_of
+from outrider.serve.responses_json import ResponseForm
+from outrider.serve.streaming import AcceptedRequest, arrivals, chained, totals
+
+_LOG = logging.getLogger("outrider.serve")
+
+
+def whole_response(begun: AcceptedRequest) -> dict[str, Any]:
+    """Response in one piece."""
+    form, completion = _form(begun), begun.prepared.jobs[0].completion
+    assert completion.finish_reason is not None
+    for _ in form.part(completion.text, completion.finish_reason):
+        pass
+    found = totals(begun, [completion])
+    return form.response(_head(begun), completion.finish_reason, found["usage"]) | {"metrics": found["metrics"]}
+
+
+async def streamed_response(begun: AcceptedRequest) -> AsyncIterator[bytes]:
+    """Response as server-sent events, errors included.
+
+    Raises:
+        Exception: an error before the first event, while the status can still report it.
+    """
+    form, job = _form(begun), begun.prepared.jobs[0]
+    events = arrivals(begun)
+    first = [await anext(events)]
+    for event in form.begin(_head(begun)):
+        yield event
+    try:
+        async for item in chained(first, events):
+            if item is None:
+                yield KEEP_ALIVE
+                continue
+            job.chunks.append(item[1])
+            for event in form.part(item[1].text, item[1].finish_reason):
+                yield event
+        completion = job.completion
+        assert completion.finish_reason is not None
+        yield form.end(_head(begun), completion.finish_reason, totals(begun, [completion])["usage"])
+    except Exception as error:
+        if not isinstance(error, Refusal | OutriderError):
+            _LOG.exception("a stream has failed")
+        yield form.failure(refusal_of(error))
+
+
+def _form(begun: AcceptedRequest) -> ResponseForm:
+    form = begun.prepared.form
+    assert isinstance(form, ResponseForm)
+    return form
+
+
+def _head(begun: AcceptedRequest) -> dict[str, Any]:
+    prepared = begun.prepared
+    return {"id": prepared.id, "created": prepared.created, "model": prepared.model}

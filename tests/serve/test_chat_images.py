@@ -1,0 +1,159 @@
+"""Chats with images: in every form of an image, the text is that of the model's own ``generate``."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+from PIL import Image
+from servers import running
+
+import outrider
+from multimodal import llava_processor, multimodal
+from outrider.decoder import Decoder
+from outrider.errors import OptionError, PromptError
+from outrider.requests import call
+from outrider.runtime.media import read_media
+from pairs import random_llama, save, word_tokenizer
+
+
+def picture(colour: int) -> Image.Image:
+    image = Image.effect_noise((24, 20), 80)
+    return Image.merge("RGB", (image, image.point(lambda _: colour), image))
+
+
+def data_url(image: Image.Image, kind: str = "PNG") -> str:
+    stored = io.BytesIO()
+    image.save(stored, kind)
+    return f"data:image/png;base64,{base64.b64encode(stored.getvalue()).decode()}"
+
+
+def chat(part: dict[str, Any], text: str = "w5 w8 w2") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    """From a folder, with its processor."""
+    folder = tmp_path_factory.mktemp("llava")
+    save(folder, multimodal("llava"), word_tokenizer())
+    llava_processor().save_pretrained(folder)
+    yield outrider.load(folder, random_llama(), num_draft_tokens=2)
+
+
+def generated(decoder: Decoder, image: Image.Image, text: str = " w5 w8 w2 ") -> list[int]:
+    inputs = decoder.processor(text=[f"w90{text} w3"], images=[image], return_tensors="pt")
+    output = decoder.target.model.generate(**inputs, do_sample=False, max_new_tokens=10)
+    ids: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return ids
+
+
+def test_an_image_in_every_form(decoder: Decoder, tmp_path: Path) -> None:
+    image = picture(40)
+    image.save(tmp_path / "image.png")
+    forms: list[dict[str, Any]] = [
+        {"type": "image", "image": image},
+        {"type": "image", "image": str(tmp_path / "image.png")},
+        {"type": "image", "path": tmp_path / "image.png"},
+        {"type": "image_url", "image_url": {"url": data_url(image)}},
+    ]
+    done = decoder.generate([chat(form) for form in forms], temperature=0, max_new_tokens=10, ignore_eos=True)
+    want = generated(decoder, image)
+    assert [list(one.token_ids) for one in done] == [want] * len(forms) and done[0].num_prompt_tokens == 8
+    other = decoder.generate([chat({"type": "image", "image": picture(250)})], temperature=0, max_new_tokens=10)
+    assert list(other[0].token_ids) != want
+
+
+def test_chat_takes_images(decoder: Decoder) -> None:
+    """Of a decoder and of sessions; options of the template are refused."""
+    image = picture(40)
+    messages, options = chat({"type": "image", "image": image}), {"temperature": 0, "max_new_tokens": 10}
+    want = generated(decoder, image)
+    options["ignore_eos"] = True
+    with decoder.session(slots=1) as session:
+        found = [decoder.chat(messages, system=None, **options), session.chat(messages, **options)]
+        streams = [decoder.stream_chat(messages, **options), session.stream_chat(messages, **options)]
+        streamed = [[i for chunk in stream for i in chunk.token_ids] for stream in streams]
+    assert [list(one.token_ids) for one in found] == streamed == [want] * 2
+    with pytest.raises(OptionError, match=r"system = 'w5' .*beside images: .*give it to generate\(\)"):
+        decoder.chat(messages, system="w5")
+
+
+def test_images_that_cannot_be_read_are_refused(decoder: Decoder, tmp_path: Path) -> None:
+    """Nothing is fetched. Doors without images say so."""
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    for value, message in (
+        ("https://example.com/image.png", "has the image 'https://example.com/image.png', which is not fetched"),
+        (str(tmp_path / "gone.png"), "cannot be read: .*No such file"),
+        (str(tmp_path / "broken.png"), "cannot be read"),
+        ("data:image/png;base64,AAAA", "cannot be read"),
+        ("data:image/png,AAAA", "not base64"),
+        (data_url(Image.new("1", (8192, 8193))), "have 67117056 pixels, more than 67108864 in all"),
+        (data_url(picture(1), "TIFF"), "not in one of the formats PNG, JPEG,"),
+        (data_url(picture(1), "EPS"), "not in one of the formats PNG, JPEG,"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            decoder.generate([chat({"type": "image", "image": value})])
+    with pytest.raises(PromptError, match="a part of type 'video'"):
+        decoder.generate([[*chat({"type": "video"}), *chat({"type": "image", "image": picture(1)})]])
+    with pytest.raises(PromptError, match="a part of type 'image': only text can be given here"):
+        decoder.encode(chat({"type": "image", "image": picture(1)}))
+    with pytest.raises(PromptError, match="no processor with a chat template"):
+        outrider.load(random_llama()).generate([chat({"type": "image", "image": picture(1)})])
+
+
+def test_many_images_are_counted_before_one_is_decoded(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files with more pixels in all than fit."""
+
+    def decode(*_: Any) -> None:
+        raise AssertionError("decoded")
+
+    parts = chat({"type": "image", "image": data_url(Image.new("1", (4096, 4096)))})[0]["content"]
+    small = chat({"type": "image", "image": data_url(picture(1))})[0]["content"]
+    monkeypatch.setattr(Image.Image, "convert", decode)
+    for content, message in (
+        ([*parts[:1] * 5, parts[1]], "have 83886080 pixels, more than 67108864 in all: give fewer or smaller"),
+        ([*small[:1] * 65, small[1]], "more than 64 images: give fewer"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            decoder.generate([[{"role": "user", "content": content}]])
+
+
+def test_a_processor_without_pixels_is_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images in another form would be dropped."""
+    processor = type(decoder.processor)
+
+    def renamed(own: Any, *given: Any, **named: Any) -> dict[str, Any]:
+        return {name.replace("pixel_values", "patches"): value for name, value in process(own, *given, **named).items()}
+
+    process = processor.__call__
+    monkeypatch.setattr(processor, "__call__", renamed)
+    with pytest.raises(PromptError, match="no 'pixel_values' for images, but input_ids, attention_mask, patches"):
+        decoder.generate([chat({"type": "image", "image": picture(1)})])
+
+
+def test_the_server_takes_images_in_the_request(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither files nor addresses. An image is read once for all choices."""
+    reads: list[Any] = []
+    monkeypatch.setattr(call, "read_media", lambda *given: reads.append(given) or read_media(*given))
+    image = picture(40)
+    image.save(tmp_path / "image.png")
+    with running(decoder, context_len=64, names=("llava",)) as server, server.openai() as client:
+
+        def answer(url: str) -> Any:
+            messages: Any = chat({"type": "image_url", "image_url": {"url": url}})
+            options = {"temperature": 0, "max_tokens": 10, "n": 2, "extra_body": {"ignore_eos": True}}
+            return client.chat.completions.create(model="llava", messages=messages, **options)
+
+        found = answer(data_url(image))
+        want = decoder.tokenizer.decode(generated(decoder, image), skip_special_tokens=True)
+        assert [choice.message.content.split() for choice in found.choices] == [want.split()] * 2
+        assert found.usage.prompt_tokens == 8 and len(reads) == 1
+        for url in ("https://example.com/image.png", str(tmp_path / "image.png"), f"file://{tmp_path}/image.png"):
+            with pytest.raises(BadRequestError, match="which is not fetched: give a data URL"):
+                answer(url)

@@ -1,0 +1,50 @@
+"""Thoughts over HTTP: apart from the content, whether the template or the model begins them; and constraints after."""
+
+from typing import Any
+
+from scripted import TEMPLATES, scripted, talker, tool
+from servers import running
+
+ASK: Any = [{"role": "user", "content": "Will it rain?"}]
+MARKERS = {"<think>": False, "</think>": False}
+SCRIPT = ["<think>", "\n", "It may", " rain", ".\n", "</think>", "\n\n", "Yes", ".", '{"a": 1}']
+
+
+def test_thoughts_are_no_content() -> None:
+    with running(scripted(SCRIPT, "{{ messages[0].content }}", MARKERS)) as server, server.openai() as client:
+        body: Any = {"model": "toy", "messages": ASK}
+        message = client.chat.completions.create(**body).choices[0].message
+        assert (message.reasoning_content, message.content) == ("It may rain.", 'Yes.{"a": 1}')
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**body, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "It may rain."
+        assert "".join(delta.content or "" for delta in deltas) == message.content
+        for name in ("include_reasoning", "separate_reasoning"):
+            other = client.chat.completions.create(**body, extra_body={name: False}).choices[0].message
+            assert not hasattr(other, "reasoning_content")
+            assert other.content == (message.content if name == "include_reasoning" else "".join(SCRIPT))
+        assert client.completions.create(model="toy", prompt="a", max_tokens=50).choices[0].text == "".join(SCRIPT)
+
+
+def test_constraints_begin_after_them() -> None:
+    with (
+        running(talker(TEMPLATES["hermes"] + "<think>\n", MARKERS | {"<tool_call>": False})) as server,
+        server.openai() as client,
+    ):
+        end_id = server.worker.decoder.tokenizer.convert_tokens_to_ids("</think>")
+        body: Any = {"model": "toy", "messages": ASK, "logit_bias": {str(end_id): 50}}
+        tools: Any = [tool("time", {"type": "object", "additionalProperties": False})]
+        extra = {"structured_outputs": {"regex": "(yes|no)"}}
+        assert client.chat.completions.create(**body, extra_body=extra).choices[0].message.content in ("yes", "no")
+        body["messages"] = [{"role": "user", "content": "Call."}]
+        message = client.chat.completions.create(**body, tools=tools, tool_choice="required").choices[0].message
+        assert message.tool_calls is not None and message.tool_calls[0].function.name == "time"
+
+
+def test_the_template_may_begin_them() -> None:
+    template = "<think>"
+    with running(scripted(SCRIPT, template, MARKERS)) as server, server.openai() as client:
+        message = client.chat.completions.create(model="toy", messages=ASK).choices[0].message
+        assert (message.reasoning_content, message.content) == ("It may rain.", 'Yes.{"a": 1}')
+    with running(scripted(SCRIPT, template, MARKERS), reasoning_parser="none") as server, server.openai() as client:
+        message = client.chat.completions.create(model="toy", messages=ASK).choices[0].message
+        assert message.content == "".join(SCRIPT[1:]) and not hasattr(message, "reasoning_content")

@@ -1,0 +1,131 @@
+"""``/v1/responses`` with the openai client: text, thoughts, calls and their results, whole and as events."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from scripted import MARKERS, TEMPLATES, scripted, talker, tool
+from servers import Running, running
+
+from outrider.decoder import Decoder
+from outrider.drafters.base import NoDrafter
+from pairs import word_tokenizer
+from toys import random_table, table_lm
+
+THINK = {"<think>": False, "</think>": False}
+SCRIPT = ["<think>", "It may", " rain.", "</think>", "\n\n", "Let me ", "see.", "<tool_call>", '{"name": "weather", ',
+          '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]  # fmt: skip
+FLAT: Any = {"type": "function", **tool()["function"]}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=2) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with server.openai() as one:
+        yield one
+
+
+def test_items_whole_and_as_events() -> None:
+    decoder = scripted(SCRIPT, TEMPLATES["hermes"], MARKERS["hermes"] | THINK)
+    with running(decoder) as server, server.openai() as client:
+        body: Any = {"model": "toy", "input": "Will it rain?", "tools": [FLAT]}
+        response = client.responses.create(**body)
+        thoughts, message, call = response.output
+        assert thoughts.type == "reasoning" and thoughts.content and thoughts.content[0].text == "It may rain."
+        assert message.type == "message" and response.output_text == "Let me see."
+        assert call.type == "function_call" and (call.name, call.arguments) == ("weather", '{"city": "Rome"}')
+        assert response.status == "completed" and response.usage and response.usage.output_tokens == len(SCRIPT) + 1
+        with client.responses.stream(**body) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+        assert final.output_text == "Let me see." and final.output[2].arguments == '{"city": "Rome"}'  # type: ignore[union-attr]
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+        for kind, count in [("output_item.added", 3), ("output_item.done", 3), ("content_part.done", 2)]:
+            assert kinds.count(f"response.{kind}") == count
+        assert "response.function_call_arguments.delta" in kinds and "response.reasoning_text.delta" in kinds
+
+
+def test_a_conversation_with_a_tool(client: OpenAI) -> None:
+    """The whole history goes back and forth: nothing is kept."""
+    chosen: Any = {"type": "function", "name": "weather"}
+    history: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Will it rain?"}]}]
+    body: Any = {"model": "toy", "instructions": "Be brief.", "tools": [FLAT], "max_output_tokens": 300}
+    response = client.responses.create(**body, input=history, tool_choice=chosen)
+    (call,) = response.output
+    assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    history += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "Sun."}]
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+    form: Any = {"type": "json_schema", "name": "answer", "schema": schema | {"additionalProperties": False}}
+    answer = client.responses.create(**body, input=history, tool_choice="none", text={"format": form}, store=False)
+    assert isinstance(json.loads(answer.output_text)["rain"], bool)
+    assert answer.usage and response.usage and answer.usage.input_tokens != response.usage.input_tokens
+    cut = client.responses.create(model="toy", input="Hm", max_output_tokens=2, top_p=0.5)
+    assert (
+        cut.status == "incomplete" and cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
+    )
+
+
+def test_an_error_in_a_stream() -> None:
+    """An event of the type "error", numbered like the others."""
+    tokenizer = word_tokenizer(50)
+    tokenizer.chat_template = "w1"
+    decoder = Decoder(table_lm(random_table(50, 0), context_len=1_000_000), tokenizer, frozenset(), NoDrafter())
+    with running(decoder, num_slots=1, context_len=1_000_000) as server, server.openai() as client:
+        events = []
+        for event in client.responses.create(model="toy", input="Hm", stream=True):
+            events.append(event)
+            if len(events) == 5:
+                server.server.stop()
+    last = events[-1]
+    assert last.type == "error" and "shutting down" in last.message
+    assert last.sequence_number == len(events) - 1 and last.code == "unavailable" and last.param is None
+
+
+def test_what_json_cannot_repeat(server: Running) -> None:
+    deep = '{"a":' * 200 + "1" + "}" * 200
+    for name, value in [
+        ("metadata", '{"a": 1e999}'),
+        ("metadata", '{"a": "\\ud800"}'),
+        ("user", '"\\udc00"'),
+        ("text", '{"format": {"type": "text"}, "\\ud800": 1}'),
+        ("metadata", deep),
+        ("tools", f'[{{"type": "function", "name": "a", "strict": true, "parameters": {deep}}}]'),
+    ]:
+        content = f'{{"input": "Hm", "max_output_tokens": 1, "{name}": {value}}}'
+        with server.http() as http:
+            answer = http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("store", {"store": True}),
+        ("background", {"background": True}),
+        ("input", {"input": []}),
+        ("input[0]", {"input": [{"type": "image_generation_call"}]}),
+        ("input[0]", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        ("tools[0]", {"tools": [{"type": "web_search"}]}),
+        ("text", {"text": 5}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("text.length", {"text": {"length": 3}}),
+        ("reasoning.max_tokens", {"reasoning": {"summary": "auto", "max_tokens": 3}}),
+        ("reasoning.summary", {"reasoning": {"summary": "detailed"}}),
+        ("frequency", {"frequency": 5}),
+    ],
+)
+def test_the_field_is_named(server: Running, field: str, body: dict[str, Any]) -> None:
+    with server.http() as http:
+        response = http.post("/v1/responses", json={"input": "Hm", "max_output_tokens": 1} | body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == field

@@ -1,0 +1,70 @@
+"""Fields of chats that go to the chat template: honoured where it reads them, else refused by name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from servers import Running, running
+
+from outrider.api import load
+from pairs import random_llama, word_tokenizer
+
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} {% endfor %}{% for one in documents or [] %}w7 {% endfor %}"
+    "{% if reasoning_effort %}{{ {'low': 'w4', 'high': 'w5'}[reasoning_effort] }} {% endif %}"
+    "{% if enable_thinking is false %}w6 {% endif %}{% if add_generation_prompt %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    with running(load(random_llama(), tokenizer=tokenizer)) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({}, [8]),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, [8, 6]),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, [8, 4]),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, [8, 5, 6]),
+        ({"documents": [{"title": "a", "text": "b"}]}, [8, 7]),
+        ({"add_generation_prompt": False}, [8]),
+        ({"continue_final_message": True, "add_generation_prompt": False}, [8]),
+    ],
+    ids=str,
+)
+def test_options_of_the_template(server: Running, fields: dict[str, Any], more: list[int]) -> None:
+    """In a request, and where its tokens are counted."""
+    messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w8"}]
+    body = {"messages": messages, **fields}
+    (expected,) = server.worker.decoder.generate([[3, *more]], seed=1, max_new_tokens=8)
+    with server.http() as http:
+        assert http.post("/tokenize", json=body).json()["tokens"] == [3, *more]
+        answer = http.post("/v1/chat/completions", json=body | {"seed": 1, "max_tokens": 8}).json()
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == 1 + len(more)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"flavour": "sweet"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 1}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
+        ({"documents": {"title": "a"}}, "documents"),
+        ({"continue_final_message": "content"}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ],
+    ids=str,
+)
+def test_options_of_the_template_that_are_refused(server: Running, fields: dict[str, Any], param: str) -> None:
+    with server.http() as http:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = http.post(path, json={"messages": [{"role": "user", "content": "w3"}], **fields})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,169 @@
+"""Calls of tools over HTTP, with the openai client: forced by grammars, or found in what a model says."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from scripted import MARKERS, TEMPLATES, WEATHER, scripted, talker, tool
+from servers import Running, running
+
+ASK: Any = [{"role": "user", "content": "Will it rain?"}]
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """Other formats differ in their grammars and parsers alone."""
+    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=2) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with server.openai() as one:
+        yield one
+
+
+DEEP = {"type": "function", "function": {"name": "time", "arguments": '{"a":' * 500 + "1" + "}" * 500}}
+
+
+def streamed(client: OpenAI, **body: Any) -> tuple[str, list[Any], list[str]]:
+    """Content, calls and finish reasons of a stream; deltas are added as OpenAI says."""
+    content, calls, reasons = "", [], []
+    for chunk in client.chat.completions.create(model="toy", stream=True, **body):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or []:
+            assert part.function is not None
+            if part.id is not None:
+                assert part.index == len(calls) and part.type == "function" and part.function.name
+                calls.append([part.id, part.function.name, ""])
+            calls[part.index][2] += part.function.arguments or ""
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+    return content, calls, reasons
+
+
+def test_a_named_tool_is_called(client: OpenAI) -> None:
+    tools = [tool(), tool("time", NOTHING)]
+    chosen: Any = {"type": "function", "function": {"name": "weather"}}
+    body: Any = {"messages": ASK, "tools": tools, "tool_choice": chosen, "seed": 3}
+    (choice,) = client.chat.completions.create(model="toy", **body).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Rome", "Oslo") and arguments["days"] in (1, 2)
+    content, ((id_, *streamed_call),), reasons = streamed(client, **body)
+    assert (content, streamed_call, reasons) == ("", ["weather", call.function.arguments], ["tool_calls"])
+    assert id_.startswith("call_") and id_ != call.id
+
+
+def test_some_tool_is_called(client: OpenAI) -> None:
+    """Without a schema there are no arguments."""
+    tools: Any = [{"type": "function", "function": {"name": "time"}}]
+    body: Any = {"messages": ASK, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(model="toy", **body).choices
+    ((name, arguments),) = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    assert (choice.finish_reason, name, json.loads(arguments)) == ("tool_calls", "time", {})
+    (choice,) = client.chat.completions.create(model="toy", **body, max_tokens=12).choices
+    assert choice.finish_reason == "length"
+
+
+def test_histories_reach_the_template(client: OpenAI, server: Running) -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    asked: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answered: Any = {"role": "tool", "tool_call_id": "abcdefghi", "content": [{"type": "text", "text": "Sun."}]}
+    messages = [*ASK, asked, answered]
+    answer = client.chat.completions.create(model="toy", messages=messages, tools=[tool()], max_tokens=3)
+    tokenizer = server.worker.decoder.tokenizer
+    call_text = '<tool_call>weather{"city": "Rome"}'
+    text = f"{json.dumps(tool())}\n<user>Will it rain?<assistant>{call_text}<tool>Sun.<assistant>"
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(tokenizer(text).input_ids)
+
+
+def test_strict_tools_under_auto(client: OpenAI) -> None:
+    """Text or a call, and nothing else: a grammar forbids half of one. JSON may be demanded of the text."""
+    body: Any = {"messages": ASK, "tools": [tool(strict=True)], "seed": 1, "max_tokens": 80}
+    content, calls, _ = streamed(client, **body, temperature=1.5)
+    assert "<tool_call>" not in content and all(name == "weather" for _, name, _ in calls)
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    content, calls, _ = streamed(client, **body, response_format=form)
+    if calls:
+        assert calls[0][1] == "weather" and not content
+    else:
+        assert isinstance(json.loads(content)["rain"], bool)
+
+
+PIECES = [" [{", '"name": "weather", "arguments"', ': {"city": "Ro', 'me"}}, ', '{"name": "time"}]']
+SCRIPTS = {  # the marker of one is a special token, that of the other is not
+    "hermes": ["Let me see", ".\n", "<tool_call>", "\n", PIECES[0][2:], *PIECES[1:3], 'me"}}\n', "</tool_call>"],
+    "mistral": ["Let me see", ".", "[TOOL_CALLS]", *PIECES],
+}
+
+
+def test_calls_are_found_in_free_text() -> None:
+    """Under auto; markers may be special tokens, which are in the text of no other request."""
+    for kind, script in SCRIPTS.items():
+        with running(scripted(script, TEMPLATES[kind], MARKERS[kind])) as server, server.openai() as client:
+            body: Any = {"messages": ASK, "tools": [tool(), tool("time", NOTHING)], "max_tokens": 100}
+            (choice,) = client.chat.completions.create(model="toy", **body).choices
+            found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+            assert found == [("weather", '{"city": "Rome"}'), ("time", "{}")][: 2 if kind == "mistral" else 1]
+            assert choice.message.content == "Let me see." and choice.finish_reason == "tool_calls"
+            content, calls, reasons = streamed(client, **body)
+            assert (content, [(name, given) for _, name, given in calls]) == ("Let me see.", found)
+            assert reasons == ["tool_calls"]
+            (choice,) = client.chat.completions.create(model="toy", **body, stop='"Ro').choices
+            assert choice.finish_reason == "stop" and len(choice.message.tool_calls or []) == 1
+            text = "".join(piece for piece in script if not MARKERS[kind].get(piece))
+            for more in ({"tools": []}, {"tool_choice": "none"}):
+                (choice,) = client.chat.completions.create(model="toy", **body | more).choices
+                assert choice.message.content == text and choice.message.tool_calls is None
+                assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("tools", {"tools": 5}),
+        ("tools", {"tools": [tool(), tool()]}),
+        ("tools", {"tools": [tool(schema={"properties": {"a": {"type": "nothing"}}}, strict=True)]}),
+        ("tools[0]", {"tools": [{"type": "custom", "custom": {"name": "a"}}]}),
+        ("tools[0]", {"tools": [tool("a b")]}),
+        ("tools[0]", {"tools": [tool(schema="object")]}),
+        ("tools[0]", {"tools": [tool(strict=1)]}),
+        ("tool_choice", {"tools": [tool()], "tool_choice": "weather"}),
+        ("tool_choice", {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "time"}}}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("parallel_tool_calls", {"tools": [tool()], "parallel_tool_calls": 1}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": {}}]}),
+        ("messages[0]", {"messages": [{"role": "assistant", "content": None}]}),
+        ("response_format", {"tools": [tool()], "guided_regex": "a+"}),
+        ("response_format", {"tools": [tool()], "guided_regex": "a+", "tool_choice": "required"}),
+        ("stop", {"tools": [tool()], "tool_choice": "required", "stop": "a"}),
+        ("tools[0]", {"tools": [tool(schema={"type": "string"})]}),
+        ("tools[0]", {"tools": [tool(schema={"type": ["object", "null"]})]}),
+        ("functions", {"functions": [WEATHER]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": [DEEP]}]}),
+    ],
+)
+def test_the_field_is_named(server: Running, field: str, body: dict[str, Any]) -> None:
+    with server.http() as http:
+        response = http.post("/v1/chat/completions", json={"messages": ASK} | body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == field and error["message"]
+
+
+def test_unknown_formats_are_refused(server: Running) -> None:
+    """Rather than answered with calls as content; unless no tool may be called."""
+    with running(talker("{{ tools }}{{ messages }}", {}), num_slots=1) as other, other.http() as http:
+        body = {"messages": ASK, "tools": [tool()], "max_tokens": 1}
+        response = http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400 and "--tool-parser" in response.json()["error"]["message"]
+        assert http.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).status_code == 200
