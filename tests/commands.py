@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = Path(__file__).parents[1] / "docs" / "json.md"
-_KEYS_ARE_DATA = {"json_schema", "texts"}  # names of arms
+_KEYS_ARE_DATA = {"json_schema", "texts", "messages", "tools", "chat_template_kwargs"}  # texts: names of arms
 PROVENANCE = {
     "outrider",
     "commit",

@@ -124,7 +124,7 @@ def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
     }
     del panels["Options"]
     assert panels == {
-        "Generate": ["generate", "serve", "compare", "latency", "compile", "costs"],
+        "Generate": ["generate", "chat", "serve", "compare", "latency", "compile", "costs"],
         "Choose a draft": ["models", "plan", "alpha", "record", "replay", "analyze", "shapes"],
         "Train": ["distill"],
         "Hand over": ["export"],

@@ -8,7 +8,6 @@ import pytest
 
 from commands import Outrider
 from outrider.cli.shared.context_limit import report_num_limited
-from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 
 _WORK = {  # of each command, where it begins
@@ -51,13 +50,6 @@ def test_a_limit_beyond_the_context_is_told(
         f"{'prompt' if command == 'compare' else 'longest prompt'}, at most {1024 - longest} are generated"
     )
     assert not told(outrider, monkeypatch, command, *arguments, "-n", 1024 - longest)
-
-
-def test_the_context_of_the_draft(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, prompts: Path) -> None:
-    """Certificates are of texts that both models can take."""
-    monkeypatch.setattr(ModelDrafter, "context_len", 64)
-    (line,) = told(outrider, monkeypatch, "certify", "--prompts", prompts, "-n", 100)
-    assert line.startswith("-n 100 exceeds the context of fable-draft, 64 tokens: with 5 in the ")
 
 
 def test_prompts_of_a_file_with_limits_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,8 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
     assert ended.out in (" a fox\n", " a hen\n")
     ended = outrider("generate", PROMPT, *SHORT, "--regex", " (yes|no)")
     assert ended.out == said(regex=" (yes|no)") + "\n"
+    ended = outrider("generate", PROMPT, *SHORT, "--bad-word", "had", "--bad-word", "who")
+    assert ended.out == said(bad_words=["had", "who"]) + "\n"
     (tmp_path / "half.json").write_text("{")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once", "regex": "(a"}\n')
@@ -81,6 +83,7 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
         ((PROMPT, "--regex", "a", "--ignore-eos"), "ignore_eos = True is invalid: with regex"),
         ((PROMPT, "--json-schema", tmp_path / "half.json"), f"{tmp_path / 'half.json'} is not JSON"),
         ((PROMPT, "--json-schema", tmp_path / "none.json"), "none.json"),
+        ((PROMPT, "--regex", "a", "--bad-word", "a"), "bad_words = ('a',) is invalid: they may forbid"),
         (("--prompts", prompts), f"{prompts}, line 1: regex = '(a' is invalid"),
     ):
         assert message in outrider("generate", *arguments).error

@@ -79,7 +79,7 @@ def test_by_default_k_is_1_to_8_over_15_prompts(outrider: Outrider, monkeypatch:
     assert outrider("latency").code == 130
     arms, cases, options = asked
     assert [arm.num_draft_tokens for arm in arms] == [None, None, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert [case.prompt for case in cases] == list(PROMPTS) and len(PROMPTS) == 15
+    assert [case.prompt for case in cases] == [arms[0].decoder.encode(one) for one in PROMPTS] and len(PROMPTS) == 15
     assert [case.seed for case in cases] == list(range(15))
     assert options["max_new_tokens"] == 64 and options["ignore_eos"] is True
 

@@ -184,7 +184,7 @@ def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "a"}], "seed": 1},
         batch({"prompt": "a", "top_p": 0.5}),
         batch({"prompt": "a", "model": "fable"}),
     ],

@@ -24,6 +24,7 @@ from outrider.evals.harness import OutriderLM, main, task_sampling
 from outrider.evals.tasks import load_tasks, run_task
 from outrider.options import Sampling
 from outrider.records import Stats
+from outrider.text.chat import ChatOptions
 from pairs import byte_level_tokenizer, embedded, metaspace_tokenizer, random_llama, save, word_tokenizer
 from toys import perturbed
 
@@ -62,7 +63,7 @@ def folder_of_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def responses(lm: Any, folder: Path, task: str, *, is_chat: bool = False) -> list[Any]:
     """What a model answers to all requests of a task, document by document."""
     tasks, _ = load_tasks([task], folder)
-    result = run_task(lm, tasks[task], limit=None, is_chat=is_chat)
+    result = run_task(lm, tasks[task], limit=None, chat=ChatOptions() if is_chat else None)
     return [request[0] for sample in result.samples for request in sample["resps"]]
 
 
@@ -118,6 +119,9 @@ def test_a_chat_is_put_into_the_template(folder: Path) -> None:
     assert lm.tokenizer_name == hf.tokenizer_name
     assert lm.chat_template(True) == hf.chat_template(True)
     assert responses(lm, folder, "answers", is_chat=True) == responses(hf, folder, "answers", is_chat=True)
+    thinking = OutriderLM(decoder_of(True), chat=ChatOptions(chat_template_kwargs={"think": True}))
+    with pytest.raises(OptionError, match="does not read 'think'"):
+        thinking.apply_chat_template(messages)
     bare = OutriderLM(replace(decoder_of(), tokenizer=word_tokenizer()))
     with pytest.raises(PromptError, match="no chat template"):
         bare.apply_chat_template(messages)

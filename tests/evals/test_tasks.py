@@ -36,7 +36,7 @@ def without_defaults(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def run(decoder: Decoder, tasks: dict[str, Any], **options: Any) -> list[TaskResult]:
-    settings = {"batch_size": 4, "seed": 0, "overrides": {}, "limit": 3, "is_chat": False} | options
+    settings = {"batch_size": 4, "seed": 0, "overrides": {}, "limit": 3, "chat": None} | options
     return list(run_in_turn(tasks.values(), decoder.plain(), decoder, progress=lambda *_: nullcontext(id), **settings))
 
 
@@ -134,7 +134,7 @@ def test_solved_examples(tmp_path: Path) -> None:
         prompts = []
         for _ in range(2):  # the same examples in every run
             lm = OutriderLM(embedded().plain(), batch_size=8, overrides={"max_new_tokens": 1})
-            result = run_task(lm, task, limit=2, is_chat=False)
+            result = run_task(lm, task, limit=2, chat=None)
             prompts.append([sample["arguments"][0][0] for sample in result.samples])
         assert prompts[0] == prompts[1]
         assert prompts[0][0].count(" no\n\n") == want

@@ -15,6 +15,7 @@ from outrider.cli.commands import (
     analyze,
     certify,
     certify_samples,
+    chat,
     compare,
     compile,
     costs,
@@ -40,6 +41,7 @@ from outrider.system.ranks import is_one_of_several
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Generate": {
         "generate": generate.generate,
+        "chat": chat.chat,
         "serve": serve.serve,
         "compare": compare.compare,
         "latency": latency.latency,

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
@@ -39,6 +38,7 @@ from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 from outrider.records import Stats
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
+from outrider.text.chat import Chat, ChatOptions, chat_text
 
 _LOG = logging.getLogger(__name__)
 # Options with the same name in tasks and in Sampling.
@@ -109,6 +109,7 @@ class OutriderLM(TemplateLM):
         batch_size: requests per batch.
         seed: base seed; request i to generate gets seed + i.
         overrides: fields of ``Sampling`` that replace those of tasks.
+        chat: options of chats, where the task is run as one.
         progress: opens a progress bar.
         on_generated: called with the task and the counts of every request to generate.
 
@@ -124,6 +125,7 @@ class OutriderLM(TemplateLM):
         batch_size: int = 1,
         seed: int = 0,
         overrides: Mapping[str, Any] | None = None,
+        chat: ChatOptions | None = None,
         progress: Progress = _bar,
         on_generated: Callable[[str, Stats], None] = lambda task, stats: None,
     ) -> None:
@@ -135,6 +137,7 @@ class OutriderLM(TemplateLM):
         self.decoder = decoder
         self.tokenizer = decoder.tokenizer
         self.batch_size = batch_size
+        self.chat = chat or ChatOptions()
         self._seed = seed
         self._overrides = overrides or {}
         self._progress = progress
@@ -198,19 +201,10 @@ class OutriderLM(TemplateLM):
 
         Raises:
             PromptError: there is no chat template, or it does not accept these messages.
+            OptionError: it does not read an option.
         """
-        if not self.tokenizer.chat_template:
-            raise PromptError("this model has no chat template: run its tasks without one")
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        except TemplateError as error:
-            raise PromptError(f"the model's chat template does not accept these messages: {error}") from None
-        return text
+        options = replace(self.chat, system=None, continue_final_message=not add_generation_prompt)
+        return chat_text(self.tokenizer, Chat(chat_history, options))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokenize. ``add_special_tokens=None`` adds the tokenizer's special tokens, but no second BOS."""

@@ -22,6 +22,7 @@ from outrider.errors import OptionError
 from outrider.evals.harness import OutriderLM, Progress, task_sampling
 from outrider.evals.scores import ArmResult, TaskResult
 from outrider.records import Stats
+from outrider.text.chat import ChatOptions
 
 
 def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[dict[str, Any], list[Group]]:
@@ -107,12 +108,12 @@ def set_fewshot(tasks: Mapping[str, Any], num_fewshot: int | None) -> None:
             task.set_config(key="num_fewshot", value=(stated or 0) if num_fewshot is None else num_fewshot)
 
 
-def run_task(lm: OutriderLM, task: Any, *, limit: int | None, is_chat: bool) -> ArmResult:
+def run_task(lm: OutriderLM, task: Any, *, limit: int | None, chat: ChatOptions | None) -> ArmResult:
     """Run a task in the harness. Can be repeated.
 
     Args:
         limit: documents; None for all.
-        is_chat: format prompts with the model's chat template.
+        chat: options of the model's chat template, for prompts as chats; None: as text.
 
     Raises:
         OutriderError: see ``OutriderLM``.
@@ -123,8 +124,9 @@ def run_task(lm: OutriderLM, task: Any, *, limit: int | None, is_chat: bool) -> 
         lm,
         {"tasks": {name: task}, "groups": {}},
         limit=limit,
-        apply_chat_template=is_chat,
-        fewshot_as_multiturn=is_chat,
+        system_instruction=None if chat is None else chat.system,
+        apply_chat_template=chat is not None,
+        fewshot_as_multiturn=chat is not None,
         bootstrap_iters=0,
     )
     return ArmResult(results["results"][name], results["samples"][name])
@@ -139,13 +141,14 @@ def run_in_turn(
     seed: int,
     overrides: Mapping[str, Any],
     limit: int | None,
-    is_chat: bool,
+    chat: ChatOptions | None,
     progress: Progress,
 ) -> Iterator[TaskResult]:
     """Run each task with both arms, task by task, so that finished tasks can be reported.
 
     Args:
         other: the target with a draft, for tasks that generate (None if there are none); or another target.
+        chat: options of the chat template; None: no chats.
         seed: of the first request to generate. The arms share their seeds; all requests of an arm have different ones.
 
     Raises:
@@ -162,10 +165,11 @@ def run_in_turn(
             batch_size=batch_size,
             seed=seed + num_generated,
             overrides=overrides,
+            chat=chat,
             progress=lambda what, total: progress(f"{task.task_name}, {arm}: {what}", total),
             on_generated=lambda _, stats: counts.append(stats),
         )
-        result = run_task(lm, task, limit=limit, is_chat=is_chat)
+        result = run_task(lm, task, limit=limit, chat=chat)
         return replace(result, stats=sum(counts, Stats()) if counts else None), len(counts)
 
     for task in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,8 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
-from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
 if TYPE_CHECKING:
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
 @flat
 def alpha(
     pair: PairOptions,
+    template: TemplateOptions,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of texts to score: JSON lines with a 'prompt', or plain lines. Default: 15 sentences."),
+        typer.Option(
+            help="File of texts to score: JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 "
+            "sentences."
+        ),
     ] = None,
     temperatures: Annotated[str, typer.Option("-t", "--temperature", help="One or several: 0,0.5,1.")] = "0,0.5,1,1.5",
     top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
@@ -46,16 +51,19 @@ def alpha(
     from outrider.bench.plots import check_plot_file, plot_alpha
     from outrider.bench.report import interval_text, new_table
     from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, sampling_grid
+    from outrider.scoring.forcing import needs_forcing
     from outrider.scoring.teacher_forcing import Text
-    from outrider.text.example_prompts import PROMPTS
     from outrider.text.tokenizer import encode
 
     if plot is not None:
         check_plot_file(plot)
     samplings = list(sampling_grid(*grid))
-    sentences = PROMPTS if prompts is None else [prompt.text for prompt in read_prompts(prompts)]
+    lines = template.read(prompts)
     decoder = pair.load()
-    texts = [Text(encode(decoder.tokenizer, sentence)) for sentence in sentences]
+    texts = [
+        Text(ids[: decoder.target.context_len])
+        for ids in encode_lines(decoder, lines, prompts, partial(encode, decoder.tokenizer))
+    ]
     results: dict[str, list[Alpha]] = {}
     for name in pair.draft_names:
         drafter = pair.load_draft(decoder, name)
@@ -64,7 +72,7 @@ def alpha(
                 "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
             )
         with progress_bar(name, len(texts)) as advance:
-            if drafter.lm is None:
+            if drafter.lm is None or needs_forcing(drafter, texts):
                 k = drafter.most_drafted or DEFAULT_NUM_DRAFT_TOKENS
                 results[name] = measure_forced_alpha(
                     decoder.target, drafter, texts, samplings, k, batch_size=batch_size, on_done=advance
@@ -93,6 +101,7 @@ def alpha(
         console.print(f"Plot: {plot}")
     body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
     options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
+    options |= template.to_json()
     write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder.target)
 
 

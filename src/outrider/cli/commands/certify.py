@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, report_context_limit
+from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -23,6 +23,7 @@ from outrider.cli.shared.findings import (
     verdict,
     write_findings,
 )
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -50,8 +51,9 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import FileError, OptionError
-from outrider.offline.prompt_file import read_prompts
+from outrider.offline.prompt_row import PromptLine
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def certify(
     pair: PairOptions,
     sampling: SamplingOptions,
     structure: StructureOptions,
+    template: TemplateOptions,
     num_draft_tokens: Annotated[
         str,
         typer.Option(
@@ -103,6 +106,7 @@ def certify(
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
+    generation_config: GenerationConfigOption = "auto",
     again: Annotated[Path | None, typer.Option(help="Run a certificate again, from its JSON document.")] = None,
     html: HtmlOption = None,
     json_target: JsonOption = None,
@@ -118,9 +122,10 @@ def certify(
     stored: dict[str, Any] | None = None
     if again is None:
         constraint = structure.to_options()
+        sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
     else:
         check_alone(context)
-        pair, sampling, constraint, own, stored = read_certificate(again)
+        pair, sampling, template, constraint, own, stored = read_certificate(again)
         prompts, chosen_k, max_new_tokens, significance, detect_tv, num_tokens, batch_size, seed = own
         num_draft_tokens = str(chosen_k)
     inputs = [prompts, pair.models, again, structure.json_schema, structure.grammar]
@@ -135,7 +140,7 @@ def certify(
         raise OptionError("--draft", draft, "without a draft there is nothing to certify")
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens, **constraint)
     check_constraint(Sampling(**options))
-    texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
+    lines = template.read(prompts)
 
     from outrider.bench.plots import check_plot_file
     from outrider.certify.page import render_certificate
@@ -147,7 +152,7 @@ def certify(
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
-    decoder, job = job_of(pair, options, k, texts, significance, batch_size, seed)
+    decoder, job = job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
     checksums = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
     if stored is not None and stored != checksums:
         what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != checksums[name])
@@ -168,6 +173,7 @@ def certify(
         detect_tv=detect_tv,
         num_tokens=num_tokens,
         batch_size=batch_size,
+        **template.to_json(),
     )
     document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder.target)
     write_findings(document, json_target, html, render_certificate)
@@ -178,7 +184,8 @@ def job_of(
     pair: PairOptions,
     options: dict[str, Any],
     k: NumDraftTokens,
-    texts: Sequence[str] | None,
+    lines: Sequence[PromptLine],
+    path: Path | None,
     level: float,
     batch_size: int,
     seed: int,
@@ -186,23 +193,21 @@ def job_of(
     """Task to certify. Warns if a limit exceeds the context.
 
     Args:
-        texts: prompts; None for the built-in ones.
+        lines: prompts.
+        path: of their file, if any.
 
     Raises:
-        PromptError: with the index of the prompt.
+        PromptError: with the place of the prompt.
     """
     from dataclasses import replace
 
     from outrider.certify.job import CertifyTask
-    from outrider.text.example_prompts import PROMPTS
 
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
-    prompts = encode_all(decoder, PROMPTS if texts is None else texts)
+    prompts = encode_lines(decoder, lines, path)
     job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
-    has_less = decoder.context_len < decoder.target.context_len
-    shortest = decoder.drafter.name if has_less else decoder.target.name
-    report_context_limit(shortest, decoder.context_len, prompts, options["max_new_tokens"])
+    report_context_limit(decoder.target.name, decoder.target.context_len, prompts, options["max_new_tokens"])
     return decoder, job
 
 

@@ -100,7 +100,7 @@ def certify_samples(
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))
     samples = list(_samples(decoder, file, lines, sampling))
     try:
-        check_samples(samples, decoder.target.vocab_size, decoder.context_len)
+        check_samples(samples, decoder.target.vocab_size, decoder.target.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
     report = _test(decoder, file, samples, significance, detect_tv, seed, batch_size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import JsonOption, SamplingOptions, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, options_json, progress_bar, write_json
 from outrider.cli.shared.pair_options import PairOptions
@@ -24,6 +25,7 @@ _MOST_PROCESSES = 4  # each takes about a gigabyte
 
 @flat
 def compile(
+    command: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
     num_draft_tokens: Annotated[
@@ -40,12 +42,14 @@ def compile(
             "programs of its own."
         ),
     ] = 256,
+    generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
     """Compile ahead of time the programs that --compile needs. CPU only.
 
     A program depends on the models and their dtypes, threads, K, rows, the context, and on which sampling options are
     set (not on their values)."""
+    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=None, num_seeds=1)
     chosen = parse_k(num_draft_tokens)
     check_num_slots(slots)
@@ -79,6 +83,7 @@ def _compile(
 
     from outrider.compile.service import CompileService
     from outrider.decoding.cost_cache import costs_by_load
+    from outrider.decoding.measured_costs import favoured_ks
     from outrider.decoding.warm_up import warm_up
     from outrider.sampling.rules import RULES
 
@@ -88,7 +93,7 @@ def _compile(
     beside = decoder.compiled(waits=False, service=service)
     wanted = {0, *(k for k in chosen if k != "auto")}
     if "auto" in chosen:
-        wanted |= set(beside.target.execution.favoured_k)
+        wanted |= set(favoured_ks(beside.target, beside.drafter))
     most = decoder.drafter.most_drafted
     ks = sorted({k if most is None else min(k, most) for k in wanted})
     warm_up(beside.target, beside.drafter, rule, sampling, ks, num_slots, num_tokens)

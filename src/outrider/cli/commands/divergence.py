@@ -9,6 +9,7 @@ import typer
 
 from outrider.cli.commands.certify import job_of
 from outrider.cli.shared.findings import greedy_row, print_differences
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -29,8 +30,8 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import OptionError
-from outrider.offline.prompt_file import read_prompts
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class _GreedyOptions(SamplingOptions):
 
 @flat
 def divergence(
+    command: typer.Context,
     pair: PairOptions,
     sampling: _GreedyOptions,
+    template: TemplateOptions,
     num_draft_tokens: NumDraftTokensOption = None,
     prompts: PromptsOption = None,
     max_new_tokens: Annotated[
@@ -56,23 +59,25 @@ def divergence(
     ] = 128,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
+    generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
     """Explain where greedy speculative and plain decoding diverge: by rounding, or by a bug (exit code 1)."""
     check_json_target(json_target)
     check_batch_size(batch_size)
+    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models, leaves=("temperature",))
     k = single_k(num_draft_tokens, pair, sampling, seed)
     draft = pair.compared_draft
     if sampling.temperature > 0 and pair.acceptance != "gumbel":
         remedy = f"under {pair.acceptance} samples may differ: use 0, or --acceptance gumbel"
         raise OptionError("--temperature", sampling.temperature, remedy)
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
-    texts = None if prompts is None else [line.text for line in read_prompts(prompts)]
+    lines = template.read(prompts)
 
     from outrider.bench.report import new_table
     from outrider.certify.run import check_greedily, plain_texts
 
-    decoder, job = job_of(pair, options, k, texts, DEFAULT_SIGNIFICANCE, batch_size, seed)
+    decoder, job = job_of(pair, options, k, lines, prompts, DEFAULT_SIGNIFICANCE, batch_size, seed)
     with progress_bar("texts", len(job.prompts)) as advance:
         report = check_greedily(job, plain_texts(job), on_texts=advance)
     console = console_for(json_target)
@@ -81,7 +86,9 @@ def divergence(
     table.add_row(*greedy_row(report))
     print_table(console, table)
     print_differences(console, report, "prompt", decoder.tokenizer)
-    settings = options_json(pair, options, num_draft_tokens=k, prompts=prompts, batch_size=batch_size)
+    settings = options_json(
+        pair, options, num_draft_tokens=k, prompts=prompts, batch_size=batch_size, **template.to_json()
+    )
     write_json(json_target, "divergence", settings, report.to_json(), decoder.target)
     if not report.is_ok:
         raise typer.Exit(1)

@@ -29,6 +29,7 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import Sampling
 
@@ -43,6 +44,7 @@ def harness(
     tasks: Annotated[str, typer.Option(help="Comma-separated tasks: gsm8k,hellaswag.")],
     pair: PairOptions,
     sampling: TaskSamplingOptions,
+    template: TemplateOptions,
     num_draft_tokens: NumDraftTokensOption = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with your own task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="Documents per task. Default: all.")] = None,
@@ -50,7 +52,6 @@ def harness(
         int | None,
         typer.Option(help="Few-shot examples per prompt (a task with 0 keeps 0). Default: the task's."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompts.")] = False,
     max_new_tokens: Annotated[
         int | None,
         typer.Option("-n", "--max-new-tokens", help="Maximum tokens to generate.", rich_help_panel="Sampling"),
@@ -116,7 +117,7 @@ def harness(
             seed=seed,
             overrides=overrides,
             limit=limit,
-            is_chat=chat,
+            chat=template.options if template.is_chat else None,
             progress=progress_bar,
         ):
             results.append(result)
@@ -163,10 +164,10 @@ def harness(
         include_path=include_path,
         limit=limit,
         num_fewshot=num_fewshot,
-        chat=chat,
         batch_size=batch_size,
         margin=margin,
         against=against,
+        **template.to_json(),
     )
     write_json(json_target, "eval-harness", settings, body, decoder.target)
     if is_interrupted:

@@ -55,8 +55,8 @@ def perplexity(
         raise FileError(f"{file} contains no text")
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, name))
-    target, drafter, most = decoder.target, decoder.drafter, decoder.context_len
-    draft = drafter.lm
+    target, draft = decoder.target, decoder.drafter.lm
+    most = min(lm.context_len for lm in (target, draft) if lm is not None)
     if context is not None and context > most:
         raise OptionError("--context", context, f"{target.name} with {name} accepts {most} tokens")
     context = most if context is None else context

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.shared.context_limit import report_context_limit, report_num_limited
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
@@ -36,6 +37,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
+from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.cli.shared.workers import LocalWorker, Setup, Workers
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.offline.invalid_rows import InvalidRows
@@ -58,10 +60,12 @@ ORIGIN_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold b
 
 @flat
 def generate(
+    command: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
     end: EndOptions,
     structure: StructureOptions,
+    template: TemplateOptions,
     cluster: RayOptions,
     prompt: Annotated[str | None, typer.Argument(help="Prompt. Default: standard input.")] = None,
     prompts: Annotated[
@@ -87,17 +91,16 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Add to the JSON the log-probabilities of each token and of the N most probable.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template: the prompt is a user message.")
-    ] = False,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by origin: accepted, correction or bonus.")
     ] = False,
+    generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
     """Generate from a prompt, streaming the text, or from every prompt of a file.
 
     Exit code 1: some prompts of the file failed or were skipped; the others have output."""
+    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     check_batch_size(batch_size)
     if prompts is None:
@@ -124,7 +127,7 @@ def generate(
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
         check_constraint(Sampling(**options))
-        setup = Setup(pair, draft, k, options, chat)
+        setup = Setup(pair, draft, k, options, template)
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
         if lines is None:
@@ -234,6 +237,7 @@ def _continue_all(
 
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
     """Print the text of a prompt as it is generated."""
+    hint_at_chat(decoder, [setup.template.prompt(prompt)])
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     waits = decoder.target.execution.waits or setup.options["seed"] is not None

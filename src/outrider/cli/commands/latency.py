@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import encode_all, report_context_limit
+from outrider.cli.shared.context_limit import report_context_limit
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 
 if TYPE_CHECKING:
     from outrider.bench.run import Arm
@@ -22,18 +24,21 @@ if TYPE_CHECKING:
 
 @flat
 def latency(
+    command: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions,
     num_draft_tokens: NumDraftTokensListOption = "1-8",
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     seed: SeedOption = 0,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
     """Measure the latency of target, drafts and pairs at each K, on 15 built-in prompts, in turn, after a warm-up."""
-    from outrider.text.example_prompts import PROMPTS
-
-    options = sampling.to_options(seed=seed, num_seeds=len(PROMPTS), max_new_tokens=max_new_tokens, ignore_eos=True)
+    sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
+    lines = template.read(None)
+    options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
     check_json_target(json_target)
 
@@ -44,10 +49,11 @@ def latency(
     if plot is not None:
         check_plot_file(plot)
     num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
-    decoder = pair.load(num_arms * len(PROMPTS) * max_new_tokens)
-    report_context_limit(decoder.target.name, decoder.target.context_len, encode_all(decoder, PROMPTS), max_new_tokens)
+    decoder = pair.load(num_arms * len(lines) * max_new_tokens)
+    prompts = encode_lines(decoder, lines)
+    report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)
     arms = _arms(pair, decoder, ks)
-    cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(PROMPTS)]
+    cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(prompts)]
     warm_up(arms, cases, options)
     measurements, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
     summaries = summarise(measurements, arms)
@@ -70,7 +76,7 @@ def latency(
         "is_interrupted": is_interrupted,
         "peak_memory_bytes": peak,
     }
-    settings = options_json(pair, options, num_draft_tokens=ks)
+    settings = options_json(pair, options, num_draft_tokens=ks, **template.to_json())
     write_json(json_target, "latency", settings, body, decoder.target)
     if is_interrupted:
         raise typer.Exit(130)

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.context_limit import report_context_limit
+from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
-from outrider.errors import FileError, NumericsError, OptionError, PromptError
-from outrider.offline.prompt_file import read_prompts
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
+from outrider.errors import FileError, NumericsError, OptionError
 from outrider.offline.prompt_row import PromptLine
 from outrider.system.files import check_writable, write_text
 from outrider.system.ranks import current_ranks
+from outrider.text.chat import Chat
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
 
 @flat
 def record(
+    command: typer.Context,
     machine: MachineOptions,
     sampling: SamplingOptions,
     end: EndOptions,
+    template: TemplateOptions,
     prompts: Annotated[
-        Path, typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns'), or plain lines.")
+        Path,
+        typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns') or 'messages', or plain lines."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run resumes.")],
     target: TargetOption = "fable",
@@ -44,9 +49,7 @@ def record(
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template: prompts are user messages.")
-    ] = False,
+    generation_config: GenerationConfigOption = "auto",
     tensors: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +62,8 @@ def record(
     check_batch_size(batch_size)
     if probs is not None and probs < 1:
         raise OptionError("--probs", probs, "a whole number >= 1")
-    lines = read_prompts(prompts)
+    sampling = over_checkpoint(sampling, command, generation_config, target, machine.models)
+    lines = template.read(prompts)
     options = sampling.to_options(seed=seed, num_seeds=len(lines), **end.to_options())
     del options["seed"]
     if output.exists() and not output.is_dir():
@@ -67,7 +71,7 @@ def record(
     if tensors is not None:
         plain = SamplingOptions(temperature=0.0)
         greedy = replace(sampling, top_k=plain.top_k, top_p=plain.top_p, min_p=plain.min_p)  # no effect at 0
-        if greedy != plain or chat:
+        if greedy != plain or any(isinstance(line.prompt, Chat) for line in lines):
             raise OptionError(
                 "--tensors",
                 str(tensors),
@@ -83,18 +87,12 @@ def record(
     from outrider.replay.log_writer import LogWriter
     from outrider.replay.other_formats import tensor_text
 
-    inputs: list[Any] = [[{"role": "user", "content": line.text}] if chat else line.text for line in lines]
-    prompt_ids = []
-    for line, item in zip(lines, inputs, strict=True):
-        try:
-            prompt_ids.append(decoder.encode(item))
-        except PromptError as error:
-            raise PromptError(f"{prompts}, {line.place}: {error}") from None
+    prompt_ids = encode_lines(decoder, lines, prompts)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, end.max_new_tokens)
-    header = _header(decoder, options, probs, chat)
+    header = _header(decoder, options, probs, template)
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     writer = LogWriter(output, header, [label[1:] for label in labels], batch_size)
-    is_interrupted = _write(decoder, writer, lines, inputs, labels, options, probs, batch_size)
+    is_interrupted = _write(decoder, writer, lines, prompt_ids, labels, options, probs, batch_size)
     log = current_ranks().of_first(lambda: Log.open(output))
     num_tokens = sum(line.num_tokens for line in log.lines)
     print(
@@ -108,12 +106,12 @@ def record(
         write_text(tensors, tensor_text(one.token_ids for one in log))
 
 
-def _header(decoder: Decoder, options: dict[str, Any], num_probs: int | None, chat: bool) -> Header:
+def _header(decoder: Decoder, options: dict[str, Any], num_probs: int | None, template: TemplateOptions) -> Header:
     from outrider.replay.record import header_of
     from outrider.system.provenance import provenance
 
     origin = provenance(str(decoder.target.device)) | {"dtype": str(decoder.target.dtype).removeprefix("torch.")}
-    settings = {"chat": chat, "dtype": origin["dtype"]}
+    settings = {**template.to_json(), "dtype": origin["dtype"]}
     return header_of(decoder, options, num_probs, settings=settings, provenance=json.loads(json_text(origin)))
 
 
@@ -121,7 +119,7 @@ def _write(
     decoder: Decoder,
     writer: LogWriter,
     lines: list[PromptLine],
-    inputs: list[Any],
+    prompt_ids: list[list[int]],
     labels: list[tuple[int, str, str | None, int]],
     options: dict[str, Any],
     num_probs: int | None,
@@ -142,7 +140,7 @@ def _write(
                 try:
                     records, is_interrupted = record_batch(
                         decoder,
-                        inputs[part],
+                        prompt_ids[part],
                         labels[part],
                         options,
                         num_probs=num_probs,

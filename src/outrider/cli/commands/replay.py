@@ -211,9 +211,12 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     from outrider.options import Sampling
     from outrider.replay.log_format import Header, Record
     from outrider.replay.other_formats import read_tensors
+    from outrider.text.chat import Chat
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
 
     lines, texts = read_prompts(prompts), read_tensors(log)
+    if any(isinstance(line.prompt, Chat) for line in lines):
+        raise FileError(f"{prompts} has chats, which this format of logs has not: give the prompts as text")
     if len(lines) != len(texts):
         raise FileError(f"{log} has {len(texts)} outputs, but {prompts} has {len(lines)} prompts")
     tokenizer = load_tokenizer(resolve(tokenizer_of, models))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.shared.generation_config import GenerationConfigOption
 from outrider.cli.shared.options import flat, parse_k
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.errors import MissingExtra, OptionError
@@ -47,6 +48,7 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    generation_config: GenerationConfigOption = "auto",
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any but loopback requires --api-key.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
@@ -102,6 +104,24 @@ def serve(
             help="Maximum seconds that a request waits for a slot; then it gets 503.", rich_help_panel=_SERVER
         ),
     ] = 600.0,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|NAME",
+            help="How the model writes calls of tools: hermes (Qwen too), llama3_json, mistral. Default: by its chat "
+            "template.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|NAME",
+            help="How the model marks its thoughts, which become reasoning_content: think (<think>), "
+            "mistral ([THINK]). Default: by its tokens.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
     wait: Annotated[
         bool,
         typer.Option(
@@ -131,24 +151,31 @@ def serve(
         raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
+    from outrider.models.generation_config import check_choice
+
     # A key read from a file may end in a newline.
     keys = tuple(key.strip() for key in api_key or () if key.strip())
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     draft = pair.single_draft
+    check_choice(generation_config)
     try:
         from outrider.serve.app import is_loopback
         from outrider.serve.connections import room_for_connections
         from outrider.serve.log_limit import RateLimitFilter
         from outrider.serve.server import Server, ServerOptions, listen
         from outrider.serve.startup_log import about
+        from outrider.text.thinking import thinking_of
+        from outrider.text.tools.formats import tool_format_of
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
     if not keys and not is_loopback(host):
         raise OptionError("--host", host, "without --api-key only loopback is allowed: use 127.0.0.1")
 
     def load() -> Decoder:
-        decoder = pair.load(waits=wait)
+        decoder = pair.load(waits=wait, generation_config=generation_config)
+        tool_format_of(decoder.tokenizer, tool_parser)  # before the server is ready
+        thinking_of(decoder.tokenizer, reasoning_parser)
         for handler in logging.getLogger("outrider.compile.service").handlers:
             handler.setFormatter(_LINES)
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
@@ -173,6 +200,8 @@ def serve(
         has_priority_across_clients=priority_across_clients,
         api_keys=keys,
         shutdown_timeout_s=shutdown_timeout,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     with listener, _log_on_stderr(RateLimitFilter()):
         _LOG.info("loading %s with draft %s; %s/health is 503 until ready", pair.target, draft, url)

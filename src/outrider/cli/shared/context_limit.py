@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-from outrider.errors import PromptError
-
-if TYPE_CHECKING:
-    from outrider.decoder import Decoder
-
-
-def encode_all(decoder: Decoder, texts: Iterable[str]) -> list[list[int]]:
-    """Token ids of prompts. Raises PromptError, with the index of the prompt."""
-    prompts = []
-    for index, text in enumerate(texts):
-        try:
-            prompts.append(decoder.encode(text))
-        except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from None
-    return prompts
+from collections.abc import Sequence
 
 
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Warn on standard error if the context ends outputs before ``-n``.
 
     Args:
-        model: the one with the shortest context.
+        model: the target.
         prompts: token ids of each.
     """
     longest = max(map(len, prompts))

@@ -153,9 +153,32 @@ class EndOptions:
         return {"max_new_tokens": self.max_new_tokens, **lists, "ignore_eos": self.ignore_eos}
 
 
+def _of_end(name: str) -> Any:
+    """Declaration of an option of ``EndOptions``."""
+    return get_type_hints(EndOptions, include_extras=True)[name].__metadata__[0]
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Options that end an answer of a chat; see ``EndOptions``."""
+
+    max_new_tokens: Annotated[int | None, _of_end("max_new_tokens")] = None
+    stop: Annotated[list[str] | None, _of_end("stop")] = None
+    stop_token_ids: Annotated[list[int] | None, _of_end("stop_token_ids")] = None
+
+    def to_options(self, default: int) -> dict[str, Any]:
+        """Keyword arguments for a decoder.
+
+        Args:
+            default: of ``max_new_tokens``.
+        """
+        most = default if self.max_new_tokens is None else self.max_new_tokens
+        return EndOptions(most, self.stop, self.stop_token_ids).to_options()
+
+
 @dataclass(frozen=True)
 class StructureOptions:
-    """Constraints on the output (extra ``structured``)."""
+    """Constraints on the output (all but ``bad_words``: extra ``structured``)."""
 
     json_schema: Annotated[
         Path | None,
@@ -170,6 +193,12 @@ class StructureOptions:
             metavar="FILE", help="Constrain the output to a Lark or GBNF grammar.", rich_help_panel=SAMPLING_PANEL
         ),
     ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bad-word", metavar="TEXT", help="Text not to generate. Repeatable.", rich_help_panel=SAMPLING_PANEL
+        ),
+    ] = None
 
     def to_options(self) -> dict[str, Any]:
         """Keyword arguments for a decoder. Raises FileError."""
@@ -180,7 +209,8 @@ class StructureOptions:
             except json.JSONDecodeError as error:
                 raise FileError(f"{self.json_schema} is not JSON ({error.msg} in line {error.lineno})") from None
         grammar = None if self.grammar is None else read_text(self.grammar)
-        return {"json_schema": schema, "regex": self.regex, "grammar": grammar}
+        words = {"bad_words": self.bad_words} if self.bad_words else {}
+        return {"json_schema": schema, "regex": self.regex, "grammar": grammar, **words}
 
 
 def check_constraint(sampling: Sampling) -> None:
@@ -209,7 +239,9 @@ NumDraftTokensListOption = Annotated[
 ]
 PromptsOption = Annotated[
     Path | None,
-    typer.Option(help="File of prompts: JSON lines with a 'prompt', or plain lines. Default: 15 built-in prompts."),
+    typer.Option(
+        help="File of prompts: JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 built-in prompts."
+    ),
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)]
 SignificanceOption = Annotated[

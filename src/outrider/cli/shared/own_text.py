@@ -13,6 +13,7 @@ from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
+    from outrider.offline.prompt_row import PromptLine
     from outrider.replay.log import Log
     from outrider.replay.log_format import Header, Record
 
@@ -40,11 +41,16 @@ def recorded(path: Path, target: str, tokenizer: Any) -> Log:
 
 
 def own_text(
-    decoder: Decoder, texts: Sequence[str], options: dict[str, Any], num_probs: int
+    decoder: Decoder,
+    lines: Sequence[PromptLine],
+    prompts: Sequence[Sequence[int]],
+    options: dict[str, Any],
+    num_probs: int,
 ) -> tuple[list[Record], Header]:
     """Generate the target's outputs for prompts, as records of a log.
 
     Args:
+        lines, prompts: the prompts, and their tokens.
         options: sampling options, with the seed of the first prompt.
         num_probs: number of largest probabilities to keep.
 
@@ -55,10 +61,10 @@ def own_text(
 
     seed = options["seed"]
     without_seed = {name: value for name, value in options.items() if name != "seed"}
-    labels = [(index, text, None, seed + index) for index, text in enumerate(texts)]
-    with progress_bar("generating with the target", len(texts)) as advance:
+    labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
+    with progress_bar("generating with the target", len(lines)) as advance:
         records, is_interrupted = record_batch(
-            decoder, texts, labels, without_seed, num_probs=num_probs, on_done=advance
+            decoder, prompts, labels, without_seed, num_probs=num_probs, on_done=advance
         )
     if is_interrupted:
         raise typer.Exit(130)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -75,7 +75,7 @@ class PairOptions:
             "'ngram' or 'suffix', which look up the text so far; or 'none'. "
             "NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, "
             "suffix+NAME looks tokens up where that promises more. Repeatable where drafts are compared. Default: "
-            "fable-draft for fable, else ngram.",
+            "fable-draft for fable, else ngram (compare asks for one).",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
@@ -197,12 +197,27 @@ class PairOptions:
             raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
         return self.single_draft
 
-    def load(self, num_tokens: int = 0, *, waits: bool = True) -> Decoder:
+    def to_words(self, draft: str) -> list[str]:
+        """Words of a command line for this pair with one draft."""
+        words = ["--target", self.target, "--draft", draft]
+        for option in fields(self):
+            value, name = getattr(self, option.name), f"--{option.name.replace('_', '-')}"
+            if option.name in ("target", "draft") or value == option.default:
+                continue
+            if option.name == "compile":
+                words.append(name if value else "--no-compile")
+            else:
+                values = value if isinstance(value, list) else [value]
+                words += [word for one in values for word in (name, str(one))]
+        return words
+
+    def load(self, num_tokens: int = 0, *, waits: bool = True, generation_config: str = "none") -> Decoder:
         """Load the target, without a draft.
 
         Args:
             num_tokens: estimated tokens to generate; decides whether compiling pays.
             waits: see ``Decoder.compiled``. Measurements and certificates wait, to run one execution only.
+            generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
         """
         from outrider.api import load
 
@@ -212,6 +227,7 @@ class PairOptions:
             self.target,
             **asdict(self.placement),
             acceptance=self.acceptance,
+            generation_config=generation_config,
             models_file=self.models,
         )
         target = decoder.target

@@ -11,17 +11,22 @@ import typer
 
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError, OptionError
 from outrider.options import CONSTRAINTS
 from outrider.system.files import read_text
 
 # Options that 0.1.0 did not have.
-_LATER = {
+_LATER: dict[str, Any] = {
     "corpus": None,
+    "chat": False,
+    "system": None,
+    "chat_template_kwargs": None,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "min_tokens": 0,
     **dict.fromkeys(CONSTRAINTS),
+    "bad_words": [],
 }
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 
@@ -32,6 +37,7 @@ class _Constraint(NamedTuple):
     json_schema: dict[str, Any] | None
     regex: str | None
     grammar: str | None
+    bad_words: list[str]
 
 
 class OwnOptions(NamedTuple):
@@ -58,7 +64,7 @@ def check_alone(context: typer.Context) -> None:
 
 def read_certificate(
     path: Path,
-) -> tuple[PairOptions, SamplingOptions, dict[str, Any], OwnOptions, dict[str, Any]]:
+) -> tuple[PairOptions, SamplingOptions, TemplateOptions, dict[str, Any], OwnOptions, dict[str, Any]]:
     """Options of a certificate, its constraint as for a decoder, and its INPUTS.
 
     Raises:
@@ -70,9 +76,11 @@ def read_certificate(
         if not is_one:
             raise FileError(f"{path} is not a certificate: give a file written by outrider certify --json")
         options = _LATER | document["options"]
-        pair, sampling, own = (_group(kind, options) for kind in (PairOptions, SamplingOptions, OwnOptions))
+        groups = PairOptions, SamplingOptions, TemplateOptions, OwnOptions
+        pair, sampling, template, own = (_group(kind, options) for kind in groups)
         constraint: _Constraint = _group(_Constraint, options)
-        return pair, sampling, constraint._asdict(), own, {name: document[name] for name in INPUTS}
+        given = {name: value for name, value in constraint._asdict().items() if value != []}  # as the options give them
+        return pair, sampling, template, given, own, {name: document[name] for name in INPUTS}
     except json.JSONDecodeError as error:
         raise FileError(f"{path} is not a certificate: not JSON ({error.msg})") from None
     except (KeyError, TypeError) as error:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.offline.output_rows import row_of, stats_of
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats
+from outrider.text.chat import Chat
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
@@ -37,12 +39,12 @@ class Setup:
     draft: str
     k: NumDraftTokens
     options: dict[str, Any]
-    chat: bool
+    template: TemplateOptions
 
     def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
         """Everything that determines a prompt's output."""
         options = self.options if line is None else self.options | line.options
-        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, chat=self.chat)
+        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, **self.template.to_json())
 
     def max_new_tokens(self, line: PromptLine) -> int:
         number: int = (self.options | line.options)["max_new_tokens"]
@@ -58,10 +60,8 @@ class Setup:
         decoder = self.pair.load(num_tokens, waits=False)
         return replace(decoder, drafter=self.pair.load_draft(decoder, self.draft), num_draft_tokens=self.k)
 
-    def encode(self, decoder: Decoder, prompt: str | list[dict[str, Any]]) -> list[int]:
-        if self.chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        return decoder.encode(prompt)
+    def encode(self, decoder: Decoder, prompt: str | Chat) -> list[int]:
+        return decoder.encode(self.template.prompt(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,11 @@ class LocalWorker:
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
         self._check_tokens(self._setup.options)
+        has_text = False
         for index, line in prompts:
+            if isinstance(line.prompt, str) and not has_text:  # they may be many: the first one tells
+                has_text = True
+                hint_at_chat(self.decoder, [self._setup.template.prompt(line.prompt)])
             try:
                 ids = self._setup.encode(self.decoder, line.prompt)
                 if line.options:

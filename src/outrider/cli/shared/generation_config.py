@@ -1,0 +1,56 @@
+"""``--generation-config``: sampling options that were not given, from the target's checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from outrider.cli.shared.options import SAMPLING_PANEL, SamplingOptions
+
+_Options = TypeVar("_Options", bound=SamplingOptions)
+GenerationConfigOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none",
+        help="auto takes sampling options that are not given from the target's generation_config.json; none does not.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
+
+
+def over_checkpoint(
+    sampling: _Options,
+    context: typer.Context,
+    choice: str,
+    target: str,
+    models: Path | None,
+    *,
+    leaves: Collection[str] = (),
+) -> _Options:
+    """The options of a command line, over those that the target's checkpoint states. Says which it takes.
+
+    Args:
+        context: knows which options were given.
+        leaves: options that the command states itself.
+
+    Raises:
+        OptionError, ModelNotFound, FileError
+    """
+    from outrider.models.generation_config import defaults_text, sampling_defaults
+    from outrider.models.registry import resolve
+
+    spec = resolve(target, models)
+    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
+    taken = {
+        name: value
+        for name, value in sampling_defaults(spec, choice).items()
+        if name not in given and name not in leaves
+    }
+    if taken:
+        print(defaults_text(spec.name, taken), file=sys.stderr)
+    return replace(sampling, **taken)

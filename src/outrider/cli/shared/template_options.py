@@ -1,0 +1,134 @@
+"""Prompts of a command: texts or chats, by the options of the chat template, and their tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.errors import OptionError, PromptError
+from outrider.offline.prompt_file import read_prompts
+from outrider.offline.prompt_row import PromptLine
+from outrider.text.chat import Chat, ChatOptions
+
+if TYPE_CHECKING:
+    from outrider.decoder import Decoder
+
+_PANEL = "Chat"
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """Options of the chat template, for all prompts of a command."""
+
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Apply the model's chat template: a text is a message of the user.", rich_help_panel=_PANEL
+        ),
+    ] = False
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message. Implies --chat.", rich_help_panel=_PANEL)
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Variables of the chat template, like '{\"enable_thinking\": false}'. Implies --chat.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether texts become chats."""
+        return self.chat or self.system is not None or self.chat_template_kwargs is not None
+
+    def __post_init__(self) -> None:
+        try:
+            kwargs = json.loads(self.chat_template_kwargs or "{}")
+        except (ValueError, RecursionError):
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            remedy = "a JSON object, like '{\"enable_thinking\": false}'"
+            raise OptionError("--chat-template-kwargs", self.chat_template_kwargs, remedy)
+
+    @property
+    def options(self) -> ChatOptions:
+        return ChatOptions(system=self.system, chat_template_kwargs=json.loads(self.chat_template_kwargs or "{}"))
+
+    def to_json(self) -> dict[str, Any]:
+        """For the options of a document. Those that are not given are left out: older files, which a run may continue,
+        do not name them."""
+        more = {"system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
+        return {"chat": self.is_chat, **{name: value for name, value in more.items() if value is not None}}
+
+    def to_words(self) -> list[str]:
+        """Words of a command line."""
+        words = ["--chat"] if self.is_chat else []
+        for name, value in (("--system", self.system), ("--chat-template-kwargs", self.chat_template_kwargs)):
+            words += [] if value is None else [name, value]
+        return words
+
+    def prompt(self, given: str | Chat) -> str | Chat:
+        """A prompt with these options, and its own, which override them. Raises OptionError."""
+        if isinstance(given, Chat):
+            return Chat(given.messages, given.options.over(self.options))
+        return Chat(given, self.options) if self.is_chat else given  # type: ignore[arg-type]
+
+    def read(self, path: Path | None) -> list[PromptLine]:
+        """The prompts of a file, which have no sampling options of their own; None: the built-in texts.
+
+        Raises:
+            FileError, OptionError
+        """
+        from outrider.text.example_prompts import PROMPTS
+
+        texts = [PromptLine(f"prompt {index}", text) for index, text in enumerate(PROMPTS)]
+        return [replace(line, prompt=self.prompt(line.prompt)) for line in (read_prompts(path) if path else texts)]
+
+
+def encode_lines(
+    decoder: Decoder,
+    lines: Sequence[PromptLine],
+    path: Path | None = None,
+    encode: Callable[[str | Chat], list[int]] | None = None,
+) -> list[list[int]]:
+    """Token ids of prompts.
+
+    Args:
+        path: the file of the prompts, if any.
+        encode: in place of ``decoder.encode``, which leaves room for output.
+
+    Raises:
+        PromptError: with the place of the prompt.
+    """
+    encode = encode or decoder.encode
+    hint_at_chat(decoder, [line.prompt for line in lines])
+    prompts = []
+    for line in lines:
+        try:
+            prompts.append(encode(line.prompt))
+        except (PromptError, OptionError) as error:
+            where = line.place if path is None else f"{path}, {line.place}"
+            raise PromptError(f"{where}: {error}") from None
+    return prompts
+
+
+def hint_at_chat(decoder: Decoder, prompts: Sequence[str | Chat]) -> None:
+    """Remind of ``--chat`` if a model for chats is given plain text. Text in which special tokens are written may come
+    from a template already."""
+    tokenizer = decoder.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        return
+    special = [token for token in tokenizer.all_special_tokens if token]
+    if any(isinstance(text, str) and not any(token in text for token in special) for text in prompts):
+        print(
+            f"{decoder.target.name} has a chat template, but continues plain text here: add --chat to ask it as a user",
+            file=sys.stderr,
+        )

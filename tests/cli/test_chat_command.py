@@ -1,0 +1,227 @@
+"""``outrider chat``: as a filter of lines, and in a terminal."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from commands import Outrider
+from outrider.cli.commands import chat
+from outrider.cli.shared.conversation import ChatConversation, Continuation
+from outrider.errors import DeviceError, NumericsError, OptionError, SessionError
+from outrider.records import Chunk
+from outrider.text.chat import Chat, ChatOptions
+from pairs import embedded, random_llama, save, word_tokenizer
+
+PROMPT_END = "{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + PROMPT_END
+LIMIT_S = 300.0  # until a test that hangs is given up
+LONG = "Once upon a time there was a king who had a daughter, and she was the fairest of them all"
+
+
+def _instruct(folder: Path) -> Path:
+    """A model with a template that reads all messages, and the words of roles as unknown ones."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return save(folder, random_llama(context_len=128), tokenizer)
+
+
+def test_lines_are_continued(outrider: Outrider) -> None:
+    """By a base model: one text, of which only the new part is fed; an empty line continues it."""
+    ended = outrider("chat", "--seed", 3, "-n", 6, "-k", 4, stdin=b"The king\n\n/reset\nThe king\n/quit\nnever\n")
+    first = embedded().generate("The king", seed=3, max_new_tokens=6)[0].text
+    second = embedded().generate("The king" + first, seed=4, max_new_tokens=6)[0].text
+    third = embedded().generate("The king", seed=5, max_new_tokens=6)[0].text
+    assert (ended.code, ended.out) == (0, f"{first}\n{second}\n{third}\n")
+    status = re.findall(r"6 tokens, [\d.]+ tokens/s, tau [\d.]+, (\d+) of (\d+) prompt tokens cached, -n 6", ended.err)
+    assert len(status) == 3 and len(ended.err.splitlines()) == 3
+
+
+def test_a_chat_has_a_history_and_a_system_message(outrider: Outrider, tmp_path: Path) -> None:
+    """The second prompt holds the first answer, and finds it in the cache."""
+    folder = _instruct(tmp_path / "model")
+    said = b"w1 w2 w3 w4 w5 w6 w7 w8 w9 w10\nw2\n/system w40\n/what\nw3\n"
+    ended = outrider("chat", folder, "none", "--seed", 1, "-n", 4, "--system", "w30", stdin=said)
+    assert ended.code == 0, ended.err
+    counts = [tuple(map(int, one)) for one in re.findall(r"(\d+) of (\d+) prompt tokens cached", ended.err)]
+    assert [num_cached for num_cached, _ in counts] == [0, counts[0][1] - 1 + 4, 0]
+    assert "there is no command /what" in ended.err and len(ended.out.splitlines()) == 3
+
+
+def test_what_is_refused(outrider: Outrider, tmp_path: Path) -> None:
+    assert "has no chat template" in outrider("chat", "--system", "Be kind.").error
+    assert "a JSON object" in outrider("chat", "--chat-template-kwargs", "[1]").error
+    assert "not both" in outrider("chat", "fable", "ngram", "--draft", "none").error
+    assert "no chat template" in outrider("chat", stdin=b"/system Be kind.\n").error
+    assert "is not UTF-8" in outrider("chat", stdin=b"\xff\n").error
+    folder = _instruct(tmp_path / "model")
+    assert "shorten it" in outrider("chat", folder, "none", stdin=b"w1 " * 130).error
+
+
+class _Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _said(monkeypatch: pytest.MonkeyPatch, *texts: str, session: Any = None) -> tuple[list[str], list[str]]:
+    """What a terminal without a model answers, and what it says beside."""
+    said: list[str] = []
+    monkeypatch.setattr(chat._Terminal, "_say", lambda self, message: said.append(message))
+    console = Console(file=_Screen(), force_terminal=True)
+    decoder = embedded()
+    terminal = chat._Terminal(decoder, session, Continuation("m"), {"seed": 1, "max_new_tokens": 4}, console)
+    answered: list[str] = []
+    if session is None:
+        monkeypatch.setattr(chat._Terminal, "_answer", lambda self, text: answered.append(text))
+    terminal.run(iter(texts))
+    return answered, said
+
+
+def test_only_known_commands_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = ["/etc/hosts: what is this?", "/etc/hosts\nis a file", " a", "", "and /help?"]
+    answered, said = _said(monkeypatch, *messages, "/foo", " /help ", "/reset", "/quit", "never")
+    assert answered == messages
+    assert [one.partition("\n")[0] for one in said[1:]] == ["there is no command /foo", chat._HELP.partition("\n")[0]]
+
+
+def test_errors_do_not_end_a_chat_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next message is answered, with the history."""
+    session = embedded().session()
+    stream, calls = session.stream, []
+
+    def failing(prompt: Any, **options: Any) -> Any:
+        calls.append(prompt)
+        if 1 < len(calls) < 5:
+            raise (NumericsError, DeviceError, SessionError)[len(calls) - 2]("no more")
+        return stream(prompt, **options)
+
+    monkeypatch.setattr(session, "stream", failing)
+    _, said = _said(monkeypatch, *["The king"] * 5, session=session)
+    assert ["error: no more" in one for one in said[1:]] == [False, True, True, True, False]
+    assert calls[1] == calls[4] and len(calls[0]) < len(calls[1])
+
+
+def test_tabs_are_written_as_they_are() -> None:
+    """As in a Makefile."""
+    screen = _Screen()
+    console = Console(file=screen, force_terminal=True, color_system="standard", no_color=False)
+    terminal = chat._Terminal(embedded(), Any, Continuation("m"), {}, console)  # type: ignore[arg-type]
+    row = next(embedded().stream("The king", seed=1, max_new_tokens=1))
+    terminal._write(replace(row, pieces=(("all:\n\tcc [bold]", "correction"), ("\tx.c", "accepted"))))
+    assert screen.getvalue() == "all:\n\tcc [bold]\x1b[4m\tx.c\x1b[0m"
+
+
+def test_conversations() -> None:
+    talk = ChatConversation(ChatOptions(system="S"))
+    talk.add("A", "B")
+    user = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
+    assert talk.prompt("C") == Chat(user, ChatOptions(system="S")) and talk.prompt(" ") is None
+    talk.set_system("")
+    talk.reset()
+    assert talk.prompt("C") == Chat(user[2:], ChatOptions())
+    text = Continuation("m")
+    assert text.prompt("") is None
+    text.add("A", " B")
+    assert (text.prompt("C"), text.prompt("")) == ("A B\nC", "A B")
+    with pytest.raises(OptionError, match="m has no chat template"):
+        text.set_system("S")
+
+
+class _Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        command = [sys.executable, "-m", "outrider", "chat", *arguments]
+        environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Wait for a pattern in what is new."""
+        end_s = time.monotonic() + LIMIT_S
+        while (match := re.search(pattern, self.seen)) is None:
+            assert time.monotonic() < end_s, self.seen
+            if select.select([self._master], [], [], 0.1)[0]:
+                self.seen += os.read(self._master, 2**16).decode(errors="replace")
+        self.seen = self.seen[match.end() :]
+        return match
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, num_presses: int) -> None:
+    """And keeps what there is of it, with its cache; pressed twice, it does not wait for the round."""
+    write, num_written = chat._Terminal._write, 0
+
+    def pressed(terminal: chat._Terminal, chunk: Chunk) -> None:
+        nonlocal num_written
+        write(terminal, chunk)
+        num_written += 1
+        for _ in range(num_presses if num_written == 2 else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chat._Terminal, "_write", pressed)
+    ended = outrider("chat", "--seed", 3, "-n", 40, stdin=f"{LONG}\n\n".encode())
+    assert ended.code == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    first, second = re.findall(r"(\d+) tokens, .*, (\d+) of (\d+) prompt tokens cached(, stopped)?", ended.err)
+    assert first[3] and int(first[0]) < 11 and not second[3]
+    whole = embedded().generate(LONG, seed=3, max_new_tokens=40)[0].text
+    cut = ended.out.partition("\n")[0]
+    assert cut and whole.startswith(cut)
+    assert int(second[1]) > 0
+
+
+def test_ctrl_c_at_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    master, slave = pty.openpty()
+    typed = iter([KeyboardInterrupt(), "a text", EOFError()])
+
+    def typing(prompt: str) -> str:
+        if isinstance(found := next(typed), BaseException):
+            raise found
+        return found
+
+    with open(slave) as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        monkeypatch.setattr("builtins.input", typing)
+        assert list(chat._lines_of(Console(file=stream))) == ["a text"]
+    os.close(master)
+    assert "Ctrl-D or /quit ends the chat" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_in_a_terminal() -> None:
+    """Accepted tokens are underlined, a pasted text is one message, Ctrl-D ends."""
+    terminal = _Terminal("fable", "fable-draft", "--seed", "1", "-n", "20", "-k", "4")
+    try:
+        terminal.until(r"a base model, which continues your text \(/help\)")
+        terminal.until("> ")
+        terminal.send("Once upon a time\nthere was a miller\n")
+        terminal.until(r"\x1b\[4m")
+        assert int(terminal.until(r"0 of (\d+) prompt tokens cached")[1]) > 7
+        terminal.until("> ")
+        terminal.send("\x04")
+        assert terminal.process.wait(LIMIT_S) == 0
+    finally:
+        terminal.close()

@@ -1,0 +1,136 @@
+"""``--chat`` and its options in the commands that generate or measure, and chats of files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outrider, only_document
+from outrider.cli.shared.options import SamplingOptions
+from outrider.cli.shared.output import options_json
+from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.stored_certificates import read_certificate
+from outrider.cli.shared.template_options import TemplateOptions
+from outrider.text import tokenizer as module
+from pairs import embedded
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% if tools %}{{ tools | length }} {% endif %}"
+    "{% if add_generation_prompt %}{{ 'yes' if think else 'no' }}:{% endif %}"
+)
+SYSTEM, KWARGS = ("--system", "Be brief"), ("--chat-template-kwargs", '{"think": true}')
+ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "A hen"}]}
+COMMANDS: list[tuple[Any, ...]] = [
+    ("generate", "-n", 2),
+    ("record", "-n", 2),
+    ("alpha", "-t", 1),
+    ("divergence", "-n", 2),
+    ("plan", "-n", 4, "-k", 1),
+]
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The chats that were written, of an embedded pair with a template."""
+    texts: list[str] = []
+
+    def write(*arguments: Any) -> str:
+        texts.append(chat_text(*arguments))
+        return texts[-1]
+
+    chat_text = module.chat_text
+    monkeypatch.setattr(module, "chat_text", write)
+    monkeypatch.setattr(embedded().tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda *_, **__: embedded().plain())
+    return texts
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[str], command: tuple[Any, ...]) -> None:
+    """Texts by ``--chat``, which other options imply; messages without it; and a row's own options stand."""
+    prompts, name = tmp_path / "prompts.jsonl", command[0]
+    continued = ROW | {"continue_final_message": True}
+    own = {**ROW, "tools": [{"type": "function"}], "chat_template_kwargs": {"think": False}}
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "The fox"}, continued, own)))
+    outputs = ("--output", tmp_path / "log") if name == "record" else ("--json", tmp_path / "out.json")
+    ended = outrider(*command, "--prompts", prompts, *SYSTEM, *KWARGS, *outputs)
+    assert ended.code == 0, ended.err
+    assert "add --chat" not in ended.err
+    assert set(written) == {
+        "system: Be brief user: The fox yes:",
+        "system: Be brief user: Hello assistant: A hen",
+        "system: Be brief user: Hello assistant: A hen 1 no:",
+    }
+    if name == "generate":
+        (_, _, row) = only_document((tmp_path / "out.json").read_text(), "generate")["completions"]
+        assert row.items() >= own.items()
+
+
+def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
+    """Of ``compare`` and the built-in ones."""
+    assert outrider("compare", "Hello", "--chat", "-n", 2, "--num-runs", 1).code == 0
+    assert set(written) == {"user: Hello no:"}
+    written.clear()
+    assert outrider("latency", "--chat", "-n", 1, "-k", 1).code == 0
+    assert len(set(written)) == 15 and all(text.startswith("user: ") for text in written)
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "The fox", "-n", 1), ("compare", "-n", 1, "--num-runs", 1), ("alpha", "-t", 1)]
+)
+def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
+    """Once, where it is given plain text."""
+    hint = "fable has a chat template, but continues plain text here: add --chat"
+    assert outrider(*command).err.count(hint) == 1
+    assert written == []
+    assert hint not in outrider(*command, "--chat").err
+
+
+def test_text_from_a_template_is_not_pointed_out(outrider: Outrider, written: list[str]) -> None:
+    end = embedded().tokenizer.eos_token
+    assert "--chat" not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chat-template-kwargs", "[1]"), "--chat-template-kwargs = '[1]' is invalid: a JSON object"),
+        (("--chat-template-kwargs", "{"), "--chat-template-kwargs = '{' is invalid: a JSON object"),
+        (("--chat-template-kwargs", '{"thought": 1}'), "does not read 'thought', but think"),
+    ],
+)
+def test_options_that_are_refused(
+    outrider: Outrider, written: list[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in outrider("generate", "Hello", *arguments).error
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "tools": []}, "line 1: tools is for the messages of a chat"),
+        ({**ROW, "continue_final_message": 1}, "line 1: continue_final_message = 1 is invalid: true or false"),
+        ({**ROW, "chat_template_kwargs": {"x": 1}}, "line 1: chat_template_kwargs = {'x': 1} is invalid"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "line 1: system = 'Be brief' is invalid"),
+    ],
+)
+def test_rows_that_are_refused(
+    outrider: Outrider, written: list[str], tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert f"{path}, {message}" in outrider("generate", "--prompts", path, *SYSTEM).error
+
+
+def test_a_certificate_is_of_chats_again(tmp_path: Path) -> None:
+    """Older ones, which do not name these options, are of texts."""
+    own = {"prompts": None, "significance": 0.01, "detect_tv": None, "num_tokens": 500, "batch_size": 8}
+    sampling = SamplingOptions().to_options(seed=0, num_seeds=1, max_new_tokens=4)
+    path = tmp_path / "certificate.json"
+    for given in (TemplateOptions(chat=True, system="Be brief", chat_template_kwargs='{"think": true}'), None):
+        chats = {} if given is None else given.to_json()
+        options = options_json(PairOptions(), sampling, num_draft_tokens=4, **own, **chats)
+        document = {"schema": "outrider/certify/1", "options": options, "weights": {}, "prompts_sha256": ""}
+        path.write_text(json.dumps(document))
+        assert read_certificate(path)[2] == (given or TemplateOptions())
