@@ -21,7 +21,7 @@ class Remainders:
         self.vocab_size = vocab_size
         self.ids: list[int] = []
 
-    def allowed(self) -> np.ndarray:
+    def effect(self) -> np.ndarray:
         return (sum(self.ids) + np.arange(self.vocab_size)) % 3 != 1
 
     def push(self, token_id: int) -> bool:

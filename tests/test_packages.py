@@ -16,7 +16,7 @@ LAYERS = """
     __main__ cli
     serve offline
     certify bench race distill export evals replay
-    __init__ api decoder
+    __init__ api decoder custom_generate
     decoding drafters scoring requests
     models compile kernels runtime sampling
     stats text system

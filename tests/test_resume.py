@@ -97,7 +97,7 @@ def test_what_cannot_be_resumed() -> None:
             decoder.stream("Once", resume_ids=done.token_ids, **options)
     with pytest.raises(OptionError, match="token ids from 0 to"):
         decoder.stream("Once", resume_ids=[-1])
-    with pytest.raises(OptionError, match="one list for each of the 2 prompts"):
+    with pytest.raises(OptionError, match="one list for each of the 2 completions"):
         decoder.stream_many(["a", "b"], resume_ids=[[1]])
     forms = [None, [[1]], "ab", iter([1]), 5]
     for form in forms:

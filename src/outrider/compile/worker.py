@@ -154,15 +154,15 @@ def check_constants(constants: Mapping[str, Any], weights: Mapping[str, Tensor])
 
 def _kernel_options(num_threads: int) -> dict[str, Any]:
     from outrider.kernels.attention import ATTENTION, ATTENTION_SHIM
-    from outrider.kernels.inductor_pass import KERNEL, MAX_SUMS, FewRowMatmulPass
-    from outrider.kernels.library import SHIM, library
+    from outrider.kernels.inductor_pass import KERNEL, MAX_SUMS, WIDEN, FewRowMatmulPass
+    from outrider.kernels.library import SHIM, WIDEN_SHIM, library
 
     has_kernel = library() is not None
     return {
         "post_grad_custom_pre_pass": FewRowMatmulPass(num_threads if has_kernel else None),
         "cpp.max_horizontal_fusion_size": MAX_SUMS,
         "cpp.min_chunk_size": max(1, _FEW_NUMBERS // num_threads),
-        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], ATTENTION: [ATTENTION_SHIM]},
+        "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], WIDEN: [WIDEN_SHIM], ATTENTION: [ATTENTION_SHIM]},
     }
 
 

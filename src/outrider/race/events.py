@@ -14,6 +14,7 @@ from typing import Any
 from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm, Case, racing
 from outrider.records import Chunk, DraftedToken, Stats, Timing
+from outrider.text.chat import Chat
 from outrider.text.tokenizer import Detokenizer
 
 
@@ -37,14 +38,14 @@ class RaceEvents:
         self._progress = [_ArmProgress(list(prompt_ids), Detokenizer(self._tokenizer, prompt_ids)) for _ in arms]
 
     def start(self) -> dict[str, Any]:
-        decoder = self._arms[0].decoder
+        decoder, prompt = self._arms[0].decoder, self._case.prompt
         return {
             "type": "start",
             "target": decoder.target.name,
-            "prompt": self._case.prompt,
+            "prompt": prompt.asked if isinstance(prompt, Chat) else prompt,
             "seed": self._case.seed,
             "acceptance": decoder.acceptance,
-            "temperature": self._options.get("temperature", 1.0),
+            "temperature": {**decoder.sampling_defaults, **self._options}.get("temperature", 1.0),
             "max_new_tokens": self._options["max_new_tokens"],
             "arms": [{"name": arm.name, "draft": arm.draft, "k": arm.num_draft_tokens} for arm in self._arms],
         }
