@@ -1,6 +1,6 @@
-"""GGUF files of a target: widened on loading, as Transformers does it, and in their own blocks.
+"""GGUF files of a target: widened on loading, as Transformers does it; in their own blocks; and with 8-bit activations.
 
-    python benchmarks/gguf_files.py FOLDER [--draft fable-draft] [-k 4] [--forms Q8_0 Q4_0] [--compile]
+    python benchmarks/gguf_files.py FOLDER [--draft fable-draft] [-k 4] [--forms Q8_0 Q4_0] [--arms blocks] [--compile]
 
 FOLDER is a checkpoint (benchmarks/grow.py makes some), which is written as GGUF into a temporary folder. Each arm has a
 process of its own: it loads a file, takes the memory that this adds to the process, measures rounds with 0 and k drafts
@@ -41,10 +41,11 @@ def main() -> None:
     parser.add_argument("--draft", default="fable-draft")
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--forms", nargs="+", default=["Q8_0", "Q4_0"])
+    parser.add_argument("--arms", nargs="+", choices=("plain", "blocks", "a8"), default=["plain", "blocks", "a8"])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)  # file and store: of a child process
+    parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)  # model and store: of a child process
     arguments = parser.parse_args()
     if arguments.arm:
         print(json.dumps(_arm(arguments, *arguments.arm)))
@@ -56,12 +57,13 @@ def main() -> None:
         for form in arguments.forms:
             file = whole.with_name(f"{form}.gguf")
             _quantize(whole, file, form)
-            for store in ("plain", "auto"):
-                command = [sys.executable, *sys.argv, "--arm", str(file), store]
+            for arm in arguments.arms:
+                model, store = f"{file}:a8" if arm == "a8" else str(file), "plain" if arm == "plain" else "auto"
+                command = [sys.executable, *sys.argv, "--arm", model, store]
                 ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                rows.append({"form": form, "store": store, "file": file.stat().st_size, **json.loads(ran.stdout)})
+                rows.append({"form": form, "arm": arm, "file": file.stat().st_size, **json.loads(ran.stdout)})
     execution = "compiled" if arguments.compile else "eager"
-    columns = ("file", "--store", "file MB", "weights MB", "added MB", "load s", "step ms")
+    columns = ("file", "arm", "file MB", "weights MB", "added MB", "load s", "step ms")
     table = new_table(
         f"{arguments.target.name}, {arguments.threads} thread(s), {execution}",
         *columns,
@@ -72,7 +74,7 @@ def main() -> None:
     for row in rows:
         table.add_row(
             row["form"],
-            row["store"],
+            row["arm"],
             *(f"{row[key] / 1e6:.0f}" for key in ("file", "weights", "added")),
             f"{row['load_s']:.1f}",
             f"{1e3 * row['plain_step_s']:.1f}",
@@ -103,11 +105,11 @@ def _quantize(whole: Path, file: Path, form: str) -> None:
     writer.close()
 
 
-def _arm(arguments: argparse.Namespace, file: str, store: str) -> dict[str, Any]:
+def _arm(arguments: argparse.Namespace, model: str, store: str) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     load("fable")  # what any model needs
     before, begin = _peak(), time.perf_counter()
-    plain = load(file, dtype="float32", device="cpu", store=store)
+    plain = load(model, dtype="float32", device="cpu", store=store)
     found: dict[str, Any] = {"load_s": time.perf_counter() - begin, "added": _peak() - before}
     found["weights"] = num_bytes(plain.target.model)
     free = replace(plain, drafter=load_drafter(plain, "ngram"))

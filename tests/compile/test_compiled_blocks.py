@@ -1,5 +1,6 @@
 """Programs with weights in the blocks of GGUF files."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +23,14 @@ def _products(lm: Any, few: Tensor, many: Tensor, ids: Tensor) -> tuple[Tensor, 
 
 
 @pytest.mark.slow
-def test_they_are_read_by_the_kernel() -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_they_are_read_by_the_kernel(rounds: bool) -> None:
     model = tiny_llama(hidden_size=256, intermediate_size=32, num_layers=1).float()
     attention = model.model.layers[0].self_attn
     for seed, (layer, number) in enumerate(
         ((model.model.embed_tokens, 8), (attention.q_proj, 12), (attention.k_proj, 12))
     ):
-        form = BLOCK_FORMS[number]
+        form = replace(BLOCK_FORMS[number], rounds=rounds)
         stored = torch.from_numpy(block_bytes(tuple(layer.weight.shape), form.name, seed))
         layer.weight = nn.Parameter(NarrowWeight(stored, torch.float32, None, form), requires_grad=False)
     lm = as_lm(model)

@@ -4,6 +4,7 @@
 // many results it has compared, with a hash of their bits, or the first one that is off, and then ends with 1. Its
 // argument is a number: one of so many shapes is tried.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -151,6 +152,38 @@ double number_of(int64_t form, const uint8_t* block, int64_t i) {
   return half(0) * scale * whole - half(2) * offset;
 }
 
+// Products of rows that are rounded to 8 bits: `wide` are the numbers of the blocks.
+void rounded_products(int64_t form, const void* blocks, const std::vector<float>& wide, const std::vector<float>& x,
+                      int64_t num_rows, int64_t width, int64_t num_channels) {
+  std::vector<float> y(num_rows * num_channels), again(num_rows * num_channels), alone(num_channels);
+  outrider_few_row_matmul(x.data(), num_rows, width, &blocks, &num_channels, 1, form + 256, y.data(), 3);
+  outrider_few_row_matmul(x.data(), num_rows, width, &blocks, &num_channels, 1, form + 256, again.data(), 2);
+  for (int64_t t = 0; t < num_rows; t++) {
+    const float* row = x.data() + t * width;
+    outrider_few_row_matmul(row, 1, width, &blocks, &num_channels, 1, form + 256, alone.data(), 1);
+    for (int64_t o = 0; o < num_channels; o++) {
+      double want = 0, size = 0;
+      for (int64_t begin = 0; begin < width; begin += 256) {
+        const int64_t end = std::min(width, begin + 256);
+        float most = 0, largest = 0;
+        for (int64_t i = begin; i < end; i++) {
+          most = std::max(most, std::fabs(row[i]));
+          largest = std::max(largest, std::fabs(wide[o * width + i]));
+        }
+        const float scale = most / 127, inverse = 127 / most;
+        for (int64_t i = begin; i < end; i++) {
+          double rounded = std::nearbyint(row[i] * inverse) * double(scale);
+          want += rounded * wide[o * width + i];
+          size += 3 * std::fabs(rounded) * largest;  // offsets cancel
+        }
+      }
+      compare(y[t * num_channels + o], want, width * EPSILON * size, "a product of rounded rows");
+      compare(y[t * num_channels + o], alone[o], 0.0, "a rounded row alone");
+      compare(y[t * num_channels + o], again[t * num_channels + o], 0.0, "rounded rows by two threads");
+    }
+  }
+}
+
 // Numbers of blocks, rounded once, and products with them: equal to those of float32 weights.
 void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_t num_blocks, int64_t num_channels) {
   const int64_t width = num_blocks * length, all = num_channels * num_blocks;
@@ -171,6 +204,7 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   outrider_few_row_matmul(x.data(), num_rows, width, &blocks, &num_channels, 1, form, y.data(), 3);
   outrider_few_row_matmul(x.data(), num_rows, width, &floats, &num_channels, 1, 0, of_wide.data(), 2);
   for (size_t i = 0; i < y.size(); i++) compare(y[i], of_wide[i], 0.0, "a product with blocks");
+  rounded_products(form, blocks, wide, x, num_rows, width, num_channels);
 }
 
 void attention(Shape s, int64_t bits) {

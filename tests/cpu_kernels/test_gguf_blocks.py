@@ -1,10 +1,12 @@
 """Matrices in the blocks of GGUF files: their numbers, by the package ``gguf``, and products with them."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,7 +15,7 @@ from ggml_blocks import block_bytes, numbers_of
 from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.library import FORMS, few_row_matmul, widen_blocks
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.narrow_weight import NarrowWeight, rounded
 from outrider.runtime.tensor_parts import stored_tensors
 
 _BY_NAME = {form.name: form for form in BLOCK_FORMS.values()}
@@ -25,6 +27,7 @@ def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Ten
     return torch.from_numpy(blocks), torch.from_numpy(numbers_of(blocks, name))
 
 
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(list(_BY_NAME)),
     num_rows=st.integers(1, 70),
@@ -46,6 +49,41 @@ def test_products_are_those_of_the_widened_matrix(
     got = few_row_matmul(x, blocks, form, num_threads)
     assert torch.equal(got, few_row_matmul(x, numbers, FORMS[torch.float32], num_threads))
     assert torch.equal(got[-1:], few_row_matmul(x[-1:], blocks, form, 1))
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(list(_BY_NAME)),
+    num_rows=st.integers(1, 40),
+    num_blocks=st.integers(1, 11),
+    number=st.integers(1, 20),
+    num_threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_products_of_rounded_rows(
+    name: str, num_rows: int, num_blocks: int, number: int, num_threads: int, seed: int
+) -> None:
+    """They are those of ``rounded`` rows; each row is as if it were alone."""
+    stored, wide = _matrix(name, number, num_blocks, seed)
+    x = torch.randn(num_rows, wide.shape[1], generator=torch.Generator().manual_seed(seed))
+    x *= torch.tensor([1.0, 1e-3, 1e4, 0.0])[(torch.arange(num_rows) + seed) % 4][:, None]
+    form = replace(_BY_NAME[name], rounds=True).product
+    got, rows = few_row_matmul(x, [stored], form, num_threads), rounded(x)
+    want = rows.double() @ wide.double().T
+    size = rows.double().abs() @ (wide.double().abs() + wide.double().abs().amax()).T
+    assert bool(((got - want).abs() <= 1e-6 * size).all())
+    assert bool(((rows - x).abs() <= x.abs().amax(-1, keepdim=True) / 253).all())
+    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [stored], form, 1))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
+    stored, _ = _matrix("Q4_K", 5, 2)
+    x = torch.ones(3, 512)
+    x[1, 300] = bad
+    got = few_row_matmul(x, [stored], replace(_BY_NAME["Q4_K"], rounds=True).product, 1)
+    assert got.isnan().any(1).tolist() == rounded(x).isnan().any(1).tolist() == [False, True, False]
+    assert got[1].isnan().all()
 
 
 @pytest.mark.parametrize("name", _BY_NAME)

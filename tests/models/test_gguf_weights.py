@@ -24,8 +24,8 @@ from transformers import (
 
 import outrider
 from ggml_blocks import block_bytes
-from outrider.errors import DeviceError, ModelCorrupt
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.errors import DeviceError, ModelCorrupt, OptionError
+from outrider.kernels.narrow_weight import NarrowWeight, rounded
 from outrider.models import cpu_weights, gguf_weights
 from outrider.models.loading import weights_checksum
 from outrider.models.quantize import num_bytes
@@ -182,6 +182,36 @@ def test_as_a_draft(tmp_path: Path) -> None:
     (output,) = decoder.generate([[5, 6, 7]], temperature=0, max_new_tokens=12, ignore_eos=True, num_draft_tokens=3)
     assert output.stats.num_accepted_draft_tokens == output.stats.num_draft_tokens > 0
     assert weights_checksum(decoder.target.model) == weights_checksum(outrider.load(file).target.model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_activations_of_8_bits(kind: str, tmp_path: Path) -> None:
+    """The widened model, with the inputs of its linear layers rounded; for few rows and for many."""
+    file = _write(tmp_path / "tiny.gguf", kind, _FILES["Q4_K_M" if kind == "llama" else "Q8_0"])
+    decoder, plain = outrider.load(f"{file}:a8"), outrider.load(file, store="plain").target.model
+    assert decoder.target.name == f"{file}:a8"
+    for layer in plain.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda _, inputs: rounded(*inputs))
+    for shape in ((2, 9), (4, 40)):
+        ids = torch.randint(97, shape, generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            logits, want = decoder.target.model(ids).logits, plain(ids).logits
+        # A sum in another order may round an activation to the next integer.
+        torch.testing.assert_close(logits, want, rtol=0.0, atol=2e-2 * float(want.abs().amax()))
+        assert (logits - want).abs().mean() < 2e-3 * want.abs().amax()
+    draft = outrider.load(f"{file}:a8", f"{file}:a8")
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True, "num_draft_tokens": 3}
+    (output,), (alone,) = (one.generate([[5, 6, 7]], **options) for one in (draft, decoder))
+    assert output.token_ids == alone.token_ids
+    assert output.stats.num_accepted_draft_tokens == output.stats.num_draft_tokens > 0
+
+
+def test_activations_of_8_bits_need_blocks(tmp_path: Path) -> None:
+    file = _write(tmp_path / "tiny.gguf", "llama", _FILES["Q8_0"])
+    for name, options in (("fable:a8", {}), (f"{file}:a8", {"store": "plain"}), (f"{file}:a8", {"dtype": "float64"})):
+        with pytest.raises(OptionError, match="a8"):
+            outrider.load(name, **options)
 
 
 def test_other_architectures_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

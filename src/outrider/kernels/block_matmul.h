@@ -102,25 +102,35 @@ void block_channels(int64_t num_rows, const float* x, const Block* const* rows, 
   }
 }
 
-// This thread's channels of one matrix, in parts that are read concurrently, and the remainder.
-template <typename Block>
-void block_share(int64_t num_rows, const float* x, const Block* weights, int64_t width, int64_t begin, int64_t end,
-                 float* y, int64_t num_channels) {
-  const int64_t length = width / Block::NUMBERS, apart = (end - begin) / BLOCK_CHANNELS;
-  const int64_t rest = begin + BLOCK_CHANNELS * apart;
-  auto run = [&](int64_t first, int64_t spacing, int64_t num_here) {
+// Calls `run` for this thread's channels of one matrix, in parts that are read concurrently, and the remainder; for up to
+// MOST_BLOCK_ROWS of the rows of x at a time. `length` is the number of blocks of a row.
+template <typename Block, typename Run>
+INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t length, int64_t begin, int64_t end, Run run) {
+  const int64_t apart = (end - begin) / BLOCK_CHANNELS, rest = begin + BLOCK_CHANNELS * apart;
+  auto run_all = [&](int64_t first, int64_t spacing, int64_t num_here) {
     const Block* rows[BLOCK_CHANNELS];
     for (int64_t c = 0; c < BLOCK_CHANNELS; c++) {
       rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * spacing) * length;
     }
     for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
       int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
-      block_channels(left, x + done * width, rows, num_here, width, spacing, y + done * num_channels + first,
-                     num_channels);
+      run(done, left, rows, first, spacing, num_here);
     }
   };
-  for (int64_t o = begin; o < begin + apart; o++) run(o, apart, BLOCK_CHANNELS);
-  if (rest < end) run(rest, 1, end - rest);
+  for (int64_t o = begin; o < begin + apart; o++) run_all(o, apart, BLOCK_CHANNELS);
+  if (rest < end) run_all(rest, 1, end - rest);
+}
+
+// This thread's channels of one matrix.
+template <typename Block>
+void block_share(int64_t num_rows, const float* x, const Block* weights, int64_t length, int64_t begin, int64_t end,
+                 float* y, int64_t num_channels) {
+  const int64_t width = length * Block::NUMBERS;
+  share_of_blocks(num_rows, weights, length, begin, end,
+                  [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
+                      int64_t num_here) {
+    block_channels(left, x + done * width, rows, num_here, width, apart, y + done * num_channels + first, num_channels);
+  });
 }
 
 }  // namespace

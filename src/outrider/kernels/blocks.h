@@ -197,8 +197,8 @@ INLINE void widen_part(const Q6_K& block, const Sixteen& of, int h, Put put) {
   }
 }
 
-// Forms of weights, by their numbers in ggml (ggml.h).
-enum Form : int64_t { F32 = 0, I8 = 24, BF16 = 30 };
+// Forms of weights, by their numbers in ggml (ggml.h), and a flag (rounded_rows.h).
+enum Form : int64_t { F32 = 0, I8 = 24, BF16 = 30, ROUNDS = 256 };
 
 // Calls a function with a matrix in blocks; does nothing if the form has none.
 template <typename Function>

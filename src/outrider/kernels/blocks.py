@@ -14,12 +14,19 @@ class BlockForm:
         number: of the type in ggml.
         num_numbers: of a block.
         num_bytes: of a block.
+        rounds: whether rows are rounded to 8 bits before they are multiplied with it (rounded_rows.h).
     """
 
     name: str
     number: int
     num_numbers: int
     num_bytes: int
+    rounds: bool = False
+
+    @property
+    def product(self) -> int:
+        """Number of the form for products (``Form`` in blocks.h)."""
+        return self.number + 256 * self.rounds
 
     def width_of(self, num_bytes: int) -> int:
         """Numbers in so many bytes of a row."""

@@ -128,14 +128,22 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     stored, (num_channels, width) = weight.stored, weight.shape
-    form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.number
+    form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.product
     if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32 or form is None:
         return None
     if x.device.type != "cpu" or stored.device.type != "cpu":
         return None
     num_rows = x.numel() // width
     if num_rows > (_MAX_ROWS if stored.dtype == weight.dtype else _MAX_ROWS_STORED):
-        return None if weight.blocks is None or type(x) is not Tensor else _by_panels(x, weight, bias)
+        if weight.blocks is None:
+            return None
+        if weight.blocks.rounds:
+            x = rounded(x)
+        if type(x) is Tensor:
+            return _by_panels(x, weight, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            result: Tensor = functional.linear(x, weight, bias)  # traced, or fake
+            return result
     rows, num_threads = x.reshape(num_rows, width), torch.get_num_threads()
     if type(rows) is Tensor:
         # Bypasses the dispatcher, which takes longer than many products.
@@ -148,6 +156,14 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)
     return result if bias is None else result + bias
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows whose numbers are integers of 8 bits times a scale for each 256 of them, as in rounded_rows.h. [..., I]"""
+    chunks = functional.pad(x, (0, -x.shape[-1] % 256)).unflatten(-1, (-1, 256))
+    most = chunks.abs().amax(-1, keepdim=True)
+    wholes = torch.round(chunks * torch.where(most < 1e-30, 0.0, 127 / most))
+    return (wholes * (most / 127)).flatten(-2)[..., : x.shape[-1]]
 
 
 def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ are in another order), and so may be applied to rows of blocks.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,11 +82,12 @@ class BlockWeights:
         return self.processor.process(weights=numbers, name=self.tensors[name].name).weights
 
 
-def block_weights(spec: ModelSpec, bare: nn.Module) -> BlockWeights | None:
+def block_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> BlockWeights | None:
     """Find the matrices of a GGUF file that can stay in its blocks; None if there are none.
 
     Args:
         bare: the skeleton.
+        rounds: whether rows are rounded to 8 bits before they are multiplied with them.
     """
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
@@ -105,7 +106,7 @@ def block_weights(spec: ModelSpec, bare: nn.Module) -> BlockWeights | None:
     tensors = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
     matrices = tensors.keys() & {f"{name}.weight" for name in narrow_layers(bare)}
     forms = {name: BLOCK_FORMS.get(int(tensors[name].tensor_type)) for name in matrices}
-    kept = {name: form for name, form in sorted(forms.items()) if form is not None}
+    kept = {name: replace(form, rounds=rounds) for name, form in sorted(forms.items()) if form is not None}
     return BlockWeights(tensors, kept, processor) if kept else None
 
 

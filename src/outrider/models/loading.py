@@ -43,7 +43,7 @@ from outrider.models.quantize import (
     require_packages,
     without_outliers,
 )
-from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
+from outrider.models.registry import ADAPTER_CONFIG, ROUNDS_ROWS, ModelSpec
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
@@ -97,6 +97,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             check_mergeable(name, placed, size, method)
         check_quantization(name, placed.quantization or "none", method)
         without_outliers(config)
+        rounds = placed.quantization == ROUNDS_ROWS
+        quantization = "none" if rounds else str(placed.quantization)  # of the weights
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
         how: dict[str, Any] = {"dtype": dtype or "auto"}
         if size > 1:
@@ -113,21 +115,23 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
                 bare = skeleton(config, dtype)
-            if placed.quantization in ("none", "int8") and size == 1 and device_map is None:
+            if quantization in ("none", "int8") and size == 1 and device_map is None:
                 kept = kept_type(spec, placed, device, bare, stated)
-            if kept is not None and method == "gguf" and placed.quantization == "none" and spec.adapter is None:
+            if kept is not None and method == "gguf" and quantization == "none" and spec.adapter is None:
                 from outrider.models.gguf_weights import block_weights
 
-                blocks = block_weights(spec, bare)
+                blocks = block_weights(spec, bare, rounds)
                 if blocks is not None:
                     blocks.predict(bare)
             if kept is not None:
                 narrowed(bare, kept)
-            needed = weights_bytes(bare, dtype, str(placed.quantization), size)
+            needed = weights_bytes(bare, dtype, quantization, size)
             if method is None:
-                smaller = partial(forms, bare, kept or dtype, str(placed.quantization), size)
-            if placed.quantization != "none":
-                how["quantization_config"] = quantization_config(str(placed.quantization), device, dtype, bare, size)
+                smaller = partial(forms, bare, kept or dtype, quantization, size)
+            if quantization != "none":
+                how["quantization_config"] = quantization_config(quantization, device, dtype, bare, size)
+        if rounds and blocks is None:
+            raise OptionError("quantization", ROUNDS_ROWS, f"{name} is not multiplied in its blocks here: leave it out")
         if placed.device == "auto" and device_map is None and current_ranks().size == 1 and not is_target:
             device = fastest_with_room(needed) or device
         limits = max_memory_of(placed.max_memory)
@@ -155,8 +159,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         narrowed(model, kept)
     if device.type == "cpu" and device_map is None and size == 1 and huge_pages.are_there():
         huge_pages.move_weights(model)
-    if placed.quantization != "none":
-        _report_share(name, str(placed.quantization), quantized_share(model))
+    if quantization != "none":
+        _report_share(name, quantization, quantized_share(model))
     tokenizer = load_tokenizer(spec)
     if spec.adapter is not None and vocab_size(tokenizer) > (num_rows := len(model.get_input_embeddings().weight)):
         raise UnsupportedModel(

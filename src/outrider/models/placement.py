@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.errors import DeviceError, FileError, OptionError
-from outrider.models.registry import QUANTIZATIONS, STORES, ModelSpec
+from outrider.models.registry import QUANTIZATIONS, ROUNDS_ROWS, STORES, ModelSpec
 
 DTYPES = {
     "float64": torch.float64,
@@ -34,7 +34,7 @@ class Placement:
         dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
             checkpoint's own), "float64", "float32", "bfloat16", "float16".
         quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
-            quantize.py).
+            quantize.py); or "a8", of the activations that are multiplied with a GGUF file's blocks.
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
         store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and
@@ -69,8 +69,9 @@ class Placement:
         )
         if placed.dtype != "auto" and placed.dtype not in DTYPES:
             raise OptionError("dtype", placed.dtype, f"choose auto, {', '.join(DTYPES)}")
-        if placed.quantization not in ("none", *QUANTIZATIONS):
-            raise OptionError("quantization", placed.quantization, f"choose none, {', '.join(QUANTIZATIONS)}")
+        if placed.quantization not in ("none", *QUANTIZATIONS, ROUNDS_ROWS):
+            names = ", ".join(("none", *QUANTIZATIONS, ROUNDS_ROWS))
+            raise OptionError("quantization", placed.quantization, f"choose one of {names}")
         if placed.store not in STORES:
             raise OptionError("store", placed.store, f"choose {' or '.join(STORES)}")
         if placed.tensor_parallel is not None and placed.tensor_parallel < 1:

@@ -11,6 +11,7 @@ are not quantized (weights only), or have a scale per row.
 | fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
+| a8 | as a GGUF file has them; activations with a scale for each 256 of a row | kernels/rounded_rows.h |
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
+from outrider.models.registry import ROUNDS_ROWS
 from outrider.runtime.tensor_parts import stored_tensors
 
 # Extras that Transformers needs to read a checkpoint, by its ``quant_method``, with their packages.
@@ -56,6 +58,11 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
             if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
             require_packages(method, f"{name}, quantized with {method},")
+        return
+    if quantization == ROUNDS_ROWS:
+        if method != "gguf":
+            raise OptionError("quantization", quantization, f"for GGUF files, and {name} is none")
+        require_packages("gguf", name)
         return
     if method is not None:
         raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")

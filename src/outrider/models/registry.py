@@ -17,7 +17,8 @@ from outrider.errors import FileError, ModelCorrupt, ModelNotFound
 from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # see quantize.py
+QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
+ROUNDS_ROWS = "a8"  # of activations
 STORES = ("auto", "plain")  # see placement.py
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -145,8 +146,8 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     if table.get("dtype", "auto") not in ("auto", *BYTES_PER_NUMBER):
         names = ", ".join(("auto", *BYTES_PER_NUMBER))
         raise FileError(f"{file}: models.{name}.dtype = {table['dtype']!r} should be one of {names}")
-    if table.get("quantization", "none") not in ("none", *QUANTIZATIONS):
-        names = ", ".join(("none", *QUANTIZATIONS))
+    if table.get("quantization", "none") not in ("none", *QUANTIZATIONS, ROUNDS_ROWS):
+        names = ", ".join(("none", *QUANTIZATIONS, ROUNDS_ROWS))
         raise FileError(f"{file}: models.{name}.quantization = {table['quantization']!r} should be one of {names}")
     if table.get("store", "auto") not in STORES:
         raise FileError(f"{file}: models.{name}.store = {table['store']!r} should be one of {', '.join(STORES)}")
@@ -176,8 +177,8 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     if path.exists():
         return _on_base(_at(ModelSpec(name=name, source="path"), path), extra)
     stem, _, suffix = name.rpartition(":")
-    if stem and (suffix in ("none", *QUANTIZATIONS) or suffix.endswith(".gguf")):
-        if stem.rpartition(":")[2] in QUANTIZATIONS:
+    if stem and (suffix in ("none", *QUANTIZATIONS, ROUNDS_ROWS) or suffix.endswith(".gguf")):
+        if stem.rpartition(":")[2] in (*QUANTIZATIONS, ROUNDS_ROWS):
             raise ModelNotFound(f"{name!r} ends in two quantizations: give one")
         spec = replace(resolve(stem, extra), name=name)
         return replace(spec, gguf=suffix) if suffix.endswith(".gguf") else replace(spec, quantization=suffix)
