@@ -20,8 +20,7 @@ typedef int8_t SignedBytes __attribute__((vector_size(32)));
 
 // CHUNK numbers of a row share a scale.
 constexpr int64_t GROUP = 32;  // integers of a vector
-constexpr int64_t SUM = 16;    // numbers whose integers are summed: the fewest of a block that share an offset
-constexpr int64_t NUM_GROUPS = CHUNK / GROUP, NUM_SUMS = CHUNK / SUM;
+constexpr int64_t NUM_GROUPS = CHUNK / GROUP;
 
 template <typename Vector>
 INLINE Vector loaded(const void* from) {
@@ -102,34 +101,39 @@ struct RoundedRows {
     }
   }
 
-  struct Chunk {
+  struct alignas(64) Chunk {
     int8_t wholes[CHUNK];
-    float sums[NUM_SUMS];  // of the integers
+    float sums[NUM_GROUPS], half_sums[2 * NUM_GROUPS];  // of the integers of each 32 and 16 numbers
     float scale;
 
+    // `number` is a multiple of GROUP.
     void round(const float* x, int64_t number) {
-      float most = 0.0f, bad = 0.0f;
-      for (int64_t i = 0; i < number; i++) {
-        most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most;
-        bad += x[i] * 0.0f;  // no number if one is not finite
+      Floats8 largest = {}, bad = {};
+      for (int64_t i = 0; i < number; i += 8) {
+        const Floats8 these = loaded<Floats8>(x + i), sizes = (Floats8)((Ints8)these & 0x7fffffff);
+        largest = sizes > largest ? sizes : largest;
+        bad += these * 0.0f;  // no number if one is not finite
       }
-      scale = most / 127.0f + bad;
+      float most = 0.0f;
+      for (int l = 0; l < 8; l++) most = largest[l] > most ? largest[l] : most;
+      scale = most / 127.0f + sum_of(bad);
       const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
       memset(wholes, 0, sizeof wholes);
-      memset(sums, 0, sizeof sums);
-      if (!(scale < INFINITY)) return;
-      for (int64_t i = 0; i < number; i++) {
-        // Rounds to an even number in the middle.
-        float shifted = x[i] * inverse + 0x1.8p23f;
-        int32_t bits;
-        memcpy(&bits, &shifted, sizeof bits);
-        wholes[i] = static_cast<int8_t>(bits);
+      if (scale < INFINITY) {
+        for (int64_t i = 0; i < number; i++) {
+          // The last bits of the sum are a whole number, to which it is rounded; to an even one in the middle.
+          float shifted = x[i] * inverse + 0x1.8p23f;
+          int32_t bits;
+          memcpy(&bits, &shifted, sizeof bits);
+          wholes[i] = static_cast<int8_t>(bits);
+        }
       }
-      for (int64_t s = 0; s < NUM_SUMS; s++) {
+      for (int64_t h = 0; h < 2 * NUM_GROUPS; h++) {
         int32_t sum = 0;
-        for (int64_t i = 0; i < SUM; i++) sum += wholes[s * SUM + i];
-        sums[s] = static_cast<float>(sum);
+        for (int64_t i = 0; i < GROUP / 2; i++) sum += wholes[h * GROUP / 2 + i];
+        half_sums[h] = static_cast<float>(sum);
       }
+      for (int64_t g = 0; g < NUM_GROUPS; g++) sums[g] = half_sums[2 * g] + half_sums[2 * g + 1];
     }
   };
 
@@ -137,24 +141,28 @@ struct RoundedRows {
   std::vector<Chunk> chunks;  // of each row, one row after the other
 };
 
-// CHUNK numbers of a row of weights: integer * scale + offset.
-struct alignas(64) WeightChunk {
-  Bytes wholes[NUM_GROUPS];
-  Floats8 scales[NUM_GROUPS];  // of four numbers each
-  float offsets[NUM_SUMS];
-};
-
+// How blocks are multiplied: the sign of their integers, and the number of scales (and offsets) of 32 numbers.
 template <typename Block>
 constexpr bool HAS_SIGN = false;
 template <>
 constexpr bool HAS_SIGN<Q8_0> = true;
+template <typename Block>
+constexpr int NUM_SCALES = 1;
+template <>
+constexpr int NUM_SCALES<Q6_K> = 2;
 
 // The integers of 32 numbers of 4 bits, and a fifth if `fifth` is given.
 template <bool HAS_FIFTH>
 INLINE Bytes small_wholes(const uint8_t* low_high, const uint8_t* fifth) {
+#if VECTOR_BYTES >= 32
+  // In memory, two stores of halves would have to be complete before they are loaded as one.
+  const __m128i both = _mm_loadu_si128((const __m128i*)low_high), mask = _mm_set1_epi8(15);
+  Bytes wholes = (Bytes)_mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), mask), _mm_and_si128(both, mask));
+#else
   typedef uint8_t Half __attribute__((vector_size(16)));
   Half both = loaded<Half>(low_high), halves[2] = {both & 15, both >> 4};
   Bytes wholes = loaded<Bytes>(halves);
+#endif
   if (HAS_FIFTH) {
     uint64_t eights[4];
     UNROLLED for (int i = 0; i < 4; i++) eights[i] = fifth[i] * 0x0101010101010101u;
@@ -164,93 +172,115 @@ INLINE Bytes small_wholes(const uint8_t* low_high, const uint8_t* fifth) {
   return wholes;
 }
 
-INLINE void put_group(WeightChunk& to, int64_t g, Bytes wholes, float scale, float offset) {
-  to.wholes[g] = wholes;
-  to.scales[g] = scale - Floats8{};
-  to.offsets[2 * g] = to.offsets[2 * g + 1] = offset;
+// The integers of the g-th 32 numbers of these blocks.
+
+INLINE Bytes wholes_of(const Q4_0* blocks, int g) { return small_wholes<false>(blocks[g].low_high, nullptr); }
+INLINE Bytes wholes_of(const Q4_1* blocks, int g) { return small_wholes<false>(blocks[g].low_high, nullptr); }
+INLINE Bytes wholes_of(const Q5_0* blocks, int g) { return small_wholes<true>(blocks[g].low_high, blocks[g].fifth); }
+INLINE Bytes wholes_of(const Q5_1* blocks, int g) { return small_wholes<true>(blocks[g].low_high, blocks[g].fifth); }
+INLINE Bytes wholes_of(const Q8_0* blocks, int g) { return loaded<Bytes>(blocks[g].whole); }
+
+INLINE Bytes wholes_of(const Q4_K* block, int g) {
+  Bytes both = loaded<Bytes>(block->low_high[g / 2]);
+  return g % 2 ? both >> 4 : both & 15;
 }
 
-INLINE void put_block(WeightChunk& to, int64_t g, const Q4_0& block) {
-  float scale = widened_half(block.scale);
-  put_group(to, g, small_wholes<false>(block.low_high, nullptr), scale, -8 * scale);
+INLINE Bytes wholes_of(const Q5_K* block, int g) {
+  Bytes both = loaded<Bytes>(block->low_high[g / 2]), fifth = loaded<Bytes>(block->fifth);
+  return (g % 2 ? both >> 4 : both & 15) | (fifth >> g & 1) << 4;
 }
 
-INLINE void put_block(WeightChunk& to, int64_t g, const Q4_1& block) {
-  put_group(to, g, small_wholes<false>(block.low_high, nullptr), widened_half(block.scale), widened_half(block.offset));
+INLINE Bytes wholes_of(const Q6_K* block, int g) {
+  const int h = g / 4, j = g % 4;
+  Bytes both = loaded<Bytes>(block->low_high[h] + j % 2 * 32), upper = loaded<Bytes>(block->upper[h]);
+  return (j < 2 ? both & 15 : both >> 4) | (upper >> 2 * j & 3) << 4;
 }
 
-INLINE void put_block(WeightChunk& to, int64_t g, const Q5_0& block) {
-  float scale = widened_half(block.scale);
-  put_group(to, g, small_wholes<true>(block.low_high, block.fifth), scale, -16 * scale);
-}
-
-INLINE void put_block(WeightChunk& to, int64_t g, const Q5_1& block) {
-  put_group(to, g, small_wholes<true>(block.low_high, block.fifth), widened_half(block.scale),
-            widened_half(block.offset));
-}
-
-INLINE void put_block(WeightChunk& to, int64_t g, const Q8_0& block) {
-  put_group(to, g, loaded<Bytes>(block.whole), widened_half(block.scale), 0.0f);
-}
-
-INLINE void put_block(WeightChunk& to, int64_t, const Q4_K& block) {
-  const Eight of = made(block);
-  UNROLLED for (int g = 0; g < 8; g++) {
-    Bytes both = loaded<Bytes>(block.low_high[g / 2]);
-    put_group(to, g, g % 2 ? both >> 4 : both & 15, of.scales[g], of.offsets[g]);
-  }
-}
-
-INLINE void put_block(WeightChunk& to, int64_t, const Q5_K& block) {
-  const Eight of = made(block);
-  const Bytes fifth = loaded<Bytes>(block.fifth);
-  UNROLLED for (int g = 0; g < 8; g++) {
-    Bytes both = loaded<Bytes>(block.low_high[g / 2]);
-    put_group(to, g, (g % 2 ? both >> 4 : both & 15) | (fifth >> g & 1) << 4, of.scales[g], of.offsets[g]);
-  }
-}
-
-INLINE void put_block(WeightChunk& to, int64_t, const Q6_K& block) {
-  const Sixteen of = made(block);
-  UNROLLED for (int g = 0; g < 8; g++) {
-    const int h = g / 4, j = g % 4;
-    Bytes both = loaded<Bytes>(block.low_high[h] + j % 2 * 32), upper = loaded<Bytes>(block.upper[h]);
-    to.wholes[g] = (j < 2 ? both & 15 : both >> 4) | (upper >> 2 * j & 3) << 4;
-    const float a = of.scales[2 * g], b = of.scales[2 * g + 1];
-    to.scales[g] = Floats8{a, a, a, a, b, b, b, b};
-    to.offsets[2 * g] = -32 * a;
-    to.offsets[2 * g + 1] = -32 * b;
-  }
-}
-
-// The numbers of these blocks, at most CHUNK; others are zero.
+// Scales and offsets of CHUNK numbers of a row of weights.
 template <typename Block>
-INLINE void put_chunk(WeightChunk& to, const Block* blocks, int64_t num_blocks) {
-  constexpr int64_t GROUPS = Block::NUMBERS / GROUP;
-  for (int64_t b = 0; b < num_blocks; b++) put_block(to, b * GROUPS, blocks[b]);
-  for (int64_t g = num_blocks * GROUPS; g < NUM_GROUPS; g++) put_group(to, g, Bytes{}, 0.0f, 0.0f);
+struct alignas(64) Scales {
+  static constexpr int NUMBER = NUM_GROUPS * NUM_SCALES<Block>;
+  float scales[NUMBER], offsets[NUMBER];
+};
+
+INLINE float offset_of(const Q4_0&, float scale) { return -8 * scale; }
+INLINE float offset_of(const Q5_0&, float scale) { return -16 * scale; }
+INLINE float offset_of(const Q8_0&, float) { return 0.0f; }
+INLINE float offset_of(const Q4_1& block, float) { return widened_half(block.offset); }
+INLINE float offset_of(const Q5_1& block, float) { return widened_half(block.offset); }
+
+// Those of `number` blocks of 32 numbers; others are zero.
+template <typename Block>
+INLINE void put_scales(Scales<Block>& to, const Block* blocks, int64_t number) {
+  if (number < NUM_GROUPS) to = {};
+  UNROLLED for (int g = 0; g < NUM_GROUPS; g++) {
+    if (g == number) return;
+    to.scales[g] = widened_half(blocks[g].scale);
+    to.offsets[g] = offset_of(blocks[g], to.scales[g]);
+  }
 }
+
+template <typename Block>
+INLINE void put_eight(Scales<Block>& to, const Block& block) {
+  const Eight of = made(block);
+  memcpy(to.scales, of.scales, sizeof of.scales);
+  memcpy(to.offsets, of.offsets, sizeof of.offsets);
+}
+
+INLINE void put_scales(Scales<Q4_K>& to, const Q4_K* block, int64_t) { put_eight(to, *block); }
+INLINE void put_scales(Scales<Q5_K>& to, const Q5_K* block, int64_t) { put_eight(to, *block); }
+
+INLINE void put_scales(Scales<Q6_K>& to, const Q6_K* block, int64_t) {
+  const Sixteen of = made(*block);
+  memcpy(to.scales, of.scales, sizeof of.scales);
+  UNROLLED for (int i = 0; i < 16; i++) to.offsets[i] = -32 * of.scales[i];
+}
+
+// The scale of each four of the g-th 32 numbers.
+template <typename Block>
+INLINE Floats8 scale_of(const Scales<Block>& from, int64_t g) {
+  if constexpr (NUM_SCALES<Block> == 1) return from.scales[g] - Floats8{};
+  const float a = from.scales[2 * g], b = from.scales[2 * g + 1];
+  return Floats8{a, a, a, a, b, b, b, b};
+}
+
+// What the offsets add to the products with a chunk of a row.
+template <typename Block>
+INLINE Floats8 of_offsets(const Scales<Block>& from, const RoundedRows::Chunk& x) {
+  if constexpr (HAS_SIGN<Block>) return Floats8{};
+  if constexpr (NUM_SCALES<Block> == 1) return loaded<Floats8>(x.sums) * loaded<Floats8>(from.offsets);
+  Floats8 first = loaded<Floats8>(x.half_sums) * loaded<Floats8>(from.offsets);
+  return multiply_add8(loaded<Floats8>(x.half_sums + 8), loaded<Floats8>(from.offsets + 8), first);
+}
+
+template <typename Block>
+INLINE Floats8 add_group(Bytes wholes, const int8_t* row, Floats8 scale, Floats8 sum) {
+  const SignedBytes of_x = loaded<SignedBytes>(row);
+  Ints8 four = HAS_SIGN<Block> ? sums_of_four((SignedBytes)wholes, of_x) : sums_of_four(wholes, of_x);
+  return multiply_add8(__builtin_convertvector(four, Floats8), scale, sum);
+}
+
+// CHUNK numbers of a row of weights.
+template <typename Block>
+struct alignas(64) WeightChunk {
+  Bytes wholes[NUM_GROUPS];
+  Scales<Block> scales;
+};
 
 // Adds products of a chunk of ROWS rows with that of CHANNELS rows of weights to their sums.
-template <bool IS_SIGNED, int ROWS, int CHANNELS>
-INLINE void add_rounded(const RoundedRows::Chunk* x, int64_t apart, const WeightChunk* weights,
+template <int ROWS, int CHANNELS, typename Block>
+INLINE void add_rounded(const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>* weights,
                         Floats8 (*sums)[BLOCK_CHANNELS]) {
   Floats8 here[ROWS][CHANNELS];
-  UNROLLED for (int c = 0; c < CHANNELS; c++) {
-    const Floats8 first = loaded<Floats8>(weights[c].offsets), second = loaded<Floats8>(weights[c].offsets + 8);
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-      const float* of = x[r * apart].sums;
-      here[r][c] = multiply_add8(loaded<Floats8>(of + 8), second, loaded<Floats8>(of) * first);
-    }
+  UNROLLED for (int r = 0; r < ROWS; r++) {
+    UNROLLED for (int c = 0; c < CHANNELS; c++) here[r][c] = of_offsets(weights[c].scales, x[r * apart]);
   }
   for (int64_t g = 0; g < NUM_GROUPS; g++) {
     UNROLLED for (int c = 0; c < CHANNELS; c++) {
       const Bytes wholes = weights[c].wholes[g];
-      const Floats8 scale = weights[c].scales[g];
+      const Floats8 scale = scale_of(weights[c].scales, g);
       UNROLLED for (int r = 0; r < ROWS; r++) {
-        SignedBytes row = loaded<SignedBytes>(x[r * apart].wholes + g * GROUP);
-        Ints8 four = IS_SIGNED ? sums_of_four((SignedBytes)wholes, row) : sums_of_four(wholes, row);
-        here[r][c] = multiply_add8(__builtin_convertvector(four, Floats8), scale, here[r][c]);
+        here[r][c] = add_group<Block>(wholes, x[r * apart].wholes + g * GROUP, scale, here[r][c]);
       }
     }
   }
@@ -261,37 +291,69 @@ INLINE void add_rounded(const RoundedRows::Chunk* x, int64_t apart, const Weight
 }
 
 // The same for `num_rows` rows, in tiles whose sums fit into registers.
-template <bool IS_SIGNED, int ROWS>
-void add_all_rounded(int64_t num_rows, const RoundedRows::Chunk* x, int64_t apart, const WeightChunk* weights,
+template <int ROWS, typename Block>
+void add_all_rounded(int64_t num_rows, const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>* weights,
                      Floats8 (*sums)[BLOCK_CHANNELS]) {
   constexpr int CHANNELS = ROWS <= 2 ? 4 : 2;
   for (; num_rows >= ROWS; num_rows -= ROWS, x += ROWS * apart, sums += ROWS) {
     UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c += CHANNELS) {
-      add_rounded<IS_SIGNED, ROWS, CHANNELS>(x, apart, weights + c,
-                                             reinterpret_cast<Floats8(*)[BLOCK_CHANNELS]>(&sums[0][c]));
+      add_rounded<ROWS, CHANNELS>(x, apart, weights + c, reinterpret_cast<Floats8(*)[BLOCK_CHANNELS]>(&sums[0][c]));
     }
   }
   if constexpr (ROWS > 1) {
-    if (num_rows > 0) add_all_rounded<IS_SIGNED, ROWS - 1>(num_rows, x, apart, weights, sums);
+    if (num_rows > 0) add_all_rounded<ROWS - 1>(num_rows, x, apart, weights, sums);
   }
+}
+
+// Sums of the products of a chunk of one row with `number` groups of four rows of weights, in registers.
+template <typename Block>
+INLINE void add_rounded_one(const RoundedRows::Chunk& x, const Block* const* blocks, int64_t num_blocks, int64_t number,
+                            Floats8* sums) {
+  Scales<Block> scales[BLOCK_CHANNELS];
+  Floats8 here[BLOCK_CHANNELS];
+  UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) {
+    put_scales(scales[c], blocks[c], num_blocks);
+    here[c] = of_offsets(scales[c], x);
+  }
+  auto add = [&](int g) __attribute__((always_inline)) {
+    UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) {
+      here[c] = add_group<Block>(wholes_of(blocks[c], g), x.wholes + g * GROUP, scale_of(scales[c], g), here[c]);
+    }
+  };
+  if (number == NUM_GROUPS) {
+    UNROLLED for (int g = 0; g < NUM_GROUPS; g++) add(g);
+  } else {
+    for (int g = 0; g < number; g++) add(g);
+  }
+  UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) sums[c] = multiply_add8(here[c], x.scale - Floats8{}, sums[c]);
 }
 
 // Products of up to MOST_BLOCK_ROWS rounded rows with rows of weights; the first `num_here` of them are written.
 template <typename Block>
 void rounded_channels(int64_t num_rows, const RoundedRows::Chunk* x, int64_t num_chunks, const Block* const* rows,
                       int64_t num_here, int64_t length, int64_t apart, float* y, int64_t num_channels) {
-  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
-  WeightChunk chunks[BLOCK_CHANNELS];
+  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS, GROUPS = Block::NUMBERS / GROUP;
+  WeightChunk<Block> chunks[BLOCK_CHANNELS];
   Floats8 sums[MOST_BLOCK_ROWS][BLOCK_CHANNELS];
   for (int64_t r = 0; r < num_rows; r++) UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) sums[r][c] = Floats8{};
   for (int64_t i = 0; i < num_chunks; i++) {
-    const int64_t left = length - i * NUM_BLOCKS;
+    const int64_t left = length - i * NUM_BLOCKS, num_blocks = left < NUM_BLOCKS ? left : NUM_BLOCKS;
+    const Block* blocks[BLOCK_CHANNELS];
     for (int c = 0; c < BLOCK_CHANNELS; c++) {
-      const Block* blocks = rows[c] + i * NUM_BLOCKS;
-      prefetch<NUM_BLOCKS * sizeof(Block)>(blocks);
-      put_chunk(chunks[c], blocks, left < NUM_BLOCKS ? left : NUM_BLOCKS);
+      blocks[c] = rows[c] + i * NUM_BLOCKS;
+      prefetch<NUM_BLOCKS * sizeof(Block)>(blocks[c]);
     }
-    add_all_rounded<HAS_SIGN<Block>, 5>(num_rows, x + i, num_chunks, chunks, sums);
+    if (num_rows == 1) {
+      add_rounded_one(x[i], blocks, num_blocks, num_blocks * GROUPS, sums[0]);
+      continue;
+    }
+    for (int c = 0; c < BLOCK_CHANNELS; c++) {
+      put_scales(chunks[c].scales, blocks[c], num_blocks);
+      UNROLLED for (int g = 0; g < NUM_GROUPS; g++) {
+        chunks[c].wholes[g] = g < num_blocks * GROUPS ? wholes_of(blocks[c], g) : Bytes{};
+      }
+    }
+    add_all_rounded<5>(num_rows, x + i, num_chunks, chunks, sums);
   }
   for (int64_t r = 0; r < num_rows; r++) {
     for (int64_t c = 0; c < num_here; c++) y[r * num_channels + c * apart] = sum_of(sums[r][c]);
