@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import UnsupportedModel
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.quantize import method_of
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
@@ -123,8 +124,10 @@ def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: S
 
 
 def _tolerance_of(lm: LM) -> float:
-    # Kernels of quantized layers may round activations to 8 bits, where a last bit becomes a step as large as these.
-    return tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
+    # Quantized layers may round activations to 8 bits, where a last bit becomes a step as large as those of bfloat16.
+    in_blocks = [weight.blocks for weight in lm.model.parameters() if isinstance(weight, NarrowWeight)]
+    rounds = method_of(lm.model.config) or any(blocks is not None and blocks.rounds for blocks in in_blocks)
+    return tolerance(torch.bfloat16 if rounds else lm.dtype)
 
 
 @torch.inference_mode()
