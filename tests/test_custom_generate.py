@@ -101,7 +101,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"forced_eos_token_id": END, "eos_token_id": [END]},
     {"logits_processor": tf.LogitsProcessorList([Odd()])},
     {"remove_invalid_values": True, "max_time": 60.0},
-    {"logits_processor": tf.LogitsProcessorList([tf.RepetitionPenaltyLogitsProcessor(3.0, torch.tensor([8] * 3))])},
+    {"logits_processor": tf.LogitsProcessorList([tf.RepetitionPenaltyLogitsProcessor(3.0, 8)])},
 ]
 
 

@@ -17,7 +17,7 @@ WITH_TOOLS = (  # with a default that is set only where it is missing, and the t
     "{% if not date is defined %}{% set date = 'w9' %}{% endif %}{{ date }} "
     "{% for tool in tools or [] %}<{{ tool.function.name }}> {% endfor %}"
     "{% for d in documents or [] %}({{ d.title }}) {% endfor %}"
-    "{% for m in messages %}[{{ m.role }}] {% generation %}{{ m.content }}{% endgeneration %}"
+    "{% for m in messages %}[{{ m.role }}] {% generation %}{{ m.content or '' }}{% endgeneration %}"
     "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %} {% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}</think>{% endif %}{% endif %}"
 )
