@@ -35,6 +35,7 @@ MAX_INLINED = 64
 """Numbers; far more than the largest tensor that Inductor inlines."""
 
 _UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forward reads
+_RECORDING = "transformers.utils.output_capturing"  # hooks that are idle in steps
 _STEPS = ("runtime", "sampling", "drafters", "decoding")  # our packages with traced code
 
 
@@ -208,6 +209,8 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, MethodType) and isinstance(value.__func__, partial):  # torchao describes modules so
             return _bound, (value.__func__, value.__self__)
+        if isinstance(value, FunctionType) and value.__module__ == _RECORDING and "<locals>" in value.__qualname__:
+            return _of_no_effect, ()
         return NotImplemented
 
 
@@ -231,3 +234,11 @@ class _Unpacker(pickle.Unpickler):
 
 def _bound(function: Any, owner: Any) -> MethodType:
     return MethodType(function, owner)
+
+
+def _of_no_effect() -> Any:
+    return _record_nothing
+
+
+def _record_nothing(*_: Any) -> None:
+    """A hook in place of those that Transformers leaves in a model once it was asked for hidden states."""
