@@ -131,7 +131,7 @@ def test_names_of_a_file_are_quantized(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="quantization = 'int3' is invalid: choose none, int8, int4"):
+    with pytest.raises(OptionError, match="quantization = 'int3' is invalid: choose one of none, int8, int4"):
         outrider.load("fable", quantization="int3")
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
