@@ -283,19 +283,26 @@ class Decoder:
         return self._call().read(prompt)
 
     def request(
-        self, prompt: Prompt | ReadPrompt, options: Mapping[str, Any], *, shown_ids: Collection[int] = ()
+        self,
+        prompt: Prompt | ReadPrompt,
+        options: Mapping[str, Any],
+        *,
+        shown_ids: Collection[int] = (),
+        includes_stop: bool = False,
     ) -> RequestState:
         """A checked request for ``engine``.
 
         Args:
             options: fields of ``Sampling``, one value each; others are the decoder's defaults.
             shown_ids: special tokens that are written in its text.
+            includes_stop: so is the token or string that ends it.
 
         Raises:
             OptionError, PromptError
         """
         read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
-        return self._call().state(read, {**self.sampling_defaults, **options}, shown_ids=shown_ids)
+        own = {**self.sampling_defaults, **options}
+        return self._call().state(read, own, shown_ids=shown_ids, includes_stop=includes_stop)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.

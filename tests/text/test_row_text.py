@@ -75,10 +75,12 @@ def held_back(text: str, stop: Sequence[str]) -> int:
     return max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
 
 
-@given(st.lists(st.text("ab.", max_size=3), max_size=12), st.integers(0, 6))
-def test_stop_strings_that_are_complete_too_early_are_text(pieces: list[str], min_tokens: int) -> None:
+@given(st.lists(st.text("ab.", max_size=3), max_size=12), st.integers(0, 6), st.booleans())
+def test_stop_strings_that_are_complete_too_early_are_text(
+    pieces: list[str], min_tokens: int, includes_stop: bool
+) -> None:
     """One that begins early and is complete later ends the row."""
-    row = RowText(Pieces(pieces), (), ["ab"], min_tokens=min_tokens)  # type: ignore[arg-type]
+    row = RowText(Pieces(pieces), (), ["ab"], min_tokens=min_tokens, includes_stop=includes_stop)  # type: ignore[arg-type]
     reasons, text = [], ""
     for token_id in range(len(pieces)):
         reasons.append(row.push(token_id))
@@ -92,7 +94,8 @@ def test_stop_strings_that_are_complete_too_early_are_text(pieces: list[str], mi
     begins = [at for at in range(sum(map(len, pieces))) if "".join(pieces)[at : at + 2] == "ab"]
     ends = [(at, next(n for n, length in enumerate(lengths, start=1) if length >= at + 2)) for at in begins]
     at, num_tokens = next(((at, n) for at, n in ends if n > min_tokens), (None, len(pieces)))
-    assert len(reasons) == num_tokens and text == "".join(pieces)[:at]
+    end = at if at is None or not includes_stop else at + 2
+    assert len(reasons) == num_tokens and text == "".join(pieces)[:end]
     assert reasons == [None] * num_tokens if at is None else reasons[-1] == "stop"
 
 

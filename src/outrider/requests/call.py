@@ -196,12 +196,14 @@ class GenerateCall:
         options: Mapping[str, Any],
         resume_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
+        includes_stop: bool = False,
     ) -> RequestState:
         """A checked request.
 
         Args:
             options: fields of ``Sampling``, one value each.
             shown_ids: special tokens that have text.
+            includes_stop: see ``RowText``.
         """
         check_names(options)
         ids = prompt.ids
@@ -216,7 +218,8 @@ class GenerateCall:
         constraint = constraint_of(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids, ids)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, shown_ids)
         eos_ids = () if sampling.ignore_eos else self.eos_ids
-        text = RowText(detokenizer, eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens)
+        ends = eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens
+        text = RowText(detokenizer, *ends, includes_stop)
         _check_list(resume_ids)
         if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
             raise OptionError(

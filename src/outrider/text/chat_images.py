@@ -2,7 +2,7 @@
 
 An image is a part of a message's content: ``{"type": "image", "image": X}`` (or ``path``), where X is an image of PIL
 or a file; or OpenAI's ``{"type": "image_url", "image_url": {"url": U}}``, where U holds the image
-("data:image/png;base64,..."). Nothing is fetched from the network.
+("data:image/png;base64,..."). Nothing is fetched from the network here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import MissingExtra, OptionError, PromptError
@@ -23,7 +24,7 @@ from outrider.text.prompts import is_chat, media_of
 _KINDS = ("image", "image_url")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS), or are rarely tested
 # Limits of one prompt: a small file may hold a huge image.
-_MOST_IMAGES = 64
+MOST_IMAGES = 64
 _MOST_PIXELS = 2**26
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # of PIL, for broken files
 
@@ -65,11 +66,30 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _KINDS
 
 
-def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: bool = True) -> dict[str, Any]:
+def image_urls(messages: Sequence[Any]) -> list[str]:
+    """Addresses (http, https) of the images of a chat, each once."""
+    parts = (part for message in messages for part in _parts(message) if _is_image(part))
+    values = [value for part in parts if isinstance(value := _value_of(part), str)]
+    return list(dict.fromkeys(value for value in values if value.lower().startswith(("http://", "https://"))))
+
+
+def _value_of(part: Mapping[str, Any]) -> Any:
+    value = part.get("image_url", part.get("url", part.get("image", part.get("path"))))
+    return value.get("url") if isinstance(value, Mapping) else value
+
+
+def chat_inputs(
+    processor: Any | None,
+    messages: Sequence[Any],
+    *,
+    reads_files: bool = True,
+    fetched: Mapping[str, bytes] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Token ids, mask and images of a chat, as the processor returns them.
 
     Args:
         reads_files: images may be files of this machine.
+        fetched: files at addresses.
 
     Raises:
         PromptError: there is no processor; an image cannot be read, or would have to be fetched; or the template or the
@@ -86,7 +106,7 @@ def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: 
         parts = []
         for part in _parts(message):
             if _is_image(part):
-                images.append(_opened(part, f"message {index}", reads_files=reads_files))
+                images.append(_opened(_value_of(part), f"message {index}", fetched, reads_files=reads_files))
                 _check_size(images)
                 parts.append({"type": "image"})
             elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -112,13 +132,13 @@ def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: 
     return dict(found)
 
 
-def _opened(part: Mapping[str, Any], where: str, *, reads_files: bool) -> Any:
+def _opened(value: Any, where: str, fetched: Mapping[str, bytes], *, reads_files: bool) -> Any:
     """An image whose size is known, but which is not decoded."""
     from PIL import Image
 
-    value = part.get("image_url", part.get("url", part.get("image", part.get("path"))))
-    value = value.get("url") if isinstance(value, Mapping) else value
     try:
+        if isinstance(value, str) and value in fetched:
+            return _read(io.BytesIO(fetched[value]))
         if isinstance(value, Image.Image):
             return value
         if isinstance(value, str) and value.startswith("data:"):
@@ -150,8 +170,8 @@ def _read(source: Any) -> Any:
 
 def _check_size(images: Sequence[Any]) -> None:
     """Refuse images that need too much memory, before they are decoded. Raises PromptError."""
-    if len(images) > _MOST_IMAGES:
-        raise PromptError(f"the prompt has more than {_MOST_IMAGES} images: give fewer")
+    if len(images) > MOST_IMAGES:
+        raise PromptError(f"the prompt has more than {MOST_IMAGES} images: give fewer")
     if (num_pixels := sum(image.width * image.height for image in images)) > _MOST_PIXELS:
         raise PromptError(
             f"the images of the prompt have {num_pixels} pixels, more than {_MOST_PIXELS} in all: "

@@ -23,6 +23,7 @@ class RowText:
         stop: strings that end the row and are not part of its text.
         stop_ids: more tokens that end the row; they have no text either.
         min_tokens: stop strings that are complete by then do not end the row.
+        includes_stop: the token or string that ends the row is part of its text.
 
     Attributes:
         stop_reason: the stop string or stop token that has ended the row; None if none has.
@@ -35,12 +36,13 @@ class RowText:
         stop: Sequence[str],
         stop_ids: Collection[int] = (),
         min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
         assert detokenizer is not None or not stop
         self._detokenizer = detokenizer
         self._eos_ids, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
         self._stop = tuple(stop)
-        self._min_tokens = min_tokens
+        self._min_tokens, self._includes_stop = min_tokens, includes_stop
         self._num_tokens = 0
         self.stop_reason: str | int | None = None
         self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet final
@@ -49,23 +51,25 @@ class RowText:
     def push(self, token_id: int) -> FinishReason | None:
         """Add the next token; return the finish reason if the row ends with it."""
         index, self._num_tokens = self._num_tokens, self._num_tokens + 1
+        reason: FinishReason | None = None
         if token_id in self._eos_ids:
-            return "eos"
-        if token_id in self._stop_ids:
-            self.stop_reason = token_id
-            return "stop"
-        if self._detokenizer is None:
-            return None
+            reason = "eos"
+        elif token_id in self._stop_ids:
+            reason, self.stop_reason = "stop", token_id
+        if self._detokenizer is None or (reason is not None and not self._includes_stop):
+            return reason
         before = sum(len(piece) for _, piece in self._held)
         if piece := self._detokenizer.push(token_id):
             self._held.append((index, piece))
+        if reason is not None:
+            return reason
         text = "".join(piece for _, piece in self._held)
         # A stop string that was complete before this token came too early; it is held as the prefix of a longer one.
         found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
         ends = [(at, string) for at, string in found if at >= 0]
         if ends and self._num_tokens > self._min_tokens:
             at, self.stop_reason = min(ends, key=itemgetter(0))
-            self._release(at)
+            self._release(at + len(self.stop_reason) if self._includes_stop else at)
             self._held.clear()
             self._detokenizer = None  # any remainder lies beyond the end
             return "stop"

@@ -35,6 +35,17 @@ class Thinking:
         last = next((i for i in reversed(prompt_ids) if i in self.ids or tokenizer.decode([i]).strip()), None)
         return "in" if last == self.begin_id else "after" if last == self.end_id else "before"
 
+    def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
+        """Number of tokens of an output between the markers; without the second one, to the end."""
+        ids = list(token_ids)
+        if stage == "before" and self.begin_id in ids:
+            begin = ids.index(self.begin_id)
+            if not tokenizer.decode(ids[:begin]).strip():
+                stage, ids = "in", ids[begin + 1 :]
+        if stage != "in":
+            return 0
+        return ids.index(self.end_id) if self.end_id in ids else len(ids)
+
     @property
     def ids(self) -> tuple[int, int]:
         return self.begin_id, self.end_id

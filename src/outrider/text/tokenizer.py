@@ -27,12 +27,13 @@ _MOST_BYTES = 4  # of a character
 _UNFINISHED = "\ufffd"  # output of decoders for an incomplete character
 
 
-def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -> list[int]:
+def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool | None = None) -> list[int]:
     """Token ids of a prompt.
 
     Args:
         tokenizer: None if the prompt is ids already.
-        has_special: add the tokenizer's special tokens (BOS, ...) to text.
+        has_special: add the tokenizer's special tokens (BOS, ...), but no second BOS; None: to text, but not to chats,
+            whose template writes them.
 
     Raises:
         PromptError: the prompt is empty, or needs a tokenizer or a chat template that is missing.
@@ -46,17 +47,18 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool = True) -
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt has a lone surrogate at {error.start}") from None
         # verbose=False: for a prompt that is too long we raise an error with a remedy, instead of a warning.
-        ids = [int(i) for i in tokenizer(prompt, add_special_tokens=has_special, verbose=False).input_ids]
-        ids = without_second_bos(tokenizer, prompt, ids) if has_special else ids
+        adds_special = has_special is not False
+        ids = [int(i) for i in tokenizer(prompt, add_special_tokens=adds_special, verbose=False).input_ids]
+        ids = without_second_bos(tokenizer, prompt, ids) if adds_special else ids
     elif isinstance(prompt, Mapping):
         rows = rows_of(prompt)
         if len(rows) != 1:
             raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
         (ids,) = rows
     elif isinstance(prompt, Chat):
-        ids = encode(tokenizer, chat_text(tokenizer, prompt), has_special=False)
+        ids = encode(tokenizer, chat_text(tokenizer, prompt), has_special=bool(has_special))
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return encode(tokenizer, Chat(prompt))  # type: ignore[arg-type]
+        return encode(tokenizer, Chat(prompt), has_special=has_special)  # type: ignore[arg-type]
     else:
         try:
             ids = [operator.index(item) for item in prompt]  # type: ignore[arg-type]
