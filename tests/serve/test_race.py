@@ -139,6 +139,8 @@ def test_choices(server: Running) -> None:
         ({"prompt": PROMPT * 100}, "prompt"),
         ({"n": 2}, "prompt"),
         ({"tools": [{}]}, "tools"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )
 def test_refused(server: Running, fields: dict[str, Any], param: str) -> None:

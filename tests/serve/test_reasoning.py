@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from scripted import TEMPLATES, scripted, talker, tool
 from servers import running
 
@@ -23,6 +24,26 @@ def test_thoughts_are_no_content() -> None:
             assert not hasattr(other, "reasoning_content")
             assert other.content == (message.content if name == "include_reasoning" else "".join(SCRIPT))
         assert client.completions.create(model="toy", prompt="a", max_tokens=50).choices[0].text == "".join(SCRIPT)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "<think>"])
+def test_their_tokens_are_counted(template: str) -> None:
+    """Whoever begins them; without the markers, and where they are not sent; up to a cut."""
+    with running(scripted(SCRIPT, template, MARKERS)) as server, server.openai() as client:
+        begins = template != "<think>"
+        for max_tokens, expected in ((50, 4), (3, 2 + (not begins)), (1, int(not begins))):
+            body: Any = {"model": "toy", "messages": ASK, "max_tokens": max_tokens}
+            for extra in ({}, {"include_reasoning": False}):
+                usage = client.chat.completions.create(**body, extra_body=extra).usage
+                assert usage.completion_tokens_details.reasoning_tokens == expected
+            *_, last = client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
+            assert last.usage.completion_tokens_details.reasoning_tokens == expected
+            of_response: Any = {"model": "toy", "input": "Will it rain?", "max_output_tokens": max_tokens}
+            response = client.responses.create(**of_response)
+            assert response.usage is not None
+            assert response.usage.output_tokens_details.reasoning_tokens == expected
+        plain = client.chat.completions.create(model="toy", messages=ASK, extra_body={"separate_reasoning": False})
+        assert plain.usage is not None and plain.usage.completion_tokens_details is None
 
 
 def test_constraints_begin_after_them() -> None:

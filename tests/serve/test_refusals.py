@@ -137,7 +137,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("guided_grammar", "start: T\nT: " + " & ".join(f"/.*a{i}.*b{i}.*/" for i in range(30))),
         ("guided_choice", ["\ud800"]),
         ("guided_regex", "a" * 300_000),
-        ("prompt_logprobs", 1),
+        ("prompt_logprobs", 21),
         ("tools", [{}]),
     ],
 )

@@ -17,6 +17,8 @@ from toys import random_table, table_lm
 THINK = {"<think>": False, "</think>": False}
 SCRIPT = ["<think>", "It may", " rain.", "</think>", "\n\n", "Let me ", "see.", "<tool_call>", '{"name": "weather", ',
           '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]  # fmt: skip
+HELLO = {"role": "user", "content": "Hm"}
+DEEP = '{"a":' * 200 + "1" + "}" * 200
 FLAT: Any = {"type": "function", **tool()["function"]}
 
 
@@ -123,9 +125,25 @@ def test_what_json_cannot_repeat(server: Running) -> None:
         ("reasoning.max_tokens", {"reasoning": {"summary": "auto", "max_tokens": 3}}),
         ("reasoning.summary", {"reasoning": {"summary": "detailed"}}),
         ("frequency", {"frequency": 5}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("input", {"input": "Hm" * 2000}),
+        ("input[1]", {"instructions": "Hm", "input": [HELLO, HELLO | {"role": 5}]}),
+        ("input[1]", {"input": [HELLO, {"type": "function_call", "name": "a", "arguments": DEEP}]}),
+        ("input[1]", {"input": [HELLO, {"type": "function_call", "arguments": "{}"}]}),
+        ("text.format", {"text": {"format": {"type": "xml"}}}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "schema": 5}}}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "schema": {"pattern": 5}}}}),
+        ("reasoning.effort", {"reasoning": {"effort": 5}}),
+        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("tools[0]", {"tools": [{"type": "function", "function": {"name": "a"}}]}),
+        ("tool_choice", {"tools": [FLAT], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        ("temperature", {"temperature": -1}),
     ],
 )
 def test_the_field_is_named(server: Running, field: str, body: dict[str, Any]) -> None:
     with server.http() as http:
         response = http.post("/v1/responses", json={"input": "Hm", "max_output_tokens": 1} | body)
-    assert response.status_code == 400 and response.json()["error"]["param"] == field
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == field
+    names = ("messages", "max_completion_tokens", "response_format", "reasoning_effort", "chat_template_kwargs")
+    assert not error["message"].startswith(names)

@@ -1,17 +1,27 @@
-"""Fields of vLLM: which tokens may be generated, which have text, and how much of a prompt is kept."""
+"""Fields of vLLM: which tokens may be generated, which have text, how much of a prompt is kept, and its scores."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from scripted import MARKERS, TEMPLATES, scripted
 from servers import running, words
+from tokenizers import processors
+
+from outrider.serve import scoring
+from toys import random_table
+
+CHAT: Any = [{"role": "user", "content": "w3 w7"}]
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with running(words()) as server, server.http() as one:
+    decoder = words()
+    decoder.tokenizer.chat_template = "{{ messages[0].content }}"
+    with running(decoder) as server, server.http() as one:
         yield one
 
 
@@ -49,6 +59,11 @@ def test_the_last_prompt_tokens_are_kept(http: httpx.Client) -> None:
         {"truncate_prompt_tokens": -2},
         {"truncate_prompt_tokens": 64},
         {"skip_special_tokens": 1},
+        {"include_stop_str_in_output": 1},
+        {"add_special_tokens": "no"},
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": True},
+        {"prompt_logprobs": 1, "stream": True},
     ],
 )
 def test_the_field_is_named(http: httpx.Client, body: dict[str, Any]) -> None:
@@ -69,3 +84,91 @@ def test_special_tokens_may_have_text() -> None:
         for skips, text in [(True, "Yesno"), (False, "Yes[TOOL_CALLS]no")]:
             answer = client.post("/v1/completions", json={"prompt": "a", "skip_special_tokens": skips})
             assert answer.json()["choices"][0]["text"] == text
+
+
+def test_prompts_are_scored(http: httpx.Client) -> None:
+    """By the raw logits, whatever the options; beside the scores of an echo."""
+    scores = random_table(50, 0).log_softmax(dim=-1)
+    for token, place in ((5, scores[1].sort(descending=True).indices.tolist().index(5)), (int(scores[1].argmax()), 0)):
+        prompts = [[1, token, 9], [4]]
+        body: dict[str, Any] = {"prompt": prompts, "max_tokens": 2, "n": 2, "temperature": 0.1, "top_k": 2}
+        body |= {"prompt_logprobs": 3, "logit_bias": {"5": -9}, "logprobs": 1, "echo": True}
+        choices = http.post("/v1/completions", json=body).json()["choices"]
+        assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 1, 1]
+        assert [choice["prompt_logprobs"][0] for choice in choices] == [None] * 4
+        found = choices[1]["prompt_logprobs"][1]
+        values, ids = scores[1].topk(3)
+        ranks = {str(i): rank for rank, i in enumerate(ids.tolist(), 1)} | {str(token): place + 1}
+        assert {i: entry["rank"] for i, entry in found.items()} == ranks and next(iter(found)) == str(token)
+        for i, entry in found.items():
+            assert entry["decoded_token"] == f"w{i}" and entry["logprob"] == pytest.approx(float(scores[1, int(i)]))
+        assert choices[0]["logprobs"]["token_logprobs"][1] == found[str(token)]["logprob"]
+        assert len(choices[0]["logprobs"]["top_logprobs"][1]) == (1 if place == 0 else 2)
+        assert torch.isclose(values[0], scores[1].max())
+    answer = http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
+    first, second = answer["prompt_logprobs"]
+    assert first is None and "prompt_logprobs" not in answer["choices"][0]
+    assert second["7"]["logprob"] == pytest.approx(float(scores[3, 7])) and len(second) == 1
+
+
+def test_scores_without_generating(http: httpx.Client) -> None:
+    body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"] is None and "2" in choice["prompt_logprobs"][1]
+
+
+def test_too_many_scores_are_refused(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all choices count."""
+    monkeypatch.setattr(scoring, "_MOST_SCORES", 24)
+    for name, more in (("prompt_logprobs", {}), ("logprobs", {"echo": True})):
+        for n, status in ((4, 200), (5, 400)):
+            body = {"prompt": [1, 2, 3], "max_tokens": 1, "n": n, name: 1} | more
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == status
+            assert status == 200 or answer.json()["error"]["param"] == name
+
+
+def test_the_end_may_have_text() -> None:
+    """A stop string, a stop token, and an end token unless it is special."""
+    decoder = scripted(["Oh", " yes", ".", " no"], TEMPLATES["hermes"], {})
+    with running(decoder) as server, server.http() as client:
+        for body, without, text in [
+            ({"stop": ["y", "es."]}, "Oh ", "Oh y"),
+            ({"stop": ["s. n"]}, "Oh ye", "Oh yes. n"),
+            ({"stop_token_ids": [3]}, "Oh yes", "Oh yes."),
+            ({}, "Oh yes. no", "Oh yes. no"),
+            ({"skip_special_tokens": False}, "Oh yes. no", "Oh yes. no<end>"),
+            ({"max_tokens": 2, "stop": ["s."]}, "Oh yes", "Oh yes"),
+        ]:
+            for includes, expected in ((False, without), (True, text)):
+                asked: Any = {"prompt": "a", "include_stop_str_in_output": includes} | body
+                choice = client.post("/v1/completions", json=asked).json()["choices"][0]
+                assert choice["text"] == expected
+                lines = client.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
+                parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+                assert "".join(part["choices"][0]["text"] for part in parts) == expected
+                message = client.post("/v1/chat/completions", json=asked | {"prompt": None, "messages": CHAT}).json()
+                assert message["choices"][0]["message"]["content"] == expected
+
+
+def test_tokens_that_the_tokenizer_adds() -> None:
+    """To text unless left out, to chats if asked for; but no second one to a template's."""
+    decoder = words()
+    tokenizer = decoder.tokenizer
+    tokenizer.add_special_tokens({"bos_token": "w5"})
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("w5 $A", special_tokens=[("w5", 5)])
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with running(decoder) as server, server.http() as client:
+
+        def num(path: str, **body: Any) -> int:
+            count: int = client.post(path, json={"max_tokens": 1, **body}).json()["usage"]["prompt_tokens"]
+            return count
+
+        begun = [{"role": "user", "content": "w5 w3 w7"}]
+        for given, of_text, of_chat in ((None, 3, 2), (True, 3, 3), (False, 2, 2)):
+            assert num("/v1/completions", prompt="w3 w7", add_special_tokens=given) == of_text
+            assert num("/v1/completions", prompt=[3, 7], add_special_tokens=given) == 2
+            assert num("/v1/chat/completions", messages=CHAT, add_special_tokens=given) == of_chat
+            assert num("/v1/chat/completions", messages=begun, add_special_tokens=given) == 3
+            body = {"messages": CHAT, "add_special_tokens": given}
+            assert client.post("/tokenize", json=body).json()["count"] == of_chat

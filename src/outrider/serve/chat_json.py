@@ -25,6 +25,7 @@ class ChatForm:
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    repeats_prompt = False
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class ChatForm:
         new_call_id: Callable[[], str],
         shows_thoughts: bool,
     ) -> None:
-        self._tokens, self._new_parser, self._new_call_id = tokens, new_parser, new_call_id
+        self.tokens, self._new_parser, self._new_call_id = tokens, new_parser, new_call_id
         self._shows_thoughts = shows_thoughts
         self._parsers: dict[int, OutputParser] = {}
         self._callers: set[int] = set()  # choices with calls
@@ -107,7 +108,7 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokens.of(token_id)
+        text = self.tokens.of(token_id)
         # A partial character has bytes that its text does not show.
         bytes_ = None if "\ufffd" in text else list(text.encode("utf-8"))
         return {"token": text, "logprob": finite(logprob), "bytes": bytes_}

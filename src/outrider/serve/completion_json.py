@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.records import FinishReason, TokenLogprob
+from outrider.serve.scoring import ScoredToken
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -57,9 +58,31 @@ class TokenTexts:
         return text
 
 
-class Form(Protocol):
-    """Format of choices."""
+def prompt_logprobs_json(
+    texts: TokenTexts, token_ids: Sequence[int], scored: Sequence[ScoredToken], num_top: int
+) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt in vLLM's form: by token id, of its token first, then of the alternatives."""
 
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.of(token_id)}
+
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, one in zip(token_ids[1:], scored, strict=True):
+        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(one.first(num_top).top, 1)}
+        found.append({str(token_id): entry(token_id, one.logprob.logprob, one.rank)} | top)
+    return found
+
+
+class Form(Protocol):
+    """Format of choices.
+
+    Attributes:
+        tokens: texts of single tokens.
+        repeats_prompt: each choice has the log-probabilities of its prompt; else the response has them.
+    """
+
+    tokens: TokenTexts
+    repeats_prompt: bool
     kind: str
     chunk_kind: str
     id_prefix: str
@@ -82,9 +105,10 @@ class CompletionForm:
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl-"
+    repeats_prompt = True
 
     def __init__(self, tokens: TokenTexts) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._offsets: dict[int, int] = {}
 
     def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
@@ -112,7 +136,7 @@ class CompletionForm:
         texts, values, tops, offsets = [], [], [], []
         offset = self._offsets.get(index, 0)
         for token_id, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
-            text = self._tokens.of(token_id)
+            text = self.tokens.of(token_id)
             texts.append(text)
             offsets.append(offset)
             offset += len(text)
@@ -125,7 +149,7 @@ class CompletionForm:
         """The most probable tokens and the chosen one; of tokens with equal text, the most probable."""
         top: dict[str, float] = {}
         for token_id, value in logprob.top:
-            top.setdefault(self._tokens.of(token_id), finite(value))
+            top.setdefault(self.tokens.of(token_id), finite(value))
         top.setdefault(text, finite(logprob.logprob))
         return top
 

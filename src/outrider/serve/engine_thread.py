@@ -20,7 +20,7 @@ from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import Schedule
 from outrider.errors import CompileError, NumericsError, OutriderError
-from outrider.records import Chunk, Round, Timing, TokenLogprob
+from outrider.records import Chunk, Round, Timing
 from outrider.requests.loop_thread import LoopThread
 from outrider.requests.state import RequestState
 from outrider.serve.fair_queue import Turns
@@ -29,7 +29,7 @@ from outrider.serve.http_errors import Refusal, unavailable
 from outrider.serve.metrics import Metrics
 from outrider.serve.pending import EngineTask, Event, Ticket, TicketRow, arrival
 from outrider.serve.quota import Quota
-from outrider.serve.scoring import prompt_logprobs
+from outrider.serve.scoring import ScoredToken, prompt_logprobs
 
 _LOG = logging.getLogger("outrider.serve")
 _LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # the openai client waits no longer
@@ -154,7 +154,7 @@ class EngineThread:
             ticket.num_open = 0
             self._thread.post(lambda: self._cancel_on_thread(ticket))
 
-    async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[TokenLogprob]]:
+    async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
         with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway.
 
@@ -168,7 +168,7 @@ class EngineThread:
             if len(token_ids) > 1
             for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
         )
-        found: list[list[TokenLogprob]] = [[] for _ in prompts]
+        found: list[list[ScoredToken]] = [[] for _ in prompts]
         async with aclosing(self.between_rounds(steps, client, is_taken=True)) as parts:
             async for step in parts:
                 if step is not None:

@@ -19,8 +19,9 @@ from outrider.serve.completion_json import CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_chat_prompt, parse_completions
-from outrider.serve.responses import chat_body
+from outrider.serve.responses import chat_body, named_as_sent
 from outrider.serve.responses_json import ResponseForm, asked_of
+from outrider.serve.scoring import check_scores
 from outrider.serve.streaming import PreparedRequest
 from outrider.serve.tools import described, tools_of
 from outrider.text.chat import Chat
@@ -101,13 +102,21 @@ class Preparer:
     def responses(self, body: bytes) -> Parsed:
         """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
         given = parse_body(body)
-        asked, ask = asked_of(given), self._with_tool_constraint(parse_chat(chat_body(given)))
+        asked, (body_of_chat, places) = asked_of(given), chat_body(given)
+        with named_as_sent(places):
+            ask = self._with_tool_constraint(parse_chat(body_of_chat))
+        if ask.structured_by == "response_format":
+            ask = replace(ask, structured_by="text.format")
 
         def form_of(ids: Sequence[int]) -> ResponseForm:
             parser, new_id = self._new_parser(ask, self.thinking, ids)(), self._new_call_id
             return ResponseForm(asked, parser, new_id, ask.shows_thoughts)
 
-        return Parsed(ask, lambda reading: self._prepare(ask, reading, form_of, self.thinking))
+        def prepare(reading: Reading) -> PreparedRequest:
+            with named_as_sent(places):
+                return self._prepare(ask, reading, form_of, self.thinking)
+
+        return Parsed(ask, prepare)
 
     def check_model(self, name: Any) -> str:
         """Name to use in the response; the default is the first. Raises Refusal."""
@@ -116,11 +125,12 @@ class Preparer:
             raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
         return name or self.names[0]
 
-    def token_ids(self, prompt: Prompt, most: int | None = None) -> list[int]:
+    def token_ids(self, prompt: Prompt, most: int | None = None, has_special: bool | None = None) -> list[int]:
         """Token ids of a prompt that fits; with images it is the processor's output.
 
         Args:
             most: the last ones are kept.
+            has_special: see ``encode``.
 
         Raises:
             Refusal
@@ -129,11 +139,12 @@ class Preparer:
         try:
             if not isinstance(prompt, Mapping) and (has_messages or isinstance(prompt, str)):
                 self._check_room(_num_bytes(prompt), self.most_bytes, "bytes")
-            if most is not None:
-                if isinstance(prompt, Mapping):
-                    raise PromptError("a prompt with images cannot be truncated: leave truncate_prompt_tokens out")
-                prompt = encode(self._tokenizer, prompt)[-most:]
-            ids = rows_of(without_media(prompt))[0] if isinstance(prompt, Mapping) else self.decoder.encode(prompt)
+            if not isinstance(prompt, Mapping):
+                ids = self.decoder.encode(encode(self._tokenizer, prompt, has_special=has_special)[-(most or 0) :])
+            elif most is None:
+                ids = rows_of(without_media(prompt))[0]
+            else:
+                raise PromptError("a prompt with images cannot be truncated: leave truncate_prompt_tokens out")
             self._check_room(len(ids), self.capacity - 1, "tokens")
         except PromptError as error:
             raise Refusal(str(error), param="messages" if has_messages else "prompt") from None
@@ -158,7 +169,7 @@ class Preparer:
             message = f"{num_bytes} bytes are too many: at most {_MOST_TOKENIZED_BYTES} are tokenized per request"
             raise Refusal(message, param="prompt" if isinstance(prompt, str) else "messages")
         try:
-            ids = encode(self.decoder.tokenizer, prompt, has_special=has_special is not False)
+            ids = encode(self.decoder.tokenizer, prompt, has_special=has_special)
         except UsageError as error:
             if prompt:
                 raise refusal_of(error) from None
@@ -210,9 +221,10 @@ class Preparer:
         if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {self.most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
-        prompts = [self._with_images(prompt) for prompt in ask.prompts]
+        prompts = [self._with_images(prompt, ask.fetched) for prompt in ask.prompts]
         most = self._most_prompt_tokens(ask)
-        all_ids = [self.token_ids(prompt, most) for prompt in prompts]
+        all_ids = [self.token_ids(prompt, most, ask.adds_special) for prompt in prompts]
+        check_scores(ask.scores, sum(map(len, all_ids)) * ask.n)
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
             try:
@@ -232,7 +244,11 @@ class Preparer:
             texts = [
                 prompt if isinstance(prompt, str) and len(ids) != most else self._decode(ids) for prompt, ids in pairs
             ]
-        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), model, self.fingerprint)
+        num_thoughts = None
+        if thinking is not None:
+            stage = thinking.stage_of(self._tokenizer, all_ids[0])
+            num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
+        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), model, self.fingerprint, num_thoughts)
 
     def _with_tool_constraint(self, ask: ParsedRequest) -> ParsedRequest:
         """The request with the constraint that its tools demand. Raises Refusal."""
@@ -294,13 +310,12 @@ class Preparer:
         assert self.tool_format is not None
         return self.tool_format.new_id()
 
-    def _with_images(self, prompt: Prompt) -> Prompt:
-        """Read the images of a chat, which are in the request: no file is opened, and nothing fetched. Raises
-        Refusal."""
+    def _with_images(self, prompt: Prompt, fetched: Mapping[str, bytes]) -> Prompt:
+        """Read the images of a chat, which are in the request or fetched: no file is opened. Raises Refusal."""
         if not has_images(prompt):
             return prompt
         try:
-            return chat_inputs(self.decoder.processor, prompt, reads_files=False)  # type: ignore[arg-type]
+            return chat_inputs(self.decoder.processor, prompt, reads_files=False, fetched=fetched)  # type: ignore[arg-type]
         except (PromptError, MissingExtra) as error:
             raise Refusal(str(error), param="messages") from None
 
@@ -317,7 +332,8 @@ class Preparer:
         shown_ids = [*(() if ask.tools is None else self.marker_ids.values()), *(thinking.ids if thinking else ())]
         if not ask.skips_special:
             shown_ids = [*special_ids(self._tokenizer)]
-        job = self.decoder.request(prompt, {**ask.options, **own}, shown_ids=shown_ids)
+        options = {**ask.options, **own}
+        job = self.decoder.request(prompt, options, shown_ids=shown_ids, includes_stop=ask.includes_stop)
         if thinking is not None and ask.structured_by is not None and job.request.constraint is not None:
             stage = thinking.stage_of(self._tokenizer, job.request.prompt_ids)
             ends = self.decoder.target.vocab_size, self.decoder.eos_ids

@@ -46,8 +46,12 @@ class ParsedRequest:
         splits_thoughts: thoughts are no part of the content.
         shows_thoughts: they are sent.
         skips_special: special tokens have no text.
+        adds_special: see ``encode``.
+        includes_stop: see ``RowText``.
+        num_prompt_logprobs: alternatives to each prompt token, with which it is scored; None: it is not scored.
         most_prompt_tokens: the last ones are kept; -1: as many as leave room for the output; None: all.
         allowed_ids: the only tokens that may be generated; None: all.
+        fetched: images of the prompts, by their addresses; the server fills it before it prepares the request.
         as_token_ids: log-probabilities show tokens as ``token_id:7``, since some have the same text.
     """
 
@@ -70,13 +74,24 @@ class ParsedRequest:
     splits_thoughts: bool = True
     shows_thoughts: bool = True
     skips_special: bool = True
+    adds_special: bool | None = None
+    includes_stop: bool = False
+    num_prompt_logprobs: int | None = None
     most_prompt_tokens: int | None = None
     allowed_ids: Sequence[int] | None = None
+    fetched: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def num_logprobs(self) -> int | None:
         value: int | None = self.options.get("logprobs")
         return value
+
+    @property
+    def scores(self) -> dict[str, int]:
+        """The fields for which the prompts are scored, with the number of alternatives."""
+        echoed = self.num_logprobs if self.echo else None
+        found = {"prompt_logprobs": self.num_prompt_logprobs, "logprobs": echoed}
+        return {name: num_top for name, num_top in found.items() if num_top is not None}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -191,6 +206,9 @@ def _parse(
         splits_thoughts=body.get("separate_reasoning") is None or _flag(body, "separate_reasoning"),
         shows_thoughts=body.get("include_reasoning") is None or _flag(body, "include_reasoning"),
         skips_special=body.get("skip_special_tokens") is None or _flag(body, "skip_special_tokens"),
+        adds_special=_flag(body, "add_special_tokens") if body.get("add_special_tokens") is not None else None,
+        includes_stop=_flag(body, "include_stop_str_in_output"),
+        num_prompt_logprobs=_num_prompt_logprobs(body),
         most_prompt_tokens=_most_prompt_tokens(body),
         allowed_ids=_allowed_ids(body),
     )
@@ -243,7 +261,8 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
     messages = parse_messages(body.get("messages"))
     if not has_images(messages):
         return parse_chat_prompt(body)
-    given = next((name for name in (*FIELDS, "reasoning_effort") if body.get(name) is not None), None)
+    others = ("reasoning_effort", "add_special_tokens", "prompt_logprobs")  # scoring does not read images
+    given = next((name for name in (*FIELDS, *others) if body.get(name) is not None), None)
     if given is not None:
         raise Refusal(f"{given} is not supported beside images", param=given)
     return messages
@@ -276,6 +295,13 @@ def _most_prompt_tokens(body: Mapping[str, Any]) -> int | None:
             "truncate_prompt_tokens = 0 leaves no prompt: give -1, or a number", param="truncate_prompt_tokens"
         )
     return most
+
+
+def _num_prompt_logprobs(body: Mapping[str, Any]) -> int | None:
+    num_top = _integer(body, "prompt_logprobs", 0, _MOST_LOGPROBS)
+    if num_top is not None and body.get("stream"):
+        raise Refusal("prompt_logprobs are not streamed: leave stream out", param="prompt_logprobs")
+    return num_top
 
 
 def _allowed_ids(body: Mapping[str, Any]) -> list[int] | None:

@@ -25,6 +25,11 @@ from outrider.text.constraint_check import Reading
 from outrider.text.structure import read_constraint
 
 _MOST_K = 16
+# Fields of completions that a race does not honour.
+_NOT_TAKEN = (
+    *("add_special_tokens", "truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+    *("allowed_token_ids", "prompt_logprobs"),
+)
 _NUM_SEEDS = 2**32  # to draw from: exact as JavaScript numbers
 
 
@@ -60,6 +65,9 @@ def parse_race(preparer: Preparer, content: bytes) -> Parsed:
     body = parse_body(content)
     name = body.pop("drafter", None)
     ask = parse_completions(body)
+    given = next((field for field in _NOT_TAKEN if body.get(field) is not None), None)
+    if given is not None:
+        raise Refusal(f"a race does not take {given}: leave it out", param=given)
     return Parsed(ask, lambda reading: _prepare(preparer, ask, name, reading))
 
 

@@ -5,7 +5,8 @@ Source: OpenAI's API reference (responses).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from outrider.serve.http_errors import Refusal
@@ -36,8 +37,42 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Body of a chat completion that asks for the same. Raises Refusal."""
+# Names here for fields of chats, searched in order.
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "chat_template_kwargs": "reasoning.effort",  # nothing else is in them
+}
+
+
+@contextmanager
+def named_as_sent(places: Sequence[str]) -> Iterator[None]:
+    """Refusals of a chat name the fields of the request.
+
+    Args:
+        places: of the messages: see ``chat_body``.
+    """
+    names = {f"messages[{index}]": place for index, place in enumerate(places)} | _NAMES
+    try:
+        yield
+    except Refusal as refusal:
+        param = refusal.param or ""
+        sent = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
+        if sent is not None:
+            refusal.param = names[sent]
+            shown = next((name for name in names if str(refusal).startswith(name)), "")
+            refusal.args = ((names[sent] if shown else "") + str(refusal).removeprefix(shown),)
+        raise
+
+
+def chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Body of a chat completion that asks for the same, and the place of each message in the request. Raises
+    Refusal."""
     for name, value in body.items():
         if value is None or name in _SAME or name in _OWN:
             continue
@@ -47,12 +82,15 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
             remedy = "leave it out, or set it to false: nothing is stored" if name == "store" else "leave it out"
             raise Refusal(f"{name} = {value!r:.60} is not supported: {remedy}", param=name)
     chat = {_SAME[name]: value for name, value in body.items() if name in _SAME and value is not None}
-    chat["messages"] = _messages(body.get("input"), body.get("instructions"))
+    chat["messages"], places = _messages(body.get("input"), body.get("instructions"))
     if (tools := body.get("tools")) is not None:
         chat["tools"] = [_tool(index, tool) for index, tool in enumerate(tools)] if isinstance(tools, list) else tools
     choice = body.get("tool_choice")
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping):
+        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+            message = "tool_choice must be none, auto, required, or {type: function, name: ...}"
+            raise Refusal(message, param="tool_choice")
+        choice = {"type": "function", "function": {"name": choice["name"]}}
     chat["tool_choice"] = choice
     if (text := body.get("text")) is not None:
         chat |= _of_text(text)
@@ -62,7 +100,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         # OpenAI's Agents SDK asks for a summary where there is one; the thoughts themselves are sent here.
         _check_inner("reasoning", reasoning, {"effort": None, "summary": ("auto",), "generate_summary": ("auto",)})
         chat["reasoning_effort"] = reasoning.get("effort")
-    return chat
+    return chat, places
 
 
 def _check_inner(name: str, value: Mapping[str, Any], known: Mapping[str, tuple[str, ...] | None]) -> None:
@@ -72,12 +110,14 @@ def _check_inner(name: str, value: Mapping[str, Any], known: Mapping[str, tuple[
             raise Refusal(f"{name}.{key:.60} = {part!r:.60} is not supported: leave it out", param=f"{name}.{key:.60}")
 
 
-def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
+def _messages(value: Any, instructions: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages, and the place of each in the request."""
     if not isinstance(instructions, str | None):
         raise Refusal("instructions must be a string", param="instructions")
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    places = ["instructions"] * len(messages)
     if isinstance(value, str):
-        return [*messages, {"role": "user", "content": value}]
+        return [*messages, {"role": "user", "content": value}], [*places, "input"]
     if not isinstance(value, list) or not value:
         raise Refusal("input must be a string, or a list of items", param="input")
     for index, item in enumerate(value):
@@ -87,20 +127,27 @@ def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
             # Templates know the role under its older name.
             role = "system" if item.get("role") == "developer" else item.get("role")
             messages.append({"role": role, "content": _content(item.get("content"), where)})
+            places.append(where)
         elif kind == "function_call":
+            if not isinstance(item.get("name"), str):
+                raise Refusal(f"{where} must have a name", param=where)
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
+                places.append(where)
+            # The text of the message is checked, so that only a call may be at fault.
+            places[-1] = "input" if "tool_calls" in messages[-1] else where
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = _content(item.get("output"), where)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            places.append(where)
         elif kind == "reasoning":
             continue  # templates leave out the thoughts of earlier turns
         else:
             raise Refusal(f"{where}: items of the type {kind!r:.40} are not supported", param=where)
-    return messages
+    return messages, places
 
 
 def _content(value: Any, where: str) -> str:
@@ -120,6 +167,8 @@ def _tool(index: int, value: Any) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind != "function":
         raise Refusal(f"tools of the type {kind!r:.40} are not supported", param=f"tools[{index}]")
+    if not isinstance(value.get("name"), str):
+        raise Refusal(f"tools[{index}] must be {{type: function, name, ...}}", param=f"tools[{index}]")
     function = {key: part for key, part in value.items() if key != "type" and part is not None}
     return {"type": "function", "function": function}
 

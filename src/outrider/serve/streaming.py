@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,12 @@ from starlette.types import Receive
 from outrider.errors import OutriderError
 from outrider.records import Chunk, Completion, FinishReason
 from outrider.requests.state import RequestState
-from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, ScoredTokens, event
+from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, ScoredTokens, event, prompt_logprobs_json
 from outrider.serve.engine_thread import EngineThread
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.pending import Ticket, arrival
 from outrider.serve.protocol import ParsedRequest
+from outrider.serve.scoring import ScoredToken
 from outrider.serve.usage import metrics_of, timings_of, usage_of
 
 _LOG = logging.getLogger("outrider.serve")
@@ -38,6 +39,7 @@ class PreparedRequest:
         prompt_ids: of each prompt.
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
         form: a ``Form``, the format of the choices; at ``/v1/responses`` a ``ResponseForm``.
+        num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
         head: fields common to all its responses.
     """
 
@@ -48,6 +50,7 @@ class PreparedRequest:
     form: Any
     model: str
     fingerprint: str
+    num_thoughts: Callable[[Sequence[int]], int] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -70,13 +73,13 @@ class AcceptedRequest:
     """A request accepted by the engine thread.
 
     Attributes:
-        scored: log-probabilities of each prompt, if echoed.
+        scored: tokens of each prompt but the first, if their log-probabilities are requested.
         max_k: maximum tokens drafted per round, for rows without their own K.
     """
 
     prepared: PreparedRequest
     ticket: Ticket
-    scored: list[ScoredTokens]
+    scored: list[list[ScoredToken]]
     max_k: int
 
     @property
@@ -86,17 +89,16 @@ class AcceptedRequest:
 
 
 async def begin(worker: EngineThread, prepared: PreparedRequest, client: str) -> AcceptedRequest:
-    """Queue the rows, and score the prompts if their log-probabilities are echoed. The caller closes the ticket. Raises
-    Refusal."""
-    ticket, scored = worker.submit(prepared.jobs, client, prepared.ask.priority), []
-    num_top = prepared.ask.num_logprobs
-    if prepared.ask.echo and num_top is not None:
+    """Queue the rows, and score the prompts if their log-probabilities are requested. The caller closes the ticket.
+    Raises Refusal."""
+    ticket = worker.submit(prepared.jobs, client, prepared.ask.priority)
+    scored: list[list[ScoredToken]] = []
+    if scores := prepared.ask.scores:
         try:
-            found = await worker.score(prepared.prompt_ids, num_top, client)
+            scored = await worker.score(prepared.prompt_ids, max(scores.values()), client)
         except BaseException:
             worker.close(ticket)
             raise
-        scored = [ScoredTokens(ids, [None, *own]) for ids, own in zip(prepared.prompt_ids, found, strict=True)]
     return AcceptedRequest(prepared, ticket, scored, worker.schedule.max_k)
 
 
@@ -124,7 +126,16 @@ def whole(begun: AcceptedRequest) -> dict[str, Any]:
             scored = _joined(scored, ScoredTokens(one.token_ids, one.logprobs))
         choice = prepared.form.whole(index, echo + one.text, scored, one.finish_reason)
         choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
-    return prepared.head(is_chunk=False) | {"choices": choices} | totals(begun, completions)
+    response = prepared.head(is_chunk=False) | {"choices": choices} | totals(begun, completions)
+    if (num_top := prepared.ask.num_prompt_logprobs) is not None:
+        pairs = zip(prepared.prompt_ids, begun.scored, strict=True)
+        found = [prompt_logprobs_json(prepared.form.tokens, *pair, num_top) for pair in pairs]
+        if prepared.form.repeats_prompt:
+            for index, choice in enumerate(choices):
+                choice["prompt_logprobs"] = found[index // prepared.ask.n]
+        else:
+            (response["prompt_logprobs"],) = found
+    return response
 
 
 async def streamed(begun: AcceptedRequest) -> AsyncIterator[bytes]:
@@ -209,7 +220,13 @@ async def chained(first: list[_Item], others: AsyncIterator[_Item]) -> AsyncIter
 def _echoed(begun: AcceptedRequest, index: int) -> tuple[str, ScoredTokens | None]:
     """Prompt, as the beginning of a choice."""
     ask, at = begun.prepared.ask, index // begun.prepared.ask.n
-    return (begun.prepared.prompt_texts[at] if ask.echo else "", begun.scored[at] if begun.scored else None)
+    if not ask.echo:
+        return "", None
+    text, num_top = begun.prepared.prompt_texts[at], ask.num_logprobs
+    if num_top is None:
+        return text, None
+    own = [one.first(num_top) for one in begun.scored[at]]
+    return text, ScoredTokens(begun.prepared.prompt_ids[at], [None, *own])
 
 
 def _joined(first: ScoredTokens | None, second: ScoredTokens) -> ScoredTokens:
@@ -224,6 +241,9 @@ def totals(begun: AcceptedRequest, completions: list[Completion]) -> dict[str, A
     num_cached = sum(one.num_cached_tokens for one in completions[:: prepared.ask.n])
     num_generated = sum(len(one.token_ids) for one in completions)
     usage = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, num_cached)
+    if prepared.num_thoughts is not None:
+        num_thoughts = sum(prepared.num_thoughts(one.token_ids) for one in completions)
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_thoughts}
     if not begun.is_of_one_text:
         return {"usage": usage}
     own_k = prepared.jobs[0].request.num_draft_tokens
