@@ -2,7 +2,10 @@
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,39 @@ def test_a_processor_without_pixels_is_refused(decoder: Decoder, monkeypatch: py
     monkeypatch.setattr(processor, "__call__", renamed)
     with pytest.raises(PromptError, match="no 'pixel_values' for images, but input_ids, attention_mask, patches"):
         decoder.generate([chat({"type": "image", "image": picture(1)})])
+
+
+def test_the_server_fetches_images_from_allowed_hosts(decoder: Decoder, tmp_path: Path) -> None:
+    """And from no others."""
+    image, asked = picture(40), []
+    image.save(tmp_path / "image.png")
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *given: Any) -> None:
+            asked.append(given)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as host:
+        thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        name = f"127.0.0.1:{host.server_port}"
+        with running(decoder, context_len=64, image_hosts=(name,)) as server, server.openai() as client:
+
+            def answer(url: str) -> Any:
+                part = {"type": "image_url", "image_url": {"url": url}}
+                messages: Any = chat(part)
+                options = {"temperature": 0, "max_tokens": 10, "extra_body": {"ignore_eos": True}}
+                return client.chat.completions.create(model="toy", messages=messages, **options)
+
+            found = answer(f"HTTP://{name}/image.png").choices[0].message.content
+            assert found == answer(data_url(image)).choices[0].message.content and len(asked) == 1
+            with pytest.raises(BadRequestError, match=f"images are not fetched from localhost.*allowed are {name}"):
+                answer(f"http://localhost:{host.server_port}/image.png")
+            for field, value in (("prompt_logprobs", 1), ("add_special_tokens", True)):
+                with pytest.raises(BadRequestError, match=f"{field} is not supported beside images"):
+                    messages: Any = chat({"type": "image_url", "image_url": {"url": data_url(image)}})
+                    client.chat.completions.create(model="toy", messages=messages, extra_body={field: value})
+        host.shutdown()
+        thread.join()
 
 
 def test_the_server_takes_images_in_the_request(

@@ -33,6 +33,7 @@ from outrider.serve.connections import network_of
 from outrider.serve.engine_thread import EngineThread
 from outrider.serve.fair_queue import TurnsPool
 from outrider.serve.http_errors import Refusal, refusal_of, unavailable
+from outrider.serve.image_fetch import ImageFetcher
 from outrider.serve.prepare import Parsed, Preparer
 from outrider.serve.race import Race, choices, parse_race, streamed_race
 from outrider.serve.responses_answer import streamed_response, whole_response
@@ -41,7 +42,7 @@ from outrider.text.constraint_check import Reading
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
-_NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
+_NUM_TOKENIZING, _NUM_CONSTRAINING, _NUM_FETCHING = 2, 2, 8  # threads
 _MOST_RACES, _RACE_RETRY_S = 16, 10  # running or waiting; more are refused
 _BODY_S, _SEND_S = 60.0, 120.0  # before a client that neither sends nor reads is dropped
 _STREAM_HEADERS = [
@@ -57,12 +58,16 @@ class App:
 
     preparer: Preparer
 
-    def __init__(self, worker: EngineThread, names: tuple[str, ...], api_keys: tuple[str, ...]) -> None:
+    def __init__(
+        self, worker: EngineThread, names: tuple[str, ...], api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()
+    ) -> None:
         self._worker, self._names, self._num_keys = worker, names, len(api_keys)
         self._num_races = 0
         self._created = int(time.time())
         self._tokenizing = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
         self._constraining = TurnsPool(_NUM_CONSTRAINING, "outrider-constraints")
+        self._fetching = TurnsPool(_NUM_FETCHING, "outrider-images")
+        self._images = ImageFetcher(image_hosts)
         self._registry = CollectorRegistry()
         self._registry.register(worker.metrics)
         generation = [
@@ -99,12 +104,15 @@ class App:
     def close(self) -> None:
         self._tokenizing.close()
         self._constraining.close()
+        self._fetching.close()
 
     async def prepare(self, parse: Callable[[bytes], Parsed], body: bytes, client: str) -> Any:
-        """Prepare a request off the event loop, while it counts as queued. Requests with constraints, which may take
-        seconds to parse, have threads of their own. Raises Refusal."""
+        """Prepare a request off the event loop, while it counts as queued. Constraints, which may take seconds to
+        parse, and images, whose hosts may be slow, have threads of their own. Raises Refusal."""
         with self._worker.place(client), Reading() as reading:
             parsed = await self._tokenizing.run(lambda: parse(body), client)
+            if urls := self._images.urls_of(parsed.ask.prompts):
+                parsed.ask.fetched.update(await self._fetching.run(lambda: self._images.fetch(urls), client))
             pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
             return await pool.run(lambda: parsed.prepare(reading), client)
 

@@ -47,6 +47,7 @@ class ServerOptions:
         shutdown_timeout_s: how long running sequences may continue after a signal.
         tool_parser: the format of the model's calls: see ``tool_format_of``.
         reasoning_parser: the format of its thoughts: see ``thinking_of``.
+        image_hosts: from which images are fetched: see ``ImageFetcher``.
     """
 
     names: tuple[str, ...]
@@ -61,6 +62,7 @@ class ServerOptions:
     shutdown_timeout_s: float = 30.0
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    image_hosts: tuple[str, ...] = ()
 
 
 class Server:
@@ -89,7 +91,7 @@ class Server:
             queue_timeout_s=options.queue_timeout_s,
             metrics=Metrics(lambda: self.worker.load, options.names[0]),
         )
-        self._app = App(self.worker, options.names, options.api_keys)
+        self._app = App(self.worker, options.names, options.api_keys, options.image_hosts)
         config = uvicorn.Config(
             self._app.asgi,
             http=partial(Connection, most=options.max_connections),  # type: ignore[arg-type]

@@ -122,6 +122,14 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = "auto",
+    allow_image_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Fetch images of chats from this host. Repeatable. Default: only images in the request itself.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     wait: Annotated[
         bool,
         typer.Option(
@@ -162,6 +170,7 @@ def serve(
     try:
         from outrider.serve.app import is_loopback
         from outrider.serve.connections import room_for_connections
+        from outrider.serve.image_fetch import check_hosts
         from outrider.serve.log_limit import RateLimitFilter
         from outrider.serve.server import Server, ServerOptions, listen
         from outrider.serve.startup_log import about
@@ -169,6 +178,7 @@ def serve(
         from outrider.text.tools.formats import tool_format_of
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
+    check_hosts(allow_image_host or ())
     if not keys and not is_loopback(host):
         raise OptionError("--host", host, "without --api-key only loopback is allowed: use 127.0.0.1")
 
@@ -202,6 +212,7 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        image_hosts=tuple(allow_image_host or ()),
     )
     with listener, _log_on_stderr(RateLimitFilter()):
         _LOG.info("loading %s with draft %s; %s/health is 503 until ready", pair.target, draft, url)
