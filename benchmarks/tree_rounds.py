@@ -40,6 +40,7 @@ from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_block, by_matches
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import gumbels
 from outrider.sampling.rules import GUMBEL
@@ -166,7 +167,11 @@ class Branches:
     def _forward(self, ids: Tensor, positions: Tensor, sees: Tensor, cache: DynamicCache) -> Tensor:
         mask = torch.zeros(sees.shape).masked_fill_(~sees, torch.finfo(torch.float32).min)[:, None]
         output = self._model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{cache_argument(self._model): cache},
         )
         logits: Tensor = output.logits
         return logits

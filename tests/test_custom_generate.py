@@ -19,6 +19,7 @@ import outrider
 from hybrids import tiny_models
 from outrider import assisted
 from outrider.errors import OptionError, PromptError, UnsupportedModel, UsageError
+from outrider.runtime.cache_argument import cache_argument
 from pairs import embedded, random_llama
 from toys import perturbed
 
@@ -28,6 +29,7 @@ MORE = [
     *("mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "gptj", "phi", "phi3", "falcon", "codegen", "starcoder2"),
     *("olmo2", "cohere", "stablelm", "granite", "glm", "nemotron", "smollm3", "exaone4", "helium"),
 ]
+CACHE = cache_argument(tf.LlamaForCausalLM)
 PAD, END = 0, 9
 IDS = torch.tensor([[PAD, PAD, PAD, 5, 6, 7, 5, 6], [PAD] * 7 + [4], [2, 3, 2, 3, 2, 3, 2, 3]])
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 7 + [1], [1] * 8])
@@ -274,7 +276,7 @@ class Counting(tf.LogitsProcessor):
         ({"encoder_repetition_penalty": 2.0}, "EncoderRepetitionPenaltyLogitsProcessor"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states = True"),
         ({"logits_processor": tf.LogitsProcessorList([Counting()])}, "'Counting' is invalid: it changes itself"),
-        ({"past_key_values": tf.DynamicCache()}, "past_key_values = 'DynamicCache'"),
+        ({CACHE: tf.DynamicCache()}, f"{CACHE} = 'DynamicCache'"),
         ({"max_new_tokens": 400}, "the context of the model is 256"),
         ({"position_ids": torch.zeros_like(IDS)}, "position_ids"),
         ({"attention_mask": MASK.flip(1)}, "the attention mask has zeros after a one"),

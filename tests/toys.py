@@ -64,13 +64,13 @@ class TableLM(nn.Module):
         use_cache: bool,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: object = None,
+        cache: object = None,
         logits_to_keep: int = 0,
     ) -> SimpleNamespace:
         if attention_mask is not None and position_ids is not None:
             assert attention_mask.shape[-2] == input_ids.shape[1] == position_ids.shape[1]
         no_layers = SimpleNamespace(layers=[])
-        return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]], past_key_values=no_layers)
+        return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]], cache=no_layers)
 
 
 def table_lm(table: Tensor, *, name: str = "target", vocab_size: int = 0, context_len: int = 512) -> LM:

@@ -35,6 +35,7 @@ from outrider.requests.logits_processors import (
     processed,
     processors_of_row,
 )
+from outrider.runtime.cache_argument import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")
 # Fields of GenerationConfig that ask for another search, or for outputs that this one does not have.
@@ -249,7 +250,7 @@ def _check(model: Any, config: Any) -> None:
 
 def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
     """Number of padding tokens before each row. Raises OptionError, PromptError."""
-    for name in ("past_key_values", "cache_params"):  # mostly made by ``generate``, and empty
+    for name in CACHE_NAMES:  # mostly made by ``generate``, and empty
         if getattr(cache := model_kwargs.pop(name, None), "_is_user_defined", False):
             raise OptionError(name, type(cache).__name__, "caches are not taken over: give the whole prompt")
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 
 from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
 from outrider.models.registry import ModelSpec, known_models, resolve
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.lm import LM
 from pairs import embedded, random_llama, save
 from toys import random_model
@@ -23,7 +24,7 @@ def cache_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
     positions = torch.arange(num_tokens).expand(num_rows, -1)
     cache.at(positions, num_tokens, is_single=False)
     with torch.inference_mode():
-        model(input_ids=positions % 7, position_ids=positions, past_key_values=cache, use_cache=True)
+        model(input_ids=positions % 7, position_ids=positions, use_cache=True, **{cache_argument(model): cache})
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -14,6 +14,7 @@ from outrider.models import probe as module
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.probe import num_tokens_across
 from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import StateLayer
 from pairs import random_llama
 from toys import random_model
@@ -35,8 +36,8 @@ SHAPE = {
 def test_the_probe_finds_a_model_that_forgets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that works in a single forward, and not block by block: by its logits, not by its name."""
     model: Any = random_llama()
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda past_key_values=None, **rest: forward(**_without_mask(rest)))
+    forward, name = model.forward, cache_argument(model)
+    monkeypatch.setattr(model, "forward", lambda **given: forward(**_without_mask(given | {name: None})))
     with pytest.raises(UnsupportedModel, match="its cache cannot be rolled back, or it sees later tokens"):
         outrider.load(model)
 

@@ -18,6 +18,7 @@ from outrider.drafters.window import WindowSession, window_start
 from outrider.records import Request
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_argument import cache_of
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES, Rule
 from toys import InTurn, as_lm, llama_pair, request, tiny_llama
@@ -31,7 +32,7 @@ def _assert_holds(lm: LM, cache: SlotCache, row: int, ids: Sequence[int]) -> Non
     if not ids:
         return
     with torch.inference_mode():
-        fresh = lm.model(torch.tensor([list(ids)]), use_cache=True).past_key_values
+        fresh = cache_of(lm.model(torch.tensor([list(ids)]), use_cache=True))
         assert len(fresh.layers) == len(cache.layers) > 0
         for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
             for store, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):

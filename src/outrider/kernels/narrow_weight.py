@@ -163,7 +163,8 @@ def rounded(x: Tensor) -> Tensor:
     chunks = functional.pad(x, (0, -x.shape[-1] % 256)).unflatten(-1, (-1, 256))
     most = chunks.abs().amax(-1, keepdim=True)
     wholes = torch.round(chunks * torch.where(most < 1e-30, 0.0, 127 / most))
-    return (wholes * (most / 127)).flatten(-2)[..., : x.shape[-1]]
+    result: Tensor = (wholes * (most / 127)).flatten(-2)[..., : x.shape[-1]]
+    return result
 
 
 def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:

@@ -24,6 +24,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from outrider.runtime.cache_argument import cache_argument, cache_of
+
 WINDOW = 64
 """R: convolution inputs are kept for the last R tokens of a row: those that may be rejected, and those that a
 convolution still sees."""
@@ -82,10 +84,8 @@ def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
         try:
             output = model(input_ids=ids, use_cache=True)
         except ValueError:
-            output = model(input_ids=ids, past_key_values=_WithoutLength(config=model.config))
-    # Models without attention name the argument otherwise.
-    caches = (getattr(output, name, None) for name in ("past_key_values", "cache_params"))
-    cache = next((one for one in caches if one is not None), None)
+            output = model(input_ids=ids, **{cache_argument(model): _WithoutLength(config=model.config)})
+    cache = cache_of(output)
     if cache is None:
         raise ValueError("it returns no keys and values")
     shapes = tuple(_shape_of(layer, device) for layer in cache.layers)

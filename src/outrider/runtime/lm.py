@@ -10,7 +10,6 @@ how steps are run (eager, compiled, captured). It does not know sampling, drafts
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from torch.nn import functional
 from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
 from outrider.runtime.execution import EagerExecution, Execution, Step
 from outrider.runtime.hidden_states import recorded_states
@@ -85,8 +85,7 @@ class LM:
         self.visibility = Visibility.of(model)
         if layer_shapes is not None:
             self.layer_shapes = tuple(layer_shapes)
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache_name = cache_argument(model)
         self.least_columns = 1
         self.is_stepped = False
 

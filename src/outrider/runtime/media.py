@@ -16,10 +16,11 @@ from torch import Tensor
 from outrider.errors import PromptError
 from outrider.records import MediaPrompt
 from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_argument import CACHE_NAMES, cache_argument
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
 
-_OWN = ("inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position")
+_OWN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "cache_position", *CACHE_NAMES)
 _FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)  # of modelling code
 _ONCE = ("visual_pos_masks", "deepstack_visual_embeds")  # added at the prompt's own tokens
 _SWITCHES = (type(None), bool, str, int, float)
@@ -134,12 +135,12 @@ def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequen
         mask = masks[layer_type] if isinstance(masks, dict) else masks  # [1, 1, P, view_len]
         mask.fill_(torch.finfo(mask.dtype).min)[..., : media.num_tokens].masked_fill_(visible, 0)
     model: Any = lm.model
+    decoder = model.get_decoder()
     with lm.lock, recorded_states(model, features) as states:
-        model.get_decoder()(
+        decoder(
             inputs_embeds=media.embeddings,
             attention_mask=masks,
             position_ids=positions if media.position_ids is None else media.position_ids,
-            past_key_values=cache,
-            **{**media.more, "use_cache": True},
+            **{**media.more, cache_argument(decoder): cache, "use_cache": True},
         )
     return torch.cat([states[i] for i in features], dim=-1) if features else None

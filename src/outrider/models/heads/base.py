@@ -27,6 +27,7 @@ class Head(nn.Module, ABC):
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
         layers: its decoder layers.
+        cache_name: the argument of these that takes the cache.
         embed_tokens, lm_head: its own, or those of the target.
         token_ids: the target's ids of its tokens, D numbers; None if it has the target's tokens. Their logits are those
             of a smaller vocabulary.
@@ -36,6 +37,7 @@ class Head(nn.Module, ABC):
     features: tuple[int, ...]
     state_size: int
     layers: nn.ModuleList
+    cache_name: str
     embed_tokens: Any
     lm_head: Any
     token_ids: Tensor | None
@@ -64,7 +66,7 @@ class ChainHead(Head):
 
     @abstractmethod
     def forward(
-        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, past_key_values: Any
+        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
         """Feed entries.
 
@@ -73,7 +75,7 @@ class ChainHead(Head):
             states: [B, T, H]
             positions: of the entries, i. [B, T]
             mask: additive, [B, 1, T, view_len]
-            past_key_values: the cache of its layers, set up for these positions.
+            cache: the cache of its layers, set up for these positions.
 
         Returns:
             logits [B, T, D]; the states to be fed with the drafted tokens [B, T, H]

@@ -40,6 +40,7 @@ from outrider.models.heads.block_parts import (
     MarkovHead,
     part_of,
 )
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
@@ -141,6 +142,7 @@ class BlockHead(Head):
             self.markov_head = MarkovHead(markov, size) if markov else None
             self.candidate_selector = CandidateSelector(selector, size, num_candidates) if selector else None
             self.confidence_head = ConfidenceHead(confidence) if confidence else None
+        self.cache_name = cache_argument(self.layers[0])
         set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(self.config).to(target.device)
 
@@ -181,16 +183,14 @@ class BlockHead(Head):
         """Masks of blocks for ``forward``; see ``Reach.mask``."""
         return {reach: reach.mask(positions, view_len, dtype) for reach in set(self.reaches)}
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, masks: Mapping[Reach, Tensor], past_key_values: Any
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, masks: Mapping[Reach, Tensor], cache: Any) -> Tensor:
         """Feed blocks.
 
         Args:
             input_ids: [B, T]
             positions: -1 in rows that are not fed. [B, T]
             masks: additive, over the keys of the cache. [B, 1, T, view_len]
-            past_key_values: the cache of its layers, set up for these positions.
+            cache: the cache of its layers, set up for these positions.
 
         Returns:
             Outputs of the slots. [B, T, H]
@@ -199,7 +199,7 @@ class BlockHead(Head):
         hidden = functional.embedding(input_ids.to(weight.device), weight).to(self.norm.weight) * self.scale
         positions = positions.clamp_min(0)
         about: dict[str, Any] = {
-            "past_key_values": past_key_values,
+            self.cache_name: cache,
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(hidden, positions),
         }

@@ -26,6 +26,7 @@ from outrider.models.heads.base import (
     reduce_vocabulary,
     set_vocabulary,
 )
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
@@ -73,6 +74,7 @@ class Eagle3Head(ChainHead):
                 setattr(first.self_attn, name, double)
             self.layers = decoder.layers
             self.norm = norm(size, eps=eps)
+        self.cache_name = cache_argument(self.layers[0])
         set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(config).to(target.device)
 
@@ -89,12 +91,12 @@ class Eagle3Head(ChainHead):
         return fused
 
     def forward(
-        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, past_key_values: Any
+        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
         first: Any = self.layers[0]
         about = {
             "attention_mask": mask,
-            "past_key_values": past_key_values,
+            self.cache_name: cache,
             "position_ids": positions,
             "position_embeddings": self.rotary_emb(states, positions),
         }

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import ChainHead, fill, layer_config
 from outrider.models.heads.checkpoint import open_tensors
+from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import LayerShape
 from outrider.runtime.lm import LM
 
@@ -65,6 +66,7 @@ class MtpHead(ChainHead):
             self.pre_fc_norm_hidden = norm(size, eps=eps)
             self.layers = nn.ModuleList([type(like)(own, self.index)])
             self.norm = norm(size, eps=eps)
+        self.cache_name = cache_argument(like)
         module: Any
         for module in self.layers.modules():
             if hasattr(module, "layer_idx"):
@@ -82,7 +84,7 @@ class MtpHead(ChainHead):
         return normed
 
     def forward(
-        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, past_key_values: Any
+        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
         embedded = self.pre_fc_norm_embedding(self.embed_tokens(input_ids).to(states.device))
         hidden = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states)), dim=-1))
@@ -90,8 +92,8 @@ class MtpHead(ChainHead):
             hidden,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=past_key_values,
             position_embeddings=self.rotary_emb(hidden, positions),
+            **{self.cache_name: cache},
         )
         output = self.norm(hidden)
         return self.lm_head(output), output
