@@ -1,6 +1,6 @@
 """Which architectures work: every type of causal model in Transformers that a tiny random model can be made of.
 
-    python benchmarks/architectures.py [--page docs/models.md] [TYPE ...] > architectures.txt
+    python benchmarks/architectures.py [--page docs/reference/models.md] [TYPE ...] > architectures.txt
 
 Each model is loaded as a target, in float64 and, if it refuses that, in float32. It works if its greedy text is that of
 Hugging Face's `generate`, token for token: plain, and with a draft (the model itself with perturbed weights, K = 4),

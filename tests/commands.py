@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DESCRIPTION = Path(__file__).parents[1] / "docs" / "json.md"
+DESCRIPTION = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
 _KEYS_ARE_DATA = {"json_schema", "texts", "messages", "tools", "chat_template_kwargs"}  # texts: names of arms
 PROVENANCE = {
     "outrider",

@@ -1,11 +1,11 @@
-"""The pages: links lead somewhere, and docs/architecture.md names every file and at most 40 words."""
+"""The pages: links lead somewhere, and docs/internals/architecture.md names every file and at most 40 words."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "outrider"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE = ROOT / "docs" / "internals" / "architecture.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
 
 
@@ -30,7 +30,7 @@ def _broken_links(page: Path) -> list[str]:
 
 
 def _tree() -> set[str]:
-    """The paths of the tree in docs/architecture.md; folders end with a slash."""
+    """The paths of the tree in docs/internals/architecture.md; folders end with a slash."""
     block = ARCHITECTURE.read_text(encoding="utf-8").split("    src/outrider/\n")[1].split("\n\n")[0]
     paths, folders = set(), [""]
     for line in block.splitlines():

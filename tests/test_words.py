@@ -1,4 +1,4 @@
-"""The words of the field, in docstrings, help and messages. docs/architecture.md has the vocabulary."""
+"""The words of the field, in docstrings, help and messages. docs/internals/architecture.md has the vocabulary."""
 
 import ast
 import re

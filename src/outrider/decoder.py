@@ -271,7 +271,7 @@ class Decoder:
         return AsyncSession(SessionCalls(self._call(num_draft_tokens, acceptance), slots, capacity))
 
     def engine(self, num_slots: int, capacity: int) -> Engine:
-        """An engine for requests that arrive at any time (docs/engine.md), made by ``request``.
+        """An engine for requests that arrive at any time (docs/internals/engine.md), made by ``request``.
 
         Args:
             capacity: most tokens in a row, prompt included.

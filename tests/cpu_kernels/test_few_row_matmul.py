@@ -64,7 +64,7 @@ def test_the_kernel_against_float64(
 def test_rows_with_one_number_far_above_the_others(
     num_rows: int, width: int, dtype: torch.dtype, outlier: float, seed: int
 ) -> None:
-    """Within the bounds of docs/numerics.md, of which one is that of tiles."""
+    """Within the bounds of docs/internals/numerics.md, of which one is that of tiles."""
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * min(1.0, outlier)
     x[:, seed % width] = outlier
     weights = _weights(33, width, dtype, seed)

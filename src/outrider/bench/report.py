@@ -1,6 +1,6 @@
 """Reports of measurements: a summary of each arm, as JSON or a table.
 
-The JSON documents of all commands are described in docs/json.md.
+The JSON documents of all commands are described in docs/reference/json.md.
 """
 
 from __future__ import annotations

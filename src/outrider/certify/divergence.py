@@ -2,10 +2,10 @@
 
 At temperature 0 speculation generates the tokens of plain decoding, and ``gumbel`` does so at any temperature, up to
 rounding: a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values
-that they write to the cache; a near-tie may be resolved the other way (docs/numerics.md). After that the sequences
-diverge, so only the first difference is informative. There the scores of the two tokens are computed as in plain
-decoding, and in blocks of several sizes. If the blocks change them by no more than rounding can, and the margin is
-within a few times that change, the verdict is "numerics"; otherwise it is "bug".
+that they write to the cache; a near-tie may be resolved the other way (docs/internals/numerics.md). After that the
+sequences diverge, so only the first difference is informative. There the scores of the two tokens are computed as in
+plain decoding, and in blocks of several sizes. If the blocks change them by no more than rounding can, and the margin
+is within a few times that change, the verdict is "numerics"; otherwise it is "bug".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """HTML reports of ``certify`` and ``certify-samples``: one file with embedded figures, without scripts or requests.
 
-A page depends only on the document that the command writes with ``--json`` (docs/json.md). Its text is in the
+A page depends only on the document that the command writes with ``--json`` (docs/reference/json.md). Its text is in the
 templates ``certificate.html``, ``samples.html`` and, for both, ``page.html``; outrider.bench.plots draws the figures.
 """
 

@@ -5,7 +5,7 @@ but general matrix libraries are made for large T: on the CPU their call overhea
 reading. Products with weights of a type that our kernel supports (library.py) become calls of it, those of the same
 rows one call. The others are rewritten as T sums over the same rows of the matrix: the compiler fuses them to one loop
 that reads each number once, keeps T sums in registers, and takes neighbouring operations into the same parallel region.
-Measured in docs/log/2026.md.
+Measured in docs/internals/log/2026.md.
 
 The pass rewrites the graph that torch's Inductor is about to lower; it knows nothing of models.
 """

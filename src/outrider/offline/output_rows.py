@@ -1,4 +1,4 @@
-"""Output rows of ``generate``, and their totals (docs/json.md)."""
+"""Output rows of ``generate``, and their totals (docs/reference/json.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A forward of few rows reads all weights once. With pages of 4 KB the processor translates an address every 64 cache
 lines, with pages of 2 MB every 32,768. On a virtual machine, which translates twice, this costs up to a tenth of a
-round, and more where memory limits rounds (docs/log/2026.md).
+round, and more where memory limits rounds (docs/internals/log/2026.md).
 """
 
 from __future__ import annotations

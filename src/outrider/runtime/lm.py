@@ -32,7 +32,7 @@ from outrider.runtime.vocabulary import UNKNOWN
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
-would only take more memory (docs/log/2026.md)."""
+would only take more memory (docs/internals/log/2026.md)."""
 
 
 class LM:

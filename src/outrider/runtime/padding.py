@@ -35,5 +35,6 @@ def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int 
 
 def _padding_worth_a_forward(device: torch.device) -> int:
     """Tokens that cost as much as the fixed part of a forward: 50 to 70 on a two-core Xeon, for targets of 6M and 110M
-    parameters (docs/log/2026.md). For GPUs estimated from arithmetic per byte of memory traffic, not measured."""
+    parameters (docs/internals/log/2026.md). For GPUs estimated from arithmetic per byte of memory traffic, not
+    measured."""
     return 64 if device.type == "cpu" else 256

@@ -1,7 +1,8 @@
 """Teacher forcing: a model's logits for each token of existing texts.
 
 One forward scores a whole text, while generation takes a forward per token. The logits equal those of the loop up
-to rounding (docs/numerics.md). This module does not know where the texts come from, nor how many models are compared.
+to rounding (docs/internals/numerics.md). This module does not know where the texts come from, nor how many models
+are compared.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from outrider.options import Sampling
 from outrider.sampling.history import History
 from outrider.sampling.probs import Settings, to_probs
 
-# Logits this close may change their order by rounding (observed values: docs/numerics.md).
+# Logits this close may change their order by rounding (observed values: docs/internals/numerics.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LEAST_TOP_P = 1e-9
 

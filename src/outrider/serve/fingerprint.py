@@ -15,7 +15,7 @@ _NUM_SAMPLED = 1024  # numbers of each weight
 
 
 def fingerprint_of(decoder: Decoder) -> str:
-    """Fingerprint under which equal seeds give equal output, up to rounding (docs/numerics.md).
+    """Fingerprint under which equal seeds give equal output, up to rounding (docs/internals/numerics.md).
 
     Weights are sampled: reading all of a large model's would delay the start by a minute.
     """

@@ -141,7 +141,7 @@ def make_document(
     *,
     origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Document of a command, as it reads back from JSON (docs/json.md).
+    """Document of a command, as it reads back from JSON (docs/reference/json.md).
 
     Args:
         target: the model that ran, if any; its device and dtype go into the provenance.

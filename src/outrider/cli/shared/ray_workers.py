@@ -5,7 +5,7 @@ only record of progress. Workers receive batches of prompts and send each row wh
 workers get the prompts of its batch that have no row yet.
 
 Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html.
-(docs/log/2026.md explains why it is not Ray Data.)
+(docs/internals/log/2026.md explains why it is not Ray Data.)
 """
 
 from __future__ import annotations
