@@ -13,9 +13,15 @@ CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 def cache_argument(module: Any) -> str:
-    """Name of the argument of a module's ``forward`` that takes the cache."""
-    parameters = inspect.signature(module.forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[-1])
+    """Name of the argument of a module's ``forward`` that takes the cache. One that passes all keywords to another
+    model is given the name that this release of Transformers uses."""
+    from transformers import GenerationMixin
+
+    own, usual = (
+        [name for name in CACHE_NAMES if name in inspect.signature(function).parameters]
+        for function in (module.forward, GenerationMixin.prepare_inputs_for_generation)
+    )
+    return (own or usual)[0]
 
 
 def cache_of(output: Any) -> Any:
