@@ -1,12 +1,15 @@
-"""The pages: links lead somewhere, and docs/internals/architecture.md names every file and at most 40 words."""
+"""The pages: links lead somewhere, the site names each page, and docs/internals/architecture.md names every file and at
+most 40 words."""
 
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from pages import DOCS, PAGES, ROOT
+
 SRC = ROOT / "src" / "outrider"
-ARCHITECTURE = ROOT / "docs" / "internals" / "architecture.md"
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+ARCHITECTURE = DOCS / "internals" / "architecture.md"
 
 
 def _anchors(page: Path) -> set[str]:
@@ -44,6 +47,17 @@ def _tree() -> set[str]:
 
 def test_links_lead_somewhere() -> None:
     assert {page.name: links for page in PAGES if (links := _broken_links(page))} == {}
+
+
+def _named_in(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [path for entry in (nav.values() if isinstance(nav, dict) else nav) for path in _named_in(entry)]
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    assert sorted(_named_in(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:

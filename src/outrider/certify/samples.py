@@ -7,7 +7,7 @@ sequences are compared with plain decoding, token by token (outrider.certify.div
 Use a different seed for every sequence: sequences that share a seed, or are copies, are not independent (and raise an
 alarm if adjacent in the file). The number of tokens may depend on the tokens, since end tokens end sequences. The sums
 of the tests by stakes are martingales that end with the last sequence, so their p-values stay exact; those of the PIT
-hold up to the error of a limit theorem (docs/guides/certify.md).
+hold up to the error of a limit theorem (docs/how-it-works/certificates.md).
 """
 
 from __future__ import annotations

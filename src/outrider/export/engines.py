@@ -1,6 +1,6 @@
 """Engines that a pair can be exported to: acceptance rules, supported sampling options, and the heads that they take.
 
-Facts were read in the sources of the versions named in ``ENGINES`` (docs/guides/export.md cites the places).
+Facts were read in the sources of the versions named in ``ENGINES`` (docs/reference/engines.md cites the places).
 """
 
 from __future__ import annotations

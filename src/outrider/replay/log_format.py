@@ -4,7 +4,7 @@
     index.jsonl              one line per prompt, in order: all but the tensors, and a checksum of the record
     shard-00000.safetensors  the tensors of some records, "INDEX.NAME" each
 
-The format is described in docs/guides/record-and-replay.md. This module does no input or output (log.py and
+The format is described in docs/reference/logs.md. This module does no input or output (log.py and
 log_writer.py do), and does not know models, nor where records come from.
 """
 

@@ -13,7 +13,7 @@ mean under p, so that its sum is a martingale if the tokens follow p; here it is
 - ``holm`` bounds the probability of any false alarm among several tests (Holm 1979).
 - ``detectable``, ``tokens_needed``: the power of a bet; ``estimated``: the deviation that the tokens show.
 
-Derivations: docs/guides/certify.md. This module knows neither models nor the meaning of tokens.
+Derivations: docs/how-it-works/certificates.md. This module knows neither models nor the meaning of tokens.
 """
 
 from __future__ import annotations

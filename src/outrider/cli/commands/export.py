@@ -169,7 +169,7 @@ def _check_sampling(to: str, engine: ServingEngine, sampling: Sampling) -> None:
             "--temperature",
             sampling.temperature,
             f"with a draft, {engine.name} {engine.version} does not sample from the target's distribution "
-            "(docs/guides/certify.md): give -t 0, or choose another engine than --to " + to,
+            "(docs/how-it-works/certificates.md): give -t 0, or choose another engine than --to " + to,
         )
 
 
