@@ -102,7 +102,7 @@ class Preparer:
     def responses(self, body: bytes) -> Parsed:
         """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
         given = parse_body(body)
-        asked, (body_of_chat, places) = asked_of(given), chat_body(given)
+        asked, (body_of_chat, places) = asked_of(given, self.decoder.sampling_defaults), chat_body(given)
         with named_as_sent(places):
             ask = self._with_tool_constraint(parse_chat(body_of_chat))
         if ask.structured_by == "response_format":
