@@ -186,10 +186,17 @@ def test_the_server_fetches_images_from_allowed_hosts(decoder: Decoder, tmp_path
             assert found == answer(data_url(image)).choices[0].message.content and len(asked) == 1
             with pytest.raises(BadRequestError, match=f"images are not fetched from localhost.*allowed are {name}"):
                 answer(f"http://localhost:{host.server_port}/image.png")
-            for field, value in (("prompt_logprobs", 1), ("add_special_tokens", True)):
+            messages: Any = chat({"type": "image_url", "image_url": {"url": data_url(image)}})
+            for field, value in (
+                ("prompt_logprobs", 1),
+                ("add_special_tokens", True),
+                ("add_generation_prompt", False),
+                ("chat_template_kwargs", {"a": 1}),
+            ):
                 with pytest.raises(BadRequestError, match=f"{field} is not supported beside images"):
-                    messages: Any = chat({"type": "image_url", "image_url": {"url": data_url(image)}})
                     client.chat.completions.create(model="toy", messages=messages, extra_body={field: value})
+            idle = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
+            assert client.chat.completions.create(model="toy", messages=messages, max_tokens=1, extra_body=idle).choices
         host.shutdown()
         thread.join()
 
