@@ -158,7 +158,10 @@ REFUSED: list[tuple[Any, str]] = [
         ]
     ),
     *(
-        (batch({"messages": ASKED, "tools": [TOOL], **more}), ", body: tools that must be called, called once, strictly")
+        (
+            batch({"messages": ASKED, "tools": [TOOL], **more}),
+            ", body: tools that must be called, called once, strictly",
+        )
         for more in (
             {"tool_choice": "required"},
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},

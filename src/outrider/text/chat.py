@@ -114,6 +114,11 @@ class Chat:
         said = [message for message in self.messages if message["role"] == "user"]
         return _text_of(0, (said or self.messages)[-1]) or ""
 
+    @property
+    def begun(self) -> str:
+        """Text that the output continues; empty if it answers."""
+        return (_text_of(0, self.messages[-1]) or "") if self.options.continue_final_message else ""
+
 
 class ChatChanges(SamplingChanges, total=False):
     """Keywords of ``Decoder.chat``: the fields of ``ChatOptions`` and of ``Sampling``, and options of the call."""
