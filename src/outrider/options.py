@@ -154,10 +154,11 @@ class Sampling:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
-            for token_id, bias in self.logit_bias.items():
+            # It may name the whole vocabulary: what is certainly a token id or a bias is passed over first.
+            for token_id in [i for i in self.logit_bias if type(i) is not int or i < 0]:
                 _check_integer("logit_bias", token_id, 0, "its keys are token ids")
-                is_number = isinstance(bias, numbers.Real) and (abs(bias) <= MAX_BIAS or bias == -math.inf)
-                if not is_number:
+            for bias in [x for x in self.logit_bias.values() if type(x) is not float or not _is_bias(x)]:
+                if not isinstance(bias, numbers.Real) or not _is_bias(bias):
                     raise OptionError("logit_bias", bias, f"each value is a finite number up to {MAX_BIAS:g}, or -inf")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
@@ -292,6 +293,10 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (is_low_open and value == low):  # type: ignore[operator]
         raise OptionError(name, value, remedy)
+
+
+def _is_bias(number: Any) -> bool:
+    return abs(number) <= MAX_BIAS or number == -math.inf
 
 
 def _check_integer(name: str, value: object, low: int, remedy: str) -> None:

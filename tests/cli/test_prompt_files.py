@@ -138,12 +138,38 @@ def test_requests_of_a_batch_are_read_as_by_the_server(outrider: Outrider, tmp_p
             assert row["settings"][name] == options.get(name, 1.0)
 
 
+ASKED = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED: list[tuple[Any, str]] = [
     (batch({"prompt": "a", "foo": 1}), ", body: unknown field 'foo'"),
     (batch({"prompt": "a", "tools": [{}]}), ", body: tools = [{}] is not supported"),
     (batch({"prompt": "a", "n": 2}), ", body: n = 2 is not supported in a prompt file"),
     (batch({"prompt": "a", "stream": True}), ", body: stream = True is not supported in a prompt file"),
     (batch({"prompt": "a", "acceptance": "gumbel"}), ", body: acceptance = 'gumbel' is not supported in a prompt file"),
+    *(
+        (batch({"prompt": "a", name: value}), f", body: {name} = {value} is not supported in a prompt file")
+        for name, value in [
+            ("add_special_tokens", False),
+            ("allowed_token_ids", [3]),
+            ("include_stop_str_in_output", True),
+            ("prompt_logprobs", 1),
+            ("skip_special_tokens", False),
+            ("truncate_prompt_tokens", 2),
+        ]
+    ),
+    *(
+        (
+            batch({"messages": ASKED, "tools": [TOOL], **more}),
+            ", body: tools that must be called, called once, strictly",
+        )
+        for more in (
+            {"tool_choice": "required"},
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {"parallel_tool_calls": False},
+            {"response_format": {"type": "json_object"}},
+        )
+    ),
+    (batch({"messages": ASKED, "include_reasoning": False}), ", body: include_reasoning = False is not supported"),
     (batch({"prompt": ["a", "b"]}), ", body: the prompt must be one string"),
     (batch({"prompt": [3, 4]}), ", body: the prompt must be one string"),
     (batch({}), ", body: prompt must be a string"),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import scipy.stats
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.options import Sampling
 from outrider.sampling.history import NO_HISTORY, History
@@ -266,3 +268,26 @@ def _assert_follows(tokens: Tensor, weights: Tensor) -> None:
     expected = (weights / weights.sum()).double().numpy()[is_there] * len(tokens)
     expected *= len(tokens) / expected.sum()
     assert scipy.stats.chisquare(counts[is_there], expected).pvalue > 1e-6
+
+
+def test_biases_of_the_whole_vocabulary_are_set_at_once() -> None:
+    """Other rows wait meanwhile."""
+
+    class Counted(TorchDispatchMode):
+        num_calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_calls += 1
+            return function(*args, **kwargs or {})
+
+    num_calls = []
+    for size in (10, 1000):
+        sampling = Sampling(logit_bias={i: i / 7 for i in range(size)})
+        with Counted() as counted:
+            settings = Settings.neutral(2, torch.device("cpu")).with_row(1, sampling, 1000)
+        num_calls.append(counted.num_calls)
+        assert settings.logit_bias is not None
+        want = torch.zeros(2, 1000)
+        want[1, :size] = torch.arange(size, dtype=torch.float64).div(7).float()
+        assert torch.equal(settings.logit_bias, want)
+    assert num_calls[0] == num_calls[1]

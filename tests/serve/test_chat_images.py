@@ -2,6 +2,7 @@
 
 import base64
 import io
+import struct
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 from openai import BadRequestError
 from PIL import Image
 from servers import running
+from transformers.image_utils import load_image
 
 import outrider
 from multimodal import llava_processor, multimodal
@@ -108,6 +110,27 @@ def test_images_that_cannot_be_read_are_refused(decoder: Decoder, tmp_path: Path
         outrider.load(random_llama()).generate([chat({"type": "image", "image": picture(1)})])
 
 
+def exif(kind: int) -> bytes:
+    """Of a camera that was held upright, with its maker's name in a type of TIFF: 2 is text, 5 a fraction."""
+    maker, upright = struct.pack("<HHII", 0x10F, kind, 1, 38), struct.pack("<HHII", 0x112, 3, 1, 6)
+    return b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + maker + upright + bytes(4) + b"outrider"
+
+
+def test_photos_are_upright(decoder: Decoder) -> None:
+    """As Transformers loads them, and not as the camera was held. One that cannot be read is refused."""
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, kind in zip(files, (2, 5), strict=True):
+        picture(40).save(file, "JPEG", quality=95, exif=exif(kind))
+    upright = load_image(Image.open(files[0]))
+    assert upright.size == (20, 24)
+    urls = [f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}" for file in files]
+    messages = [chat({"type": "image_url", "image_url": {"url": url}}) for url in urls]
+    (done,) = decoder.generate(messages[:1], temperature=0, max_new_tokens=10, ignore_eos=True)
+    assert list(done.token_ids) == generated(decoder, upright) != generated(decoder, Image.open(files[0]))
+    with pytest.raises(PromptError, match="an image of the prompt cannot be read"):
+        decoder.generate(messages[1:])
+
+
 def test_many_images_are_counted_before_one_is_decoded(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files with more pixels in all than fit."""
 
@@ -163,10 +186,17 @@ def test_the_server_fetches_images_from_allowed_hosts(decoder: Decoder, tmp_path
             assert found == answer(data_url(image)).choices[0].message.content and len(asked) == 1
             with pytest.raises(BadRequestError, match=f"images are not fetched from localhost.*allowed are {name}"):
                 answer(f"http://localhost:{host.server_port}/image.png")
-            for field, value in (("prompt_logprobs", 1), ("add_special_tokens", True)):
+            messages: Any = chat({"type": "image_url", "image_url": {"url": data_url(image)}})
+            for field, value in (
+                ("prompt_logprobs", 1),
+                ("add_special_tokens", True),
+                ("add_generation_prompt", False),
+                ("chat_template_kwargs", {"a": 1}),
+            ):
                 with pytest.raises(BadRequestError, match=f"{field} is not supported beside images"):
-                    messages: Any = chat({"type": "image_url", "image_url": {"url": data_url(image)}})
                     client.chat.completions.create(model="toy", messages=messages, extra_body={field: value})
+            idle = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
+            assert client.chat.completions.create(model="toy", messages=messages, max_tokens=1, extra_body=idle).choices
         host.shutdown()
         thread.join()
 

@@ -69,3 +69,20 @@ def test_the_template_may_begin_them() -> None:
     with running(scripted(SCRIPT, template, MARKERS), reasoning_parser="none") as server, server.openai() as client:
         message = client.chat.completions.create(model="toy", messages=ASK).choices[0].message
         assert message.content == "".join(SCRIPT[1:]) and not hasattr(message, "reasoning_content")
+
+
+def test_a_thought_can_be_continued() -> None:
+    """The last message tells where the output begins."""
+    decoder = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
+    with running(decoder) as server, server.openai() as client:
+        for begun, thoughts, content in (
+            ("<think>Hm,", "\nIt may rain.", 'Yes.{"a": 1}'),
+            ("<think>Hm</think>Well", None, "".join(SCRIPT[1:])),
+        ):
+            messages = [*ASK, {"role": "assistant", "content": begun}]
+            extra = {"continue_final_message": True, "add_generation_prompt": False}
+            answer = client.chat.completions.create(model="toy", messages=messages, extra_body=extra)
+            message = answer.choices[0].message
+            assert (getattr(message, "reasoning_content", None), message.content) == (thoughts, content)
+            assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+            assert answer.usage.completion_tokens_details.reasoning_tokens == (4 if thoughts else 0)

@@ -316,6 +316,17 @@ def test_other_refusals(http: httpx.Client) -> None:
 def test_errors_do_not_echo_the_request(http: httpx.Client) -> None:
     for body in ({"prompt": "A", "model": "m" * 10**6}, {"prompt": "A", "temperature": "t" * 10**6}):
         assert len(http.post("/v1/completions", json=body).content) < 1000
+    error = refused(http.post("/v1/completions", json={"prompt": "A", "x" * 10**6: 1}))
+    assert len(error["param"]) <= 400
+
+
+def test_a_name_may_have_half_a_character(http: httpx.Client) -> None:
+    """Which UTF-8 cannot repeat."""
+    chat, text = b'"messages": [{"role": "user", "content": "A"}]', b'"prompt": "A"'
+    for path, prompt in (("/v1/completions", text), ("/v1/chat/completions", chat), ("/tokenize", text)):
+        body = b'{%s, "\\ud800": 1}' % prompt
+        error = refused(http.post(path, content=body, headers={"content-type": "application/json"}))
+        assert error["param"] == "\\ud800"
 
 
 def test_what_the_openai_client_makes_of_them(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,15 @@ def test_a_conversation_with_a_tool(client: OpenAI) -> None:
     assert (
         cut.status == "incomplete" and cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
     )
+
+
+def test_the_sampling_is_told() -> None:
+    """That of the checkpoint where the request has none."""
+    decoder = talker(TEMPLATES["hermes"], MARKERS["hermes"])
+    with running(replace(decoder, sampling_defaults={"temperature": 0.5})) as server, server.openai() as client:
+        for given, want in (({}, (0.5, 1.0)), ({"temperature": 0.7, "top_p": 0.9}, (0.7, 0.9))):
+            answer = client.responses.create(model="toy", input="Hm", max_output_tokens=1, **given)  # type: ignore[call-overload]
+            assert (answer.temperature, answer.top_p) == want
 
 
 def test_an_error_in_a_stream() -> None:

@@ -1,6 +1,7 @@
 """Chats: messages in parts, and options, in the form that the template takes. Nothing is dropped silently."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -219,3 +220,29 @@ def test_a_message_that_the_template_skips_is_refused(role: str) -> None:
 def test_a_template_by_name_needs_named_templates() -> None:
     with pytest.raises(OptionError, match="chat_template = 'rag' .* no named templates"):
         written("{{ messages }}", "w1", chat_template="rag")
+
+
+@pytest.mark.parametrize("template", [OF_STRINGS, WITH_TOOLS, OF_STRINGS.replace("m.content", "m.content | upper")])
+def test_a_long_chat_is_not_written_once_for_each_message(template: str) -> None:
+    """Results of tools, and texts that the template changes: a template takes as long as the chat is."""
+    tokenizer = with_template(template)
+    write, num_written = tokenizer.apply_chat_template, 0
+
+    @functools.wraps(write)
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_written
+        num_written += 1
+        return write(*args, **options)
+
+    tokenizer.apply_chat_template = counted
+    messages = [{"role": "user", "content": "w1"}, *[{"role": "tool", "content": "w2"}] * 200]
+    assert chat_text(tokenizer, Chat(messages)).lower().count("w2") == 200
+    assert num_written <= 12
+
+
+def test_one_skipped_message_among_many_is_found() -> None:
+    template = "{% for m in messages %}{% if 'w3' not in m.content %}{{ m.content }} {% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": "w1"}, *[{"role": "tool", "content": "w2"}] * 50]
+    messages[30] = {"role": "tool", "content": "w3"}
+    with pytest.raises(PromptError, match="skips messages of the role 'tool'"):
+        written(template, messages)

@@ -129,9 +129,19 @@ def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any
         ("acceptance", ask.acceptance, None),
         ("num_draft_tokens", ask.num_draft_tokens, None),
         ("return_tokens_as_token_ids", ask.as_token_ids, False),
+        ("add_special_tokens", ask.adds_special, None),
+        ("allowed_token_ids", ask.allowed_ids, None),
+        ("include_reasoning", ask.shows_thoughts, True),
+        ("include_stop_str_in_output", ask.includes_stop, False),
+        ("prompt_logprobs", ask.num_prompt_logprobs, None),
+        ("skip_special_tokens", ask.skips_special, True),
+        ("truncate_prompt_tokens", ask.most_prompt_tokens, None),
     ):
         if value != unset:
             raise FileError(f"{where}, body: {name} = {value!r} is not supported in a prompt file: leave it out")
+    if ask.tools is not None and (ask.tools.demands_form or ask.structured_by is not None):
+        message = "tools that must be called, called once, strictly, or beside a constraint are not supported in a"
+        raise FileError(f"{where}, body: {message} prompt file: leave them to the model")
     prompt, *others = ask.prompts
     if others or not isinstance(prompt, str | Chat):
         raise FileError(f"{where}, body: the prompt must be one string")

@@ -155,8 +155,8 @@ def _with_tokens(
             return None
         values = torch.zeros(len(like), vocab_size, dtype=dtype, device=like.device)
     row = torch.zeros(vocab_size, dtype=dtype)
-    for token_id, value in given.items():
-        row[token_id] = value
+    if given:  # it may name the whole vocabulary
+        row[list(given)] = torch.tensor(list(given.values()), dtype=dtype)
     values[index] = row.to(values.device)  # one copy, not one per value
     return values
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.errors import ConstraintNotRead, OptionError, OutriderError, UsageError
 
-_MOST_CHARACTERS = 400  # per message, which may quote the request
+_MOST_CHARACTERS = 400  # per message or name, which may quote the request
 _RETRY_S = 10  # when the machine is overloaded
 
 # OpenAI's names that differ from the library's.
@@ -39,10 +39,14 @@ class Refusal(Exception):
         self.status, self.type, self.param, self.code, self.retry_after_s = status, type_, param, code, retry_after_s
 
     def to_json(self) -> dict[str, Any]:
-        message = str(self).encode(errors="backslashreplace").decode()  # it may quote a lone surrogate
-        if len(message) > _MOST_CHARACTERS:
-            message = f"{message[: _MOST_CHARACTERS - 4]} ..."
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _quoted(self.param)
+        return {"error": {"message": _quoted(str(self)), "type": self.type, "param": param, "code": self.code}}
+
+
+def _quoted(text: str) -> str:
+    """A text that may quote the request: shortened, and without lone surrogates, which UTF-8 cannot have."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 4]} ..."
 
 
 def unavailable(message: str, retry_after_s: int) -> Refusal:

@@ -8,6 +8,7 @@ No redirect is followed, since it could lead to another host, and no proxy is us
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from outrider.text.chat_images import MOST_IMAGES, has_images, image_urls
 _MOST_BYTES = 4 * 2**20  # as for a request's body, in which images are otherwise
 _MOST_S = 10.0  # or the resolver's own limit, if that is longer
 _PART_BYTES = 2**16
+_HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]+")  # no patterns: a star would match nothing
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -35,7 +37,7 @@ def check_hosts(hosts: Iterable[str]) -> dict[tuple[str, int | None], str]:
             name, port = split.hostname, split.port
         except ValueError:
             name, port = None, None
-        if not name or host != split.netloc or "@" in host or not host.isascii():
+        if not name or host != split.netloc or not _HOST.fullmatch(host):
             raise OptionError("--allow-image-host", host, "a host name, or HOST:PORT for another port than 80 and 443")
         found[name, port] = host
     return found

@@ -30,7 +30,7 @@ from outrider.text.constraint_check import Reading
 from outrider.text.output_parser import OutputParser
 from outrider.text.prompts import is_chat, rows_of, without_media
 from outrider.text.structure import read_constraint
-from outrider.text.thinking import AfterThinking, Thinking, ThoughtSplitter
+from outrider.text.thinking import AfterThinking, Stage, Thinking, ThoughtSplitter
 from outrider.text.tokenizer import Prompt, encode, special_ids
 from outrider.text.tools.formats import ToolFormat
 
@@ -102,7 +102,7 @@ class Preparer:
     def responses(self, body: bytes) -> Parsed:
         """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
         given = parse_body(body)
-        asked, (body_of_chat, places) = asked_of(given), chat_body(given)
+        asked, (body_of_chat, places) = asked_of(given, self.decoder.sampling_defaults), chat_body(given)
         with named_as_sent(places):
             ask = self._with_tool_constraint(parse_chat(body_of_chat))
         if ask.structured_by == "response_format":
@@ -246,7 +246,7 @@ class Preparer:
             ]
         num_thoughts = None
         if thinking is not None:
-            stage = thinking.stage_of(self._tokenizer, all_ids[0])
+            stage = thinking.stage_of(self._tokenizer, all_ids[0], _begun(ask))
             num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
         return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), model, self.fingerprint, num_thoughts)
 
@@ -296,11 +296,12 @@ class Preparer:
         self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]
     ) -> Callable[[], OutputParser]:
         format_, tools = self.tool_format, ask.tools
-        stage = None if thinking is None else thinking.stage_of(self._tokenizer, ids)
+        begun = _begun(ask)
+        stage: Stage = "before" if thinking is None else thinking.stage_of(self._tokenizer, ids, begun)
 
         def new_parser() -> OutputParser:
             return OutputParser(
-                None if thinking is None or stage is None else ThoughtSplitter(thinking, stage),
+                None if thinking is None else ThoughtSplitter(thinking, stage, is_continued=bool(begun)),
                 None if tools is None or format_ is None else format_.parser(tools.names),
             )
 
@@ -335,7 +336,7 @@ class Preparer:
         options = {**ask.options, **own}
         job = self.decoder.request(prompt, options, shown_ids=shown_ids, includes_stop=ask.includes_stop)
         if thinking is not None and ask.structured_by is not None and job.request.constraint is not None:
-            stage = thinking.stage_of(self._tokenizer, job.request.prompt_ids)
+            stage = thinking.stage_of(self._tokenizer, job.request.prompt_ids, _begun(ask))
             ends = self.decoder.target.vocab_size, self.decoder.eos_ids
             constraint = AfterThinking(job.request.constraint, thinking, stage, *ends)
             job.request = replace(job.request, constraint=constraint)
@@ -382,6 +383,12 @@ def named_refusal(ask: ParsedRequest, error: Exception) -> Refusal:
     elif refusal.param is not None:
         refusal.param = ask.names.get(refusal.param, refusal.param)
     return refusal
+
+
+def _begun(ask: ParsedRequest) -> str:
+    """Text that the output continues."""
+    prompt = ask.prompts[0]
+    return prompt.begun if isinstance(prompt, Chat) else ""
 
 
 def _num_bytes(prompt: Prompt) -> int:

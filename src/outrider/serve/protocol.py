@@ -262,7 +262,9 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
     if not has_images(messages):
         return parse_chat_prompt(body)
     others = ("reasoning_effort", "add_special_tokens", "prompt_logprobs")  # scoring does not read images
-    given = next((name for name in (*FIELDS, *others) if body.get(name) is not None), None)
+    options = _chat_options(body)
+    own = [name for name in options.given() if name != "add_generation_prompt" or not options.has_generation_prompt]
+    given = next((name for name in others if body.get(name) is not None), next(iter(own), None))
     if given is not None:
         raise Refusal(f"{given} is not supported beside images", param=given)
     return messages
@@ -270,7 +272,15 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
 
 def parse_chat_prompt(body: Mapping[str, Any]) -> Chat:
     """A chat: messages, and the options for the chat template. Raises Refusal."""
-    messages = parse_messages(body.get("messages"))
+    messages, options = parse_messages(body.get("messages")), _chat_options(body)
+    try:
+        return Chat(messages, options)
+    except UsageError as error:
+        raise refusal_of(error) from None
+
+
+def _chat_options(body: Mapping[str, Any]) -> ChatOptions:
+    """Raises Refusal."""
     options = {name: value for name in FIELDS if (value := body.get(name)) is not None}
     if (effort := _text(body, "reasoning_effort")) is not None:
         kwargs = options.get("chat_template_kwargs", {})
@@ -278,7 +288,7 @@ def parse_chat_prompt(body: Mapping[str, Any]) -> Chat:
             raise Refusal("give reasoning_effort, or chat_template_kwargs with it", param="reasoning_effort")
         options["chat_template_kwargs"] = {**kwargs, "reasoning_effort": effort}
     try:
-        return Chat(messages, ChatOptions(**options))
+        return ChatOptions(**options)
     except UsageError as error:
         raise refusal_of(error) from None
 

@@ -148,13 +148,18 @@ class ResponseForm:
         return event_of({"type": kind, "sequence_number": self._num_events - 1, **more})
 
 
-def asked_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a request that its response repeats. Raises Refusal if JSON cannot have one."""
+def asked_of(body: Mapping[str, Any], sampling_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a request that its response repeats. Raises Refusal if JSON cannot have one.
+
+    Args:
+        sampling_defaults: those of the model.
+    """
     defaults: Sequence[tuple[str, Any]] = (
         *(("instructions", None), ("metadata", {}), ("tools", []), ("tool_choice", "auto")),
-        *(("parallel_tool_calls", True), ("temperature", 1.0), ("top_p", 1.0), ("max_output_tokens", None)),
-        *(("previous_response_id", None), ("reasoning", None), ("text", {"format": {"type": "text"}})),
-        *(("truncation", "disabled"), ("user", None), ("store", False)),
+        *((name, sampling_defaults.get(name, 1.0)) for name in ("temperature", "top_p")),
+        *(("parallel_tool_calls", True), ("max_output_tokens", None), ("previous_response_id", None)),
+        *(("reasoning", None), ("text", {"format": {"type": "text"}}), ("truncation", "disabled")),
+        *(("user", None), ("store", False)),
     )
     asked = {name: default if body.get(name) is None else body[name] for name, default in defaults}
     for name, value in asked.items():

@@ -57,6 +57,11 @@ class ToolUse:
     def names(self) -> list[str]:
         return [tool.name for tool in self.callable]
 
+    @property
+    def demands_form(self) -> bool:
+        """Whether calls must have a form, beside that which the model has learnt."""
+        return self.is_forced or not self.is_parallel or any(tool.is_strict for tool in self.callable)
+
     def constraint(
         self, form: ToolFormat, marker_ids: Mapping[str, int], answer: Mapping[str, Any]
     ) -> dict[str, Any] | None:
@@ -69,7 +74,7 @@ class ToolUse:
         Raises:
             Refusal
         """
-        if not (self.is_forced or answer or not self.is_parallel or any(tool.is_strict for tool in self.callable)):
+        if not (answer or self.demands_form):
             return None
         # A forced call leaves no text, which a schema would be for; other constraints are of the whole output.
         if answer and (answer.keys() != {"json_schema"} or not (form.has_marker or self.is_forced)):

@@ -22,6 +22,7 @@ FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message"
 """Options that a request, or a row of a file, may have beside its messages."""
 _SYSTEM = ("system", "developer")  # roles of a system message
 _THINKING = ("enable_thinking", "thinking")  # names of the switch: Qwen's and others', DeepSeek's and Granite's
+_MOST_TRIALS = 8  # messages that are left out on trial, at the price of the whole template for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,11 @@ class Chat:
         said = [message for message in self.messages if message["role"] == "user"]
         return _text_of(0, (said or self.messages)[-1]) or ""
 
+    @property
+    def begun(self) -> str:
+        """Text that the output continues; empty if it answers."""
+        return (_text_of(0, self.messages[-1]) or "") if self.options.continue_final_message else ""
+
 
 class ChatChanges(SamplingChanges, total=False):
     """Keywords of ``Decoder.chat``: the fields of ``ChatOptions`` and of ``Sampling``, and options of the call."""
@@ -145,9 +151,9 @@ def chat_text(tokenizer: Any | None, chat: Chat) -> str:
     texts = [_text_of(index, message) for index, message in enumerate(messages)]
     said = [text.strip() for message, text in zip(messages, texts, strict=True) if text and message["role"] == "user"]
 
-    def write(form: Callable[[str], Any], without: int | None = None) -> str:
+    def write(form: Callable[[str, int], Any], without: int | None = None) -> str:
         written = [
-            dict(message) if text is None else {**message, "content": form(text)}
+            dict(message) if text is None else {**message, "content": form(text, index)}
             for index, (message, text) in enumerate(zip(messages, texts, strict=True))
             if index != without
         ]
@@ -167,28 +173,61 @@ def chat_text(tokenizer: Any | None, chat: Chat) -> str:
     text, refusal, kwargs = "", None, {}
     try:
         kwargs = _checked_kwargs(tokenizer, options)
-        text = write(str)
+        text = write(_unchanged)
     except errors as error:
         refusal = PromptError(f"the model's chat template does not accept these messages: {error}")
-    if refusal or not all(part in text for part in said):
+    if refusal or not all(_found(said, text)):
         # Some templates accept lists of parts only, and skip plain text. Others change or shorten the text, and would
         # print a list as Python does.
         with suppress(*errors):
-            parted = write(lambda content: [{"type": "text", "text": content}])
-            if all(part in parted for part in said) and "{'type': 'text'" not in parted:
+            parted = write(lambda content, _: [{"type": "text", "text": content}])
+            if all(_found(said, parted)) and "{'type': 'text'" not in parted:
                 return parted
     if refusal:
         raise refusal
-    for index, message in enumerate(messages):
+    # A short text of another role may be there by chance.
+    is_there = _found([(one or "").strip() for one in texts], text)
+    doubtful = [
+        index
+        for index, message in enumerate(messages)
+        if texts[index] and not (is_there[index] and message["role"] in ("user", "assistant"))
+    ]
+    marked = ""
+    with suppress(*errors):
+        marked = write(_marked) if doubtful else ""
+    is_marked = _found([_mark(index) for index in doubtful], marked)
+    lacking = [index for index, is_written in zip(doubtful, is_marked, strict=True) if not is_written]
+    for index in lacking[:_MOST_TRIALS]:
         # Templates change the text of users and assistants, but write some of it.
-        is_written = message["role"] in ("user", "assistant") and (texts[index] or "").strip() in text
-        if texts[index] and not is_written:
-            with suppress(*errors):
-                if write(str, without=index) == text:
-                    if options.system is not None and index == 0:
-                        raise OptionError("system", options.system, "the model's chat template skips system messages")
-                    raise PromptError(f"the model's chat template skips messages of the role {message['role']!r}")
+        with suppress(*errors):
+            if write(_unchanged, without=index) == text:
+                if options.system is not None and index == 0:
+                    raise OptionError("system", options.system, "the model's chat template skips system messages")
+                role = messages[index]["role"]
+                raise PromptError(f"the model's chat template skips messages of the role {role!r}")
     return text
+
+
+def _unchanged(text: str, index: int) -> str:
+    return text
+
+
+def _mark(index: int) -> str:
+    return f" mark{index}."
+
+
+def _marked(text: str, index: int) -> str:
+    return text + _mark(index)
+
+
+def _found(parts: Sequence[str], text: str) -> list[bool]:
+    """Whether each part is in a text. Parts in their order are found in one pass: a long chat has many."""
+    found, place = [], 0
+    for part in parts:
+        at = text.find(part, place)
+        found.append(at >= 0 or part in text)
+        place = at + len(part) if at >= 0 else place
+    return found
 
 
 def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:

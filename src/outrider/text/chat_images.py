@@ -180,9 +180,12 @@ def _check_size(images: Sequence[Any]) -> None:
 
 
 def _decoded(image: Any) -> Any:
+    """An image as Transformers loads it: upright, since cameras store it as they were held, and in RGB."""
+    from PIL import ImageOps
+
     try:
-        return image.convert("RGB")
-    except _UNREADABLE as error:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # PIL computes with all that a camera has written
         raise PromptError(f"an image of the prompt cannot be read: {_line(error)}") from None
 
 

@@ -30,8 +30,14 @@ class Thinking:
     begin_id: int
     end_id: int
 
-    def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int]) -> Stage:
-        """Where an output begins: templates may write the first marker, or both."""
+    def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int], begun: str = "") -> Stage:
+        """Where an output begins: templates may write the first marker, or both.
+
+        Args:
+            begun: text that the output continues.
+        """
+        if begun.strip():
+            return "in" if begun.rfind(self.begin) > begun.rfind(self.end) else "after"
         last = next((i for i in reversed(prompt_ids) if i in self.ids or tokenizer.decode([i]).strip()), None)
         return "in" if last == self.begin_id else "after" if last == self.end_id else "before"
 
@@ -76,12 +82,13 @@ class ThoughtSplitter:
 
     Args:
         stage: where the output begins.
+        is_continued: in the middle of a text, so that white space counts from the beginning.
     """
 
-    def __init__(self, thinking: Thinking, stage: Stage) -> None:
+    def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
         self._thinking, self._stage = thinking, stage
         self._text = ""  # not yet split
-        self._is_dropping = stage != "before"  # white space
+        self._is_dropping = stage != "before" and not is_continued  # white space
 
     def feed(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
         """Add text; return the thoughts and the rest that are certain."""
