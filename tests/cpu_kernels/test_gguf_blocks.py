@@ -76,6 +76,17 @@ def test_products_of_rounded_rows(
     assert torch.equal(got[-1:], few_row_matmul(x[-1:], [stored], form, 1))
 
 
+def test_rows_are_rounded_alike() -> None:
+    """To the bit, by the kernel for few rows and in front of the library for many: times a matrix of ones and zeros."""
+    most = torch.logspace(-4, 4, 600)[:, None]
+    x = (torch.arange(256) % 127 + 0.5) * (most / 127)  # nearly in the middle between two integers
+    x[:, -1:] = most
+    halves = torch.ones(256, 8, 1, dtype=torch.float16).view(torch.int8)  # scales of 1
+    ones = torch.cat((halves, torch.eye(256, dtype=torch.int8).view(256, 8, 32)), dim=2).flatten(1).view(torch.uint8)
+    got = few_row_matmul(x, [ones], replace(_BY_NAME["Q8_0"], rounds=True).product, 1)
+    assert torch.equal(got, rounded(x))
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
     stored, _ = _matrix("Q4_K", 5, 2)
