@@ -36,6 +36,13 @@ def _words() -> Decoder:
     return Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
 
 
+def _raising(error: type[BaseException]) -> Callable[[list[int]], None]:
+    def hook(ids: list[int]) -> None:
+        raise error
+
+    return hook
+
+
 def _num_rows(session: AsyncSession) -> int:
     """Rows that run or wait."""
     engine = session._calls.engine
@@ -165,6 +172,9 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
                 patch.setattr(Engine, "step", failing)
                 with pytest.raises(SessionError, match="RuntimeError"):
                     await session.generate([[1]], **options)
+            for of_python in (SystemExit, KeyboardInterrupt):  # a thread that ends with them says nothing
+                with pytest.raises(SessionError, match=of_python.__name__):
+                    await asyncio.wait_for(session.generate([[1]], **options, processor=_raising(of_python)), LIMIT_S)
             assert await session.generate([[1]], **options) == decoder.generate([[1]], **options)
             stream = session.stream([1], **options)
             chunks: list[Chunk] = [await anext(stream)]

@@ -17,10 +17,11 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import DeviceError, NumericsError, OptionError, PromptError, SessionError
-from outrider.records import Chunk
+from outrider.records import Chunk, RowRound, Timing
 from outrider.requests import session as session_module
 from outrider.requests.call import GenerateCall
 from outrider.requests.shared_engine import SharedEngine
+from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from pairs import random_llama, word_tokenizer
@@ -251,6 +252,24 @@ def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> Non
         list(last)
     with pytest.raises(SessionError, match="closed: open another"):
         session.stream([1])
+
+
+def test_no_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one cannot be made, streams that would miss one end too."""
+    with _decoder().session() as session:
+        other, one = (session.stream(PROMPT, seed=seed, max_new_tokens=30) for seed in (1, 2))
+        next(other)
+        next(one)
+
+        def failing(state: RequestState, row: RowRound, timing: Timing) -> Chunk:
+            raise ValueError("no text")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RequestState, "chunk", failing)
+            with pytest.raises(ValueError, match="no text"):
+                list(one)
+        with pytest.raises(SessionError, match=r"has stopped \(ValueError\): start again"):
+            list(other)
 
 
 def test_a_hook_cannot_use_its_own_session() -> None:

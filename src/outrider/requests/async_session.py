@@ -156,7 +156,7 @@ class AsyncSession:
     def _step_on_thread(self) -> bool:
         try:
             has_more = self._calls.engine.step()
-        except Exception as error:  # all rows have received it, and the next one gets a new engine
+        except BaseException as error:  # SystemExit of a hook, too. All rows have received it; the next engine is new
             has_more = False
             if not isinstance(error, OutriderError):
                 _LOG.exception("the engine of a session has failed")

@@ -111,11 +111,11 @@ class SharedEngine:
             try:
                 self._begin()
                 round_ = None if self._engine is None else self._engine.step()
-            except BaseException as error:
+                if round_ is not None:
+                    self._deliver(round_)
+            except BaseException as error:  # no stream goes on without a chunk that was lost
                 self._end_all(error)
                 raise
-            if round_ is not None:
-                self._deliver(round_)
             return bool(self._rows or self._waiting)
 
     def close(self) -> None:
@@ -165,15 +165,16 @@ class SharedEngine:
         timed = set()
         for row_round in round_.rows:
             row = self._rows[row_round.row]
+            if row_round.error is not None:
+                item: Item = NumericsError(row_round.error)
+            else:
+                # The first chunk of a round carries its timing, so that the timings of a stream's chunks add up.
+                timing = Timing() if row.receive in timed else round_.timing
+                timed.add(row.receive)
+                item = replace(row.state.chunk(row_round, timing), row=row.number)
             if row_round.finish_reason is not None:
                 del self._rows[row.index]
-            if row_round.error is not None:
-                row.receive(row.number, NumericsError(row_round.error))
-                continue
-            # The first chunk of a round carries its timing, so that the timings of a stream's chunks add up.
-            timing = Timing() if row.receive in timed else round_.timing
-            timed.add(row.receive)
-            row.receive(row.number, replace(row.state.chunk(row_round, timing), row=row.number))
+            row.receive(row.number, item)
 
     def _end_all(self, error: BaseException) -> None:
         reason = error if isinstance(error, OutriderError) else None
