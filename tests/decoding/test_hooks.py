@@ -166,6 +166,10 @@ def _tiny_floats(ids: list[int]) -> torch.Tensor:
     return torch.zeros(97, dtype=torch.float8_e4m3fn)
 
 
+def _infinite(ids: list[int]) -> torch.Tensor:
+    return torch.full((97,), torch.inf, dtype=torch.float16)
+
+
 def _raising(ids: list[int]) -> None:
     raise KeyError(len(ids))
 
@@ -177,6 +181,7 @@ def _raising(ids: list[int]) -> None:
         (_tiny_floats, "processor _tiny_floats gave torch.float8_e4m3fn"),
         (_raising, "processor _raising raised KeyError: 1"),
         (_nan, "processor _nan gave NaN, or numbers beyond"),
+        (_infinite, "processor _infinite gave NaN, or numbers beyond"),
         (_narrow, r"processor _narrow gave float64 of shape \[96\]: give a mask or biases of shape \[97\]"),
         (_nothing, "processor _nothing leaves no token at position 1"),
         (_ragged, "processor _ragged gave object"),

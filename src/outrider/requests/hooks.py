@@ -152,9 +152,10 @@ def _checked(name: str, given: Any, vocab_size: int) -> NDArray[Any] | None:
         raise _UnusableResult(f"{name} gave {kind} of shape {shape}: {remedy}")
     if values.dtype.kind == "b":
         return values
+    values = values.astype(np.float64 if values.dtype == np.float64 else np.float32)  # the bound is beyond float16
     if not ((np.abs(values) <= MAX_BIAS) | (values == -np.inf)).all():
         raise _UnusableResult(f"{name} gave NaN, or numbers beyond {MAX_BIAS:g}: each bias is a number, or -inf")
-    return values.astype(np.float64 if values.dtype == np.float64 else np.float32)
+    return values
 
 
 def _is_allowed(effect: NDArray[Any]) -> NDArray[np.bool_]:
