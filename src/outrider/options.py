@@ -296,7 +296,7 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 
 
 def _is_bias(number: Any) -> bool:
-    return abs(number) <= MAX_BIAS or number == -math.inf
+    return bool(abs(number) <= MAX_BIAS or number == -math.inf)
 
 
 def _check_integer(name: str, value: object, low: int, remedy: str) -> None:

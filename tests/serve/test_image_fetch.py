@@ -142,7 +142,18 @@ def test_hosts() -> None:
         ("b.example", 81),
         ("::1", 80),
     }
-    for wrong in ("", "http://a.example", "a.example/b", "a:b", "u@a.example", ":80", "a.example:99999", "é.example", "*.example", "a b"):
+    for wrong in (
+        "",
+        "http://a.example",
+        "a.example/b",
+        "a:b",
+        "u@a.example",
+        ":80",
+        "a.example:99999",
+        "é.example",
+        "*.example",
+        "a b",
+    ):
         with pytest.raises(OptionError, match="--allow-image-host"):
             check_hosts([wrong])
 
