@@ -102,6 +102,12 @@ def test_images_that_cannot_be_read_are_refused(decoder: Decoder, tmp_path: Path
     ):
         with pytest.raises(PromptError, match=message):
             decoder.generate([chat({"type": "image", "image": value})])
+    for low in (
+        {"type": "image_url", "image_url": {"url": data_url(picture(1)), "detail": "low"}},
+        {"type": "image", "url": data_url(picture(1)), "detail": "low"},
+    ):
+        with pytest.raises(PromptError, match="in detail 'low': they are read as they are"):
+            decoder.generate([chat(low)])
     with pytest.raises(PromptError, match="a part of type 'video'"):
         decoder.generate([[*chat({"type": "video"}), *chat({"type": "image", "image": picture(1)})]])
     with pytest.raises(PromptError, match="a part of type 'image': only text can be given here"):

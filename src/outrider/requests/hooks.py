@@ -197,11 +197,15 @@ def _forbidding(sequences: Sequence[Sequence[int]], vocab_size: int) -> Hook:
     """Hook that forbids the last token of each sequence after its other tokens."""
 
     always = ~np.isin(np.arange(vocab_size), [one[0] for one in sequences if len(one) == 1])
-    longer = [(list(head), last) for *head, last in sequences if head]
+    longer: dict[int, list[tuple[list[int], int]]] = {}  # by the last token before the forbidden one
+    for *head, last in sequences:
+        if head:
+            longer.setdefault(head[-1], []).append((head, last))
 
     def mask(ids: list[int]) -> NDArray[np.bool_]:
         allowed = always.copy()
-        allowed[[last for head, last in longer if ids[-len(head) :] == head]] = False
+        candidates = longer.get(ids[-1], []) if ids else []
+        allowed[[last for head, last in candidates if ids[-len(head) :] == head]] = False
         return allowed
 
     return mask

@@ -78,6 +78,12 @@ def _value_of(part: Mapping[str, Any]) -> Any:
     return value.get("url") if isinstance(value, Mapping) else value
 
 
+def _detail_of(part: Mapping[str, Any]) -> Any:
+    """OpenAI's ``detail``, which chats have in the image and /v1/responses beside it."""
+    value = part.get("image_url")
+    return value.get("detail") if isinstance(value, Mapping) else part.get("detail")
+
+
 def chat_inputs(
     processor: Any | None,
     messages: Sequence[Any],
@@ -106,6 +112,10 @@ def chat_inputs(
         parts = []
         for part in _parts(message):
             if _is_image(part):
+                if (detail := _detail_of(part)) not in (None, "auto", "high"):
+                    raise PromptError(
+                        f"message {index} asks for images in detail {detail!r}: they are read as they are"
+                    )
                 images.append(_opened(_value_of(part), f"message {index}", fetched, reads_files=reads_files))
                 _check_size(images)
                 parts.append({"type": "image"})
