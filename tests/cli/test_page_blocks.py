@@ -34,7 +34,7 @@ FILES = {
     "prompts.txt": "The king\nThe fox and the hen\n",
     "schema.json": '{"type": "object", "properties": {"name": {"enum": ["fox", "hen"]}}, "required": ["name"]}',
     "animal.lark": 'start: " " ("fox" | "hen")\n',
-    "story.txt": "The king saw the queen and the queen saw the king.\n" * 20,
+    "story.txt": "The king saw the queen and the queen saw the king.\n" * 100,
 }
 
 
