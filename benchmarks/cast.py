@@ -3,8 +3,8 @@
     python benchmarks/cast.py docs/pictures/race.svg "outrider compare -n 64"
 
 The command runs in tmux, whose screen is read ten times a second. Frames have the times at which they were seen, except
-that a progress bar is shown for at most a second, a frame that does not change for 1.5, and the last for eight. The
-picture is one file that loads nothing; where a reader prefers reduced motion it shows the last frame.
+that loading and a progress bar are shown for a second, a frame that does not change for 1.5, and the last for eight.
+The picture is one file that loads nothing; where a reader prefers reduced motion it shows the last frame.
 """
 
 import argparse
@@ -58,52 +58,58 @@ def record(command: str, limit_s: float) -> list[Frame]:
 def command_words(command: str) -> str:
     """The argument of ``bash -c``: show the command as if it had been typed, then run it."""
     quoted = command.replace("'", "'\\''")
-    return "'" + f'sleep 1; clear; printf "$ %s\\n" "{quoted}"; {quoted}' + "'"
+    return "'" + f'clear; printf "$ %s\\n" "{quoted}"; {quoted}' + "'"
 
 
 def durations_s(frames: list[Frame]) -> list[float]:
     """Seconds for which each frame is shown."""
-    shown = []
-    bar_s = 0.0
-    for frame, following in zip(frames, [*frames[1:], None], strict=True):
-        seconds = following.time_s - frame.time_s if following else 8.0
-        if any(re.search(r"\bruns .*━", line) for line in frame.lines):
-            seconds = min(seconds, max(0.0, 1.0 - bar_s))
-            bar_s += seconds
-        shown.append(min(seconds, 8.0 if following is None else 1.5))
+    shown, waited_s = [], {"loading": 0.0, "runs": 0.0}
+    for frame, following in zip(frames, [*frames, None][1:], strict=True):
+        seconds = min(following.time_s - frame.time_s, 1.5) if following else 8.0
+        screen = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(frame.lines))
+        waits = re.search(r"(loading) |^(runs) [━╸╺]", screen, re.MULTILINE)
+        if waits and following:
+            name = waits[1] or waits[2]
+            seconds = max(0.0, min(seconds, 1.0 - waited_s[name]))
+            waited_s[name] += seconds
+        shown.append(seconds)
     return shown
 
 
-def svg_line(line: str) -> str:
-    """A line with its colours, as SVG."""
-    parts, style, column = [], {}, 0
-    for codes, text in re.findall(r"(?:\x1b\[([\d;]*)m)|([^\x1b]+)", line):
-        if text:
-            text = text.replace("\x0e", "").replace("\x0f", "")
-            attributes = "".join(f' {name}="{value}"' for name, value in style.items())
-            if text.strip():
-                length = f' textLength="{len(text) * CHAR_PX:.1f}"'
-                parts.append(f'<tspan x="{column * CHAR_PX:.1f}"{length}{attributes}>{html.escape(text)}</tspan>')
-            column += len(text)
-            continue
-        numbers = [int(code or 0) for code in codes.split(";")]
-        if numbers[:2] == [38, 5]:
-            style["fill"] = COLOURS[numbers[2] % 8]
-            continue
-        for number in numbers:
-            if number == 0:
-                style = {}
-            elif number == 1:
-                style["font-weight"] = "bold"
-            elif number == 2:
-                style["opacity"] = "0.6"
-            elif number == 4:
-                style["text-decoration"] = "underline"
-            elif 30 <= number <= 37 or 90 <= number <= 97:
-                style["fill"] = COLOURS[number % 10]
-            elif number == 39:
-                style.pop("fill", None)
-    return "".join(parts)
+def svg_lines(lines: tuple[str, ...]) -> list[str]:
+    """The lines of a screen with their colours, as SVG. A style lasts until it is changed, also into the next line."""
+    style: dict[str, str] = {}
+    drawn = []
+    for line in lines:
+        parts, column = [], 0
+        for codes, text in re.findall(r"(?:\x1b\[([\d;]*)m)|([^\x1b]+)", line):
+            if text:
+                attributes = "".join(f' {name}="{value}"' for name, value in style.items())
+                if text.strip():
+                    length = f' textLength="{len(text) * CHAR_PX:.1f}"'
+                    parts.append(f'<tspan x="{column * CHAR_PX:.1f}"{length}{attributes}>{html.escape(text)}</tspan>')
+                column += len(text)
+            else:
+                style = restyled(style, [int(code or 0) for code in codes.split(";")])
+        drawn.append("".join(parts))
+    return drawn
+
+
+def restyled(style: dict[str, str], codes: list[int]) -> dict[str, str]:
+    """A style after a sequence of SGR codes."""
+    if codes[:2] == [38, 5]:
+        return {**style, "fill": COLOURS[codes[2] % 8]}
+    for code in codes:
+        if code == 0:
+            style = {}
+        elif code in (1, 2, 4):
+            name, value = {1: ("font-weight", "bold"), 2: ("opacity", "0.6"), 4: ("text-decoration", "underline")}[code]
+            style = {**style, name: value}
+        elif 30 <= code <= 37 or 90 <= code <= 97:
+            style = {**style, "fill": COLOURS[code % 10]}
+        elif code == 39:
+            style = {name: value for name, value in style.items() if name != "fill"}
+    return style
 
 
 def picture(frames: list[Frame], title: str) -> str:
@@ -115,16 +121,14 @@ def picture(frames: list[Frame], title: str) -> str:
     screens, steps, at_s = [], [], 0.0
     for index, (frame, seconds) in enumerate(kept):
         uses = []
-        for row, line in enumerate(frame.lines[:ROWS]):
+        for row, line in enumerate(svg_lines(frame.lines)[:ROWS]):
             if line:
                 number = numbers.setdefault(line, len(numbers))
-                uses.append(f'<use href="#l{number}" y="{index * height + row * LINE_PX:g}"/>')
+                uses.append(f'<use href="#l{number}" y="{index * height + row * LINE_PX + 14:g}"/>')
         screens.append("".join(uses))
         steps.append(f"{100 * at_s / total_s:.3f}%{{transform:translateY({-index * height:g}px)}}")
         at_s += seconds
-    lines = "".join(
-        f'<text id="l{number}" xml:space="preserve">{svg_line(line)}</text>' for line, number in numbers.items()
-    )
+    lines = "".join(f'<text id="l{number}" xml:space="preserve">{line}</text>' for line, number in numbers.items())
     last = -(len(kept) - 1) * height
     return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" \
 viewBox="0 0 {width:g} {height:g}" role="img"><title>{html.escape(title)}</title>
@@ -132,7 +136,7 @@ viewBox="0 0 {width:g} {height:g}" role="img"><title>{html.escape(title)}</title
 .f{{animation:k {total_s:.2f}s step-end infinite}}@keyframes k{{{"".join(steps)}}}
 @media (prefers-reduced-motion:reduce){{.f{{animation:none;transform:translateY({last:g}px)}}}}</style>
 <defs>{lines}</defs><rect width="100%" height="100%" rx="8" fill="#1e222a"/>
-<svg x="{MARGIN_PX}" y="{MARGIN_PX + 12}" width="{width - MARGIN_PX:g}" height="{height - MARGIN_PX:g}">
+<svg x="{MARGIN_PX}" y="{MARGIN_PX}" width="{width - MARGIN_PX:g}" height="{height - 2 * MARGIN_PX:g}">
 <g class="f">{"".join(screens)}</g></svg></svg>
 """
 

@@ -27,14 +27,14 @@ from serve.servers import running
 ADDRESS = "http://127.0.0.1:8000"
 WITH_BLOCKS = [page for page in PAGES if any(block.is_run for block in blocks_of(page))]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-SHELL = {"cat", "curl", "ls"}  # run by a shell
+SHELL = {"cat", "curl", "echo", "ls"}  # run by a shell
 ONLY_READ = {"pip", "git", "python3", ".", "cd", "pytest"}  # of installations
 FILES = {
     "prompts.jsonl": "".join(json.dumps({"prompt": text}) + "\n" for text in ("The king", "The fox", "One day the")),
     "prompts.txt": "The king\nThe fox and the hen\n",
     "schema.json": '{"type": "object", "properties": {"name": {"enum": ["fox", "hen"]}}, "required": ["name"]}',
     "animal.lark": 'start: " " ("fox" | "hen")\n',
-    "story.txt": "The king saw the queen and the queen saw the king.\n" * 20,
+    "story.txt": "The king saw the queen and the queen saw the king.\n" * 100,
 }
 
 
