@@ -153,11 +153,11 @@ def test_what_is_fetched_is_what_transformers_loads(
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch_all)
-    found = cpu_weights._files(ModelSpec(name="a", hub="x/y"))
+    found = cpu_weights.files_of(ModelSpec(name="a", hub="x/y"))
     assert {path.name for path in found} == {path.name for path in cache.glob("*.safetensors")} == loaded
     assert patterns == (sorted(loaded) if len(loaded) > 1 else [])
     shutil.rmtree(hub)
-    assert cpu_weights._files(ModelSpec(name="a", hub="x/y")) == []  # other formats
+    assert cpu_weights.files_of(ModelSpec(name="a", hub="x/y")) == []  # other formats
 
 
 def test_only_the_form_that_is_kept_is_predicted_so() -> None:
