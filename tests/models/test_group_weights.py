@@ -41,7 +41,7 @@ class _Parts:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.wholes = torch.randint(0, 16, (number, width), generator=generator)
-        self.scales = (torch.rand(number, width // size, generator=generator) / 40 + 0.001).to(dtype)
+        self.scales = (torch.rand(number, width // size, generator=generator) / 150 + 0.0005).to(dtype)
         self.zeros = torch.randint(0, 16, (number, width // size), generator=generator)
         if is_symmetric:
             self.zeros = torch.full_like(self.zeros, 8)
@@ -259,7 +259,8 @@ def test_activations_of_8_bits(tmp_path: Path) -> None:
         with torch.inference_mode():
             logits, wide = kept(ids).logits, want(ids).logits
         # A sum in another order may round an activation to the next integer.
-        torch.testing.assert_close(logits, wide, rtol=0.0, atol=2e-2 * float(wide.abs().amax()))
+        torch.testing.assert_close(logits, wide, rtol=0.0, atol=4e-2 * float(wide.abs().amax()))
+        assert (logits - wide).abs().mean() < 2e-3 * wide.abs().amax()
     with pytest.raises(OptionError, match="a8"):
         outrider.load(f"{tmp_path}:a8", store="plain")
 
@@ -290,3 +291,15 @@ def test_scales_that_no_group_holds(tmp_path: Path, caplog: pytest.LogCaptureFix
     found = outrider.load(tmp_path).target.model.get_parameter(f"{name}.weight")
     assert found.blocks is None and torch.equal(found.wide()[1:], want.get_parameter(f"{name}.weight")[1:])
     assert f"{name} is widened" in caplog.text
+
+
+@pytest.mark.slow  # half a minute to compile
+@pytest.mark.parametrize("name", ["gptq, act-order", "compressed, asymmetric"])
+def test_groups_are_compiled(name: str, tmp_path: Path) -> None:
+    _write(tmp_path, name)
+    pair = outrider.load(tmp_path, tmp_path)
+    (eager,), (compiled,) = (
+        one.generate([[5, 6, 7]], num_draft_tokens=3, **_GREEDY) for one in (pair, pair.compiled())
+    )
+    assert compiled.token_ids == eager.token_ids
+    assert compiled.stats.num_accepted_draft_tokens == compiled.stats.num_draft_tokens > 0

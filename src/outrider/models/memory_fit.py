@@ -51,7 +51,7 @@ def stored_bytes(spec: ModelSpec) -> int:
     return 0 if spec.path is None else sum(file.stat().st_size for file in weight_files(spec.path))
 
 
-def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int, device_type: str) -> dict[str, int]:
+def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int, device_type: str = "cpu") -> dict[str, int]:
     """Bytes of the weights in narrower types, by the options that choose them.
 
     Args:
