@@ -137,7 +137,7 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
                 narrowed(bare, kept)
             if in_groups and has_kernel(placed):
                 predict_groups(bare)
-            needed = weights_bytes(bare, dtype, "none" if in_groups else quantization, size)
+            needed = weights_bytes(bare, dtype, "none" if in_groups else quantization, size, device.type)
             if method is None:
                 smaller = partial(forms, bare, kept or dtype, quantization, size, device.type)
         else:
