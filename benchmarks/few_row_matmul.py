@@ -1,11 +1,12 @@
 """All products of a forward of few rows: the matrix library against our kernel, for each type of weights.
 
-    python benchmarks/few_row_matmul.py [--threads 2] [--num-layers 14]
+    python benchmarks/few_row_matmul.py [--threads 2] [--num-layers 14] [--blocks] [--rows 1 5 8]
 
-The shapes are those of the 110M target of benchmarks/grow.py. Every product of a forward is formed in turn, so that the
-weights come from memory as they do in a model; attention and all else is left out. Medians of runs in turn. For the
-limit, a buffer of the size of the float32 weights is read in two halves at once. The last line of standard output is
-one JSON document.
+With --blocks, the weights are in blocks and groups of 4 to 8 bits (kernels/blocks.py) instead, with activations in
+float32 and in 8 bits (a8). The shapes are those of the 110M target of benchmarks/grow.py. Every product of a forward is
+formed in turn, so that the weights come from memory as they do in a model; attention and all else is left out. Medians
+of runs in turn. For the limit, a buffer of the size of the float32 weights is read in two halves at once. The last line
+of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,19 +25,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from outrider.bench.report import new_table
-from outrider.kernels.library import FORMS, into
+from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
+from outrider.kernels.library import FORMS, into, widen_blocks
 from outrider.system.provenance import provenance
 
 _LAYER = [(768, 768)] * 4 + [(2304, 768)] * 2 + [(768, 2304)]  # [O, I]
 _HEAD = (4096, 768)
 _ROWS = (1, 5, 8, 12, 16, 32, 48)
 _NUM_RUNS = 9
+# Places of the scales (and offsets) in a block, numbers of 16 bits.
+_HALVES = {BLOCK_FORMS[8]: (0,), BLOCK_FORMS[2]: (0,), BLOCK_FORMS[12]: (0, 2)}
+_HALVES |= {form: (int(has_zero),) for (size, has_zero), form in GROUP_FORMS.items() if size > 32 or has_zero}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--num-layers", type=int, default=14)
+    parser.add_argument("--blocks", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     weights = [torch.randn(shape) for shape in [*_LAYER * arguments.num_layers, _HEAD]]
@@ -44,17 +52,26 @@ def main() -> None:
         "bfloat16": [weight.bfloat16() for weight in weights],
         "int8": [(30 * weight).clamp(-127, 127).to(torch.int8) for weight in weights],
     }
+    form_of: dict[str, BlockForm] = {}
+    if arguments.blocks:
+        del forms["bfloat16"], forms["int8"]
+        for form in _HALVES:
+            for rounds in (False, True):
+                name = form.name + ", a8" * rounds
+                form_of[name] = replace(form, rounds=rounds)
+                forms[name] = [_in_blocks(form, *weight.shape) for weight in weights]
     num_bytes = sum(weight.nbytes for weight in weights)
     buffer = torch.ones(2, num_bytes // 8)
     arms: dict[tuple[str, int], Callable[[], object]] = {("reading", 0): partial(torch.dot, *buffer)}
     results = []  # of the kernel, which has their addresses alone
-    for num_rows in _ROWS:
+    for num_rows in arguments.rows:
         inputs = {width: torch.randn(num_rows, width) for width in (768, 2304)}
         outputs = {number: torch.empty(num_rows, number) for number in (768, 2304, 4096)}
         results.append(outputs)
         arms["library, float32", num_rows] = partial(_by_library, inputs, weights)
         for name, matrices in forms.items():
-            calls = [_by_kernel(inputs, outputs, matrix, arguments.threads) for matrix in matrices]
+            blocks = form_of.get(name)
+            calls = [_by_kernel(inputs, outputs, matrix, blocks, arguments.threads) for matrix in matrices]
             arms[name, num_rows] = partial(_all, calls)
     taken: dict[tuple[str, int], list[float]] = {arm: [] for arm in arms}
     with torch.inference_mode():
@@ -65,9 +82,9 @@ def main() -> None:
                 taken[arm].append(1e3 * (time.perf_counter() - begin))
     medians = {arm: statistics.median(times) for arm, times in taken.items()}
     reading_ms = medians.pop(("reading", 0))
-    table = new_table(f"ms, medians, {arguments.threads} thread(s)", "weights", *(f"{n} rows" for n in _ROWS))
+    table = new_table(f"ms, medians, {arguments.threads} thread(s)", "weights", *(f"{n} rows" for n in arguments.rows))
     for name in dict.fromkeys(name for name, _ in medians):
-        table.add_row(name, *(f"{medians[name, num_rows]:.1f}" for num_rows in _ROWS))
+        table.add_row(name, *(f"{medians[name, num_rows]:.1f}" for num_rows in arguments.rows))
     Console(width=100).print(table, f"  reading {num_bytes / 1e6:.0f} MB: {reading_ms:.1f} ms")
     rows = [{"weights": name, "num_rows": num_rows, "ms": ms} for (name, num_rows), ms in medians.items()]
     print(json.dumps({"reading_ms": reading_ms, "rows": rows, "provenance": provenance("cpu")}))
@@ -78,13 +95,28 @@ def _by_library(inputs: dict[int, Tensor], weights: list[Tensor]) -> None:
         linear(inputs[weight.shape[1]], weight)
 
 
+def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
+    """Any bytes, with scales of 0.01. [O, bytes of a row]"""
+    blocks = torch.randint(0, 256, (number, width // form.num_numbers, form.num_bytes), dtype=torch.uint8)
+    for place in _HALVES[form]:
+        blocks[..., place : place + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    return blocks.flatten(1)
+
+
 def _by_kernel(
-    inputs: dict[int, Tensor], outputs: dict[int, Tensor], weight: Tensor, num_threads: int
+    inputs: dict[int, Tensor],
+    outputs: dict[int, Tensor],
+    weight: Tensor,
+    blocks: BlockForm | None,
+    num_threads: int,
 ) -> Callable[[], None]:
-    x, y = inputs[weight.shape[1]], outputs[weight.shape[0]]
-    call = into(y, x, [weight], FORMS[weight.dtype], num_threads)
+    width = weight.shape[1] if blocks is None else blocks.width_of(weight.shape[1])
+    x, y = inputs[width], outputs[weight.shape[0]]
+    call = into(y, x, [weight], FORMS[weight.dtype] if blocks is None else blocks.product, num_threads)
     call()
-    torch.testing.assert_close(y, linear(x, weight.float()), rtol=1e-3, atol=0.1)
+    wide = weight.float() if blocks is None else widen_blocks(weight, blocks.number, width, num_threads)
+    close = 0.1 if blocks is None or not blocks.rounds else 0.05 * float(wide.norm(dim=-1).amax())
+    torch.testing.assert_close(y, linear(x, wide), rtol=1e-3, atol=close)
     return call
 
 

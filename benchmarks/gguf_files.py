@@ -1,11 +1,13 @@
 """GGUF files of a target: widened on loading, as Transformers does it; in their own blocks; and with 8-bit activations.
 
-    python benchmarks/gguf_files.py FOLDER [--draft fable-draft] [-k 4] [--forms Q8_0 Q4_0] [--arms blocks] [--compile]
+    python benchmarks/gguf_files.py FOLDER [--draft fable-draft] [-k 4] [--forms Q8_0 Q4_0 int4] [--arms blocks]
+        [--compile] [--ggml LIBRARY]
 
 FOLDER is a checkpoint (benchmarks/grow.py makes some), which is written as GGUF into a temporary folder. Each arm has a
 process of its own: it loads a file, takes the memory that this adds to the process, measures rounds with 0 and k drafts
 that cost nothing (so a plain step, and a verify of k + 1 tokens; decoding/measured_costs.py), and generates with and
-without the draft at temperature 1, prefill included. The last line of standard output is one JSON document.
+without the draft at temperature 1, prefill included. The form ``int4`` is FOLDER:int4, our own groups. Files in Q4_K
+need LIBRARY (see four_bits.py). The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import gguf
 import torch
+from four_bits import by_ggml
 from rich.console import Console
 
 from outrider.api import load, load_drafter
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--forms", nargs="+", default=["Q8_0", "Q4_0"])
     parser.add_argument("--arms", nargs="+", choices=("plain", "blocks", "a8"), default=["plain", "blocks", "a8"])
+    parser.add_argument("--ggml")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
@@ -55,10 +59,14 @@ def main() -> None:
         whole = Path(folder) / "F32.gguf"
         write_gguf(resolve(str(arguments.target)), whole, torch.float32)
         for form in arguments.forms:
-            file = whole.with_name(f"{form}.gguf")
-            _quantize(whole, file, form)
-            for arm in arguments.arms:
-                model, store = f"{file}:a8" if arm == "a8" else str(file), "plain" if arm == "plain" else "auto"
+            if form == "int4":
+                file, name, arms = arguments.target / "model.safetensors", f"{arguments.target}:int4", ["blocks"]
+            else:
+                file = whole.with_name(f"{form}.gguf")
+                name, arms = str(file), arguments.arms
+                _quantize(whole, file, form, arguments.ggml)
+            for arm in arms:
+                model, store = f"{name}:a8" if arm == "a8" else name, "plain" if arm == "plain" else "auto"
                 command = [sys.executable, *sys.argv, "--arm", model, store]
                 ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 rows.append({"form": form, "arm": arm, "file": file.stat().st_size, **json.loads(ran.stdout)})
@@ -86,7 +94,7 @@ def main() -> None:
     print(json.dumps({"rows": rows, "provenance": provenance("cpu")}))
 
 
-def _quantize(whole: Path, file: Path, form: str) -> None:
+def _quantize(whole: Path, file: Path, form: str, library: str | None) -> None:
     """Write a file of float32 again, its matrices in another form."""
     reader, kind = gguf.GGUFReader(whole), gguf.GGMLQuantizationType[form]
     writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
@@ -96,7 +104,8 @@ def _quantize(whole: Path, file: Path, form: str) -> None:
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=of_parts)
     for tensor in reader.tensors:
         if tensor.data.ndim == 2:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(tensor.data, kind), raw_dtype=kind)
+            blocks = by_ggml(library, tensor.data, kind) if library else gguf.quants.quantize(tensor.data, kind)
+            writer.add_tensor(tensor.name, blocks, raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, tensor.data)
     writer.write_header_to_file()

@@ -119,7 +119,7 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
   }
 }
 
-// Number i of a block of this form in ggml, as its sources define it.
+// Number i of a block of this form: in ggml, as its sources define it; or in a group.
 double number_of(int64_t form, const uint8_t* block, int64_t i) {
   auto half = [&](int64_t place) {
     uint16_t bits;
@@ -132,6 +132,12 @@ double number_of(int64_t form, const uint8_t* block, int64_t i) {
     return i % (2 * length) < length ? block[place + i % length] & 15 : block[place + i % length] >> 4;
   };
   auto fifth = [&](int64_t place) { return (block[place + i / 8] >> i % 8 & 1) << 4; };
+  if (form >= 192) {
+    const bool has_zero = form % 2 == 0;
+    const int64_t half_part = form == 192 ? 16 : 32, scale = has_zero ? 1 : 0;
+    const int64_t place = scale + 2 + i / (2 * half_part) * half_part;
+    return half(scale) * (four(place, half_part) - (has_zero ? block[0] : 8));
+  }
   if (form == 2) return half(0) * (four(2, 16) - 8);
   if (form == 3) return half(0) * four(4, 16) + half(2);
   if (form == 6) return half(0) * ((four(6, 16) | fifth(2)) - 16);
@@ -189,10 +195,11 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   const int64_t width = num_blocks * length, all = num_channels * num_blocks;
   std::vector<uint8_t> data(all * size);
   for (uint8_t& one : data) one = static_cast<uint8_t>(generator());
-  const int64_t last = form == 14 ? 208 : 0;
+  const int64_t last = form == 14 ? 208 : form >= 192 && form % 2 == 0 ? 1 : 0;
   for (int64_t b = 0; b < all; b++) {
     data[b * size + last + 1] &= 0xbf;  // scales are below 2, and finite
-    if (form != 14) data[b * size + 3] &= 0xbf;
+    if (last == 1) data[b * size] &= 15;  // a zero
+    if (last == 0) data[b * size + 3] &= 0xbf;
   }
   std::vector<float> wide(num_channels * width), y(num_rows * num_channels), of_wide(num_rows * num_channels);
   std::vector<float> x = numbers(num_rows * width);
@@ -292,7 +299,8 @@ int main(int, char** arguments) {
     }
   }
   const int64_t forms[][3] = {{2, 32, 18},   {3, 32, 20},   {6, 32, 22},   {7, 32, 24},
-                              {8, 32, 34},   {12, 256, 144}, {13, 256, 176}, {14, 256, 210}};
+                              {8, 32, 34},   {12, 256, 144}, {13, 256, 176}, {14, 256, 210}, {192, 32, 19},
+                              {193, 64, 34}, {194, 64, 35},  {195, 128, 66}, {196, 128, 67}};
   for (auto [form, length, size] : forms) {
     for (int64_t num_rows : {1, 2, 5, 6, 9, 35}) {
       if (is_tried()) blocks(form, length, size, num_rows, 1 + (num_rows + form) % 3, 4 + num_rows % 7);

@@ -122,7 +122,7 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stated", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
 def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration suffices for a model on the hub."""
-    monkeypatch.setattr(cpu_weights, "_files", lambda spec: pytest.fail("fetches"))
+    monkeypatch.setattr(cpu_weights, "files_of", lambda spec: pytest.fail("fetches"))
     with torch.device("meta"):
         bare = skeleton(random_llama().config, torch.float32)
     spec, placed = ModelSpec(name="a", hub="x/y"), Placement(quantization="none")
@@ -153,19 +153,21 @@ def test_what_is_fetched_is_what_transformers_loads(
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch_all)
-    found = cpu_weights._files(ModelSpec(name="a", hub="x/y"))
+    found = cpu_weights.files_of(ModelSpec(name="a", hub="x/y"))
     assert {path.name for path in found} == {path.name for path in cache.glob("*.safetensors")} == loaded
     assert patterns == (sorted(loaded) if len(loaded) > 1 else [])
     shutil.rmtree(hub)
-    assert cpu_weights._files(ModelSpec(name="a", hub="x/y")) == []  # other formats
+    assert cpu_weights.files_of(ModelSpec(name="a", hub="x/y")) == []  # other formats
 
 
 def test_only_the_form_that_is_kept_is_predicted_so() -> None:
-    """Not quantized, on one device."""
+    """Not quantized, or in int4 of our own, which leaves embeddings; on one device."""
     config, work = random_llama().config, Workload(context=32, num_rows=1, k=2)
     plain, kept = Predictor(config, work, torch.float32), Predictor(config, work, torch.float32, torch.bfloat16)
     assert kept.memory().weights < 0.6 * plain.memory().weights
-    assert kept.memory("int4").weights == plain.memory("int4").weights
+    assert kept.memory("int8").weights == plain.memory("int8").weights
+    assert kept.memory("int4").weights < plain.memory("int4").weights
+    assert kept.memory("int4", parallel=2).weights == plain.memory("int4", parallel=2).weights
     assert kept.memory(parallel=2).weights == plain.memory(parallel=2).weights
 
 

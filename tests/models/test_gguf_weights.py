@@ -234,13 +234,13 @@ def test_a_matrix_in_no_blocks_is_widened(tmp_path: Path) -> None:
 
 def test_files_that_lack_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _write(tmp_path / "tiny.gguf", "llama", _FILES["Q8_0"])
-    whole = gguf_weights.block_weights
+    whole = gguf_weights.gguf_weights
 
     def without_a_norm(*args: Any) -> Any:
         found = whole(*args)
         assert found is not None
-        return replace(found, tensors={name: one for name, one in found.tensors.items() if name != "model.norm.weight"})
+        return replace(found, others=found.others - {"model.norm.weight"})
 
-    monkeypatch.setattr("outrider.models.gguf_weights.block_weights", without_a_norm)
+    monkeypatch.setattr("outrider.models.gguf_weights.gguf_weights", without_a_norm)
     with pytest.raises(ModelCorrupt, match="model.norm.weight"):
         outrider.load(file)

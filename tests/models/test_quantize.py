@@ -60,7 +60,7 @@ def test_bytes_are_predicted_from_the_configuration(quantization: str, dtype: to
 
 
 def test_widths_that_the_group_does_not_divide_are_passed_over(tmp_path: Path) -> None:
-    """A scale is for 128 inputs or 32: of 96 and 48, the layers of 96 inputs are quantized. The prediction knows."""
+    """A scale is for 32 inputs: of 96 and 48, the layers of 96 inputs are quantized. The prediction knows."""
     config = random_llama(hidden_size=96, tie_word_embeddings=False, initializer_range=0.02).config
     folder = save(tmp_path, LlamaForCausalLM(config))
     model = outrider.load(folder, quantization="int4").target.model
@@ -92,7 +92,7 @@ def test_a_quantized_draft_costs_acceptance_only() -> None:
 
 
 @pytest.mark.slow  # half a minute to compile
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_quantized_weights_are_compiled(quantization: str) -> None:
     pair = outrider.load(f"fable:{quantization}", "fable-draft")
     assert tokens(pair.compiled(), temperature=0) == tokens(pair, temperature=0)

@@ -1,7 +1,9 @@
-// Blocks of quantized weights as GGUF files hold them, and the numbers that they mean.
+// Blocks of quantized weights, and the numbers that they mean: as GGUF files hold them, and groups of 4 bits.
 //
-// A row of a matrix is a sequence of blocks of 32 or 256 numbers: integers of 4 to 8 bits, with a scale, and perhaps an
-// offset, for each 16 or 32 of them (ggml-common.h in ggml defines the layouts). A number is integer * scale + offset.
+// A row of a matrix is a sequence of blocks. GGUF's have 32 or 256 numbers: integers of 4 to 8 bits, with a scale, and
+// perhaps an offset, for each 16 or 32 of them (ggml-common.h in ggml defines the layouts). A group has 32, 64 or 128
+// integers of 4 bits with a scale and perhaps a zero; GPTQ, AWQ and compressed-tensors store the same numbers apart from
+// each other. A number is integer * scale + offset.
 // The products are exact in float32: integers have at most 8 bits and scales at most 19, together at most 24. So
 // a number is rounded once, with a fused multiply-add and without, and all processors get the same bits.
 #pragma once
@@ -64,6 +66,24 @@ struct Q6_K {
   int8_t scales[16];        // of 16 numbers
   uint16_t scale;           // their unit
 };
+
+// The integer that means 0.
+template <bool IS_STORED>
+struct Zero {
+  uint8_t zero;
+};
+template <>
+struct Zero<false> {
+  static constexpr uint8_t zero = 8;
+};
+
+template <int WIDTH, bool HAS_ZERO>
+struct __attribute__((packed)) Group : Zero<HAS_ZERO> {
+  static constexpr int NUMBERS = WIDTH, PART = WIDTH < 64 ? WIDTH : 64;
+  uint16_t scale;
+  uint8_t low_high[WIDTH / PART][PART / 2];  // of numbers i and i + PART / 2 of each PART
+};
+static_assert(sizeof(Group<64, false>) == 34 && sizeof(Group<128, true>) == 67);
 
 INLINE Words each_lane() {
   Words lanes;
@@ -197,7 +217,27 @@ INLINE void widen_part(const Q6_K& block, const Sixteen& of, int h, Put put) {
   }
 }
 
-// Forms of weights, by their numbers in ggml (ggml.h), and a flag (rounded_rows.h).
+struct Affine {
+  float scale, offset;
+};
+
+template <int WIDTH, bool HAS_ZERO>
+INLINE Affine made(const Group<WIDTH, HAS_ZERO>& group) {
+  const float scale = widened_half(group.scale);
+  return {scale, -static_cast<float>(group.zero) * scale};
+}
+
+template <int WIDTH, bool HAS_ZERO, typename Put>
+INLINE void widen_part(const Group<WIDTH, HAS_ZERO>& group, const Affine& of, int p, Put put) {
+  constexpr int PART = Group<WIDTH, HAS_ZERO>::PART, HALF = PART / 2;
+  const Floats scale = all_lanes(of.scale), offset = all_lanes(of.offset);
+  UNROLLED for (int i = 0; i < PART; i += LANES) {
+    Words both = load_words(group.low_high[p] + i % HALF), wholes = i < HALF ? both & 15 : both >> 4;
+    put(i, multiply_add(as_floats(wholes), scale, offset));
+  }
+}
+
+// Forms of weights: by their numbers in ggml (ggml.h), groups from 192 on; and a flag (rounded_rows.h).
 enum Form : int64_t { F32 = 0, I8 = 24, BF16 = 30, ROUNDS = 256 };
 
 // Calls a function with a matrix in blocks; does nothing if the form has none.
@@ -212,6 +252,11 @@ INLINE void of_blocks(int64_t form, const void* matrix, Function function) {
     case 12: return function(static_cast<const Q4_K*>(matrix));
     case 13: return function(static_cast<const Q5_K*>(matrix));
     case 14: return function(static_cast<const Q6_K*>(matrix));
+    case 192: return function(static_cast<const Group<32, true>*>(matrix));
+    case 193: return function(static_cast<const Group<64, false>*>(matrix));
+    case 194: return function(static_cast<const Group<64, true>*>(matrix));
+    case 195: return function(static_cast<const Group<128, false>*>(matrix));
+    case 196: return function(static_cast<const Group<128, true>*>(matrix));
   }
 }
 

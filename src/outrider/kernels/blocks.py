@@ -1,8 +1,12 @@
-"""Forms of quantized weights in GGUF files: blocks of integers with scales (blocks.h has their layouts)."""
+"""Forms of quantized weights: blocks of integers with scales (blocks.h has their layouts), as in GGUF files, and groups
+of 4 bits, which other files store in parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +14,8 @@ class BlockForm:
     """Form of blocks.
 
     Attributes:
-        name: in GGUF.
-        number: of the type in ggml.
+        name: in GGUF, or of a group.
+        number: of the type in ggml; groups have their own.
         num_numbers: of a block.
         num_bytes: of a block.
         rounds: whether rows are rounded to 8 bits before they are multiplied with it (rounded_rows.h).
@@ -46,3 +50,40 @@ BLOCK_FORMS = {
         BlockForm("Q6_K", 14, 256, 210),
     )
 }
+
+_SYMMETRIC_ZERO = 8  # the integer that means 0 where none is stored
+# By the numbers of a group, and whether it has a zero. Groups of 32 without one are the blocks of Q4_0.
+GROUP_FORMS = {
+    (32, False): BLOCK_FORMS[2],
+    (32, True): BlockForm("group of 32 with a zero", 192, 32, 19),
+    (64, False): BlockForm("group of 64", 193, 64, 34),
+    (64, True): BlockForm("group of 64 with a zero", 194, 64, 35),
+    (128, False): BlockForm("group of 128", 195, 128, 66),
+    (128, True): BlockForm("group of 128 with a zero", 196, 128, 67),
+}
+GROUP_SIZES = (128, 64, 32)
+
+
+def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Pack integers of 4 bits as groups, which mean (integer - zero) * scale.
+
+    Args:
+        wholes: 0 to 15. uint8 [O, I]
+        scales: float16 [O, I / size], size one of GROUP_SIZES.
+        zeros: uint8 [O, I / size]; None for 8 everywhere.
+
+    Returns:
+        bytes. uint8 [O, bytes of a row]
+    """
+    number, num_groups = scales.shape
+    form = GROUP_FORMS[wholes.shape[1] // num_groups, zeros is not None]
+    part = min(form.num_numbers, 64)  # numbers i and i + part / 2 share a byte
+    low, high = wholes.view(number, num_groups, -1, 2, part // 2).unbind(3)
+    parts = [] if zeros is None else [zeros.unsqueeze(-1)]
+    parts += [scales.contiguous().view(torch.uint8).view(number, num_groups, 2), (low | high << 4).flatten(2)]
+    return torch.cat(parts, -1).view(number, -1)
+
+
+def is_symmetric(zeros: Tensor) -> bool:
+    """Whether all zeros are those of groups that store none."""
+    return bool((zeros == _SYMMETRIC_ZERO).all())

@@ -4,8 +4,8 @@ Most checkpoints are stored in bfloat16, and processors compute in float32. Wide
 adding information, and a forward of few rows takes as long as reading the bytes. ``NarrowWeight`` is a tensor of the
 wider type to its users: layers, Transformers, torch.export. It holds the stored numbers. Products of few rows read them
 directly (library.py); all other operations use a widened copy, freed at once. So results equal those of the widened
-model up to the order of sums. The stored numbers may be integers with a scale for each row of the matrix, blocks of a
-GGUF file (blocks.py), or even of the wider type themselves: the kernel is faster for few rows.
+model up to the order of sums. The stored numbers may be integers with a scale for each row of the matrix, blocks
+(blocks.py), or even of the wider type themselves: the kernel is faster for few rows.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ class NarrowWeight(Tensor):
         stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row].
         scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
         blocks: their form, if it is stored in blocks.
+        order: column of the matrix that each stored column is, if they are in another order. int32 [I]
     """
 
     stored: Tensor
     scale: Tensor | None
     blocks: BlockForm | None
+    order: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, stored: Tensor, dtype: torch.dtype, scale: Tensor | None = None, blocks: BlockForm | None = None
+        cls,
+        stored: Tensor,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+        blocks: BlockForm | None = None,
+        order: Tensor | None = None,
     ) -> NarrowWeight:
         stored = stored.contiguous()  # the kernel requires it
         num_channels, width = stored.shape
@@ -52,7 +59,7 @@ class NarrowWeight(Tensor):
         weight: NarrowWeight = Tensor._make_wrapper_subclass(
             cls, (num_channels, width), strides=(width, 1), dtype=dtype, device=stored.device
         )
-        weight.stored, weight.scale, weight.blocks = stored, scale, blocks
+        weight.stored, weight.scale, weight.blocks, weight.order = stored, scale, blocks, order
         return weight
 
     def wide(self) -> Tensor:
@@ -66,20 +73,22 @@ class NarrowWeight(Tensor):
                 wide = stored.to(self.dtype)
                 return wide if scale is None else wide * scale
             blocks: Tensor = widen_blocks(stored, self.blocks.number, self.shape[1], torch.get_num_threads())
-            return blocks.to(self.dtype)
+            return _back(blocks, self.order).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"NarrowWeight({self.dtype}, stored={self.stored}, scale={self.scale}, blocks={self.blocks})"
+        parts = f"stored={self.stored}, scale={self.scale}, blocks={self.blocks}, order={self.order}"
+        return f"NarrowWeight({self.dtype}, {parts})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, BlockForm | None]]:
-        return ["stored"] if self.scale is None else ["stored", "scale"], (self.dtype, self.blocks)
+        there = {"stored": self.stored, "scale": self.scale, "order": self.order}
+        return [name for name, part in there.items() if part is not None], (self.dtype, self.blocks)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], kind: tuple[torch.dtype, BlockForm | None], *_: Any
     ) -> NarrowWeight:
         dtype, blocks = kind
-        return cls(inner["stored"], dtype, inner.get("scale"), blocks)
+        return cls(inner["stored"], dtype, inner.get("scale"), blocks, inner.get("order"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,6 +102,7 @@ class NarrowWeight(Tensor):
             if not isinstance(other, cls):
                 other = cls(other, other.dtype)
             weight.stored, weight.scale, weight.blocks = other.stored, other.scale, other.blocks
+            weight.order = other.order
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **kwargs)
 
@@ -102,7 +112,7 @@ class NarrowWeight(Tensor):
         if func in _KEPT:
             (weight,) = args
             with torch.inference_mode(False):
-                return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale, weight.blocks)
+                return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale, weight.blocks, weight.order)
         if any(isinstance(one, cls) for one in _written(func, args, kwargs)):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
@@ -138,13 +148,13 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         if weight.blocks is None:
             return None
         if weight.blocks.rounds:
-            x = rounded(x)
+            x = _back(rounded(_ordered(x, weight.order)), weight.order)
         if type(x) is Tensor:
             return _by_panels(x, weight, bias)
         with torch._C.DisableTorchFunctionSubclass():
             result: Tensor = functional.linear(x, weight, bias)  # traced, or fake
             return result
-    rows, num_threads = x.reshape(num_rows, width), torch.get_num_threads()
+    rows, num_threads = _ordered(x, weight.order).reshape(num_rows, width), torch.get_num_threads()
     if type(rows) is Tensor:
         # Bypasses the dispatcher, which takes longer than many products.
         rows = rows.contiguous()  # named, so that a copy outlives the call
@@ -156,6 +166,16 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)
     return result if bias is None else result + bias
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """Columns in the order in which a weight is stored. [..., I]"""
+    return x if order is None else x.index_select(-1, order)
+
+
+def _back(x: Tensor, order: Tensor | None) -> Tensor:
+    """Columns of a weight's order in their own again. [..., I]"""
+    return x if order is None else x.index_select(-1, order.argsort())
 
 
 def rounded(x: Tensor) -> Tensor:

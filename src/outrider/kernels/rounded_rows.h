@@ -196,6 +196,17 @@ INLINE Bytes wholes_of(const Q6_K* block, int g) {
   return (j < 2 ? both & 15 : both >> 4) | (upper >> 2 * j & 3) << 4;
 }
 
+template <int WIDTH, bool HAS_ZERO>
+INLINE Bytes wholes_of(const Group<WIDTH, HAS_ZERO>* groups, int g) {
+  if constexpr (WIDTH == GROUP) {
+    return small_wholes<false>(groups[g].low_high[0], nullptr);
+  } else {
+    constexpr int EACH = WIDTH / GROUP;
+    Bytes both = loaded<Bytes>(groups[g / EACH].low_high[g % EACH / 2]);
+    return g % 2 ? both >> 4 : both & 15;
+  }
+}
+
 // Scales and offsets of CHUNK numbers of a row of weights.
 template <typename Block>
 struct alignas(64) Scales {
@@ -217,6 +228,20 @@ INLINE void put_scales(Scales<Block>& to, const Block* blocks, int64_t number) {
     if (g == number) return;
     to.scales[g] = widened_half(blocks[g].scale);
     to.offsets[g] = offset_of(blocks[g], to.scales[g]);
+  }
+}
+
+template <int WIDTH, bool HAS_ZERO>
+INLINE void put_scales(Scales<Group<WIDTH, HAS_ZERO>>& to, const Group<WIDTH, HAS_ZERO>* groups, int64_t number) {
+  constexpr int EACH = WIDTH / GROUP;
+  if (number * EACH < NUM_GROUPS) to = {};
+  UNROLLED for (int b = 0; b < NUM_GROUPS / EACH; b++) {
+    if (b == number) return;
+    const Affine of = made(groups[b]);
+    UNROLLED for (int g = b * EACH; g < (b + 1) * EACH; g++) {
+      to.scales[g] = of.scale;
+      to.offsets[g] = of.offset;
+    }
   }
 }
 

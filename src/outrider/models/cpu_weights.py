@@ -22,25 +22,29 @@ def kept_type(
     """Type in which the large matrices of a checkpoint stay; None if all weights are to be plain tensors.
 
     Args:
-        placed: on one device of one process; not quantized, or int8.
+        placed: on one device of one process; not quantized, or int8, or int4 of our own.
         bare: the skeleton, in the compute type.
         stated: the type that the checkpoint's configuration states, used where its files are not on this disk; None to
             download them.
     """
-    if placed.store == "plain" or device.type != "cpu" or bare.dtype != torch.float32 or not narrow_layers(bare):
+    if device.type != "cpu" or bare.dtype != torch.float32 or not narrow_layers(bare) or not has_kernel(placed):
         return None
-    from outrider.kernels.library import library
-
-    if library() is None:
-        return None
-    if spec.gguf is not None or placed.quantization != "none" or spec.adapter is not None:
+    if spec.gguf is not None or placed.quantization not in ("none", "int4") or spec.adapter is not None:
         return torch.float32
     if stated is not None and spec.path is None:
         return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
-    return torch.bfloat16 if only_type(_files(spec)) == "BF16" else torch.float32  # both are lossless
+    return torch.bfloat16 if only_type(files_of(spec)) == "BF16" else torch.float32  # both are lossless
 
 
-def _files(spec: ModelSpec) -> list[Path]:
+def has_kernel(placed: Placement) -> bool:
+    """Whether our kernel may be used, and can be compiled here."""
+    from outrider.kernels.library import library
+
+    return placed.store != "plain" and library() is not None
+
+
+def files_of(spec: ModelSpec) -> list[Path]:
+    """Weight files of a checkpoint, downloaded if they are not on this disk."""
     if spec.path is not None:
         return weight_files(spec.path)
     from huggingface_hub import hf_hub_download, snapshot_download

@@ -59,6 +59,14 @@ def defaults_text(name: str, defaults: Mapping[str, Any]) -> str:
     return f"sampling as {name} states in its {_FILE}: {values} (--generation-config none does without)"
 
 
+def generation_config_of(spec: ModelSpec) -> Any | None:
+    """Transformers' ``GenerationConfig`` of a checkpoint, with its end tokens; None if it has none."""
+    from transformers import GenerationConfig
+
+    path = _path_of(spec)
+    return None if path is None else GenerationConfig.from_pretrained(path.parent)
+
+
 def _path_of(spec: ModelSpec) -> Path | None:
     """The file of a checkpoint, if it has one."""
     if spec.gguf is not None:

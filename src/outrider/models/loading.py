@@ -27,7 +27,10 @@ from outrider.errors import (
     UnsupportedModel,
 )
 from outrider.models.adapters import check_mergeable, merged
-from outrider.models.cpu_weights import kept_type, narrowed, widened
+from outrider.models.block_weights import BlockWeights
+from outrider.models.cpu_weights import has_kernel, kept_type, narrowed, widened
+from outrider.models.generation_config import generation_config_of
+from outrider.models.group_rounding import predict_groups, round_to_groups
 from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind, check_missing
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
@@ -35,15 +38,19 @@ from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
 from outrider.models.quantize import (
+    by_groups,
     check_quantization,
     method_of,
     picks_outliers,
     quantization_config,
     quantized_share,
     require_packages,
+    require_quantizer,
+    unquantized,
     without_outliers,
 )
 from outrider.models.registry import ADAPTER_CONFIG, ROUNDS_ROWS, ModelSpec
+from outrider.models.stored_blocks import are_in_groups, stored_blocks
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
@@ -100,6 +107,8 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
         rounds = placed.quantization == ROUNDS_ROWS
         quantization = "none" if rounds else str(placed.quantization)  # of the weights
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
+        is_alone = size == 1 and device_map is None
+        in_groups = is_alone and by_groups(quantization, device.type, dtype)
         how: dict[str, Any] = {"dtype": dtype or "auto"}
         if size > 1:
             from transformers.distributed import DistributedConfig
@@ -107,30 +116,38 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             check_shares(name, size, placed, device, config, method)
             how["distributed_config"] = DistributedConfig(tp_size=size)
         kept: torch.dtype | None = None
-        blocks: Any | None = None
+        blocks: BlockWeights | None = None
         needed = stored_bytes(spec)
         smaller: Callable[[], Mapping[str, int]] = dict
         stated: torch.dtype = config.dtype or torch.float32
-        if method in (None, "gguf"):
+        is_float32_on_cpu = is_alone and device.type == "cpu" and dtype == torch.float32
+        if method in (None, "gguf") or (is_float32_on_cpu and are_in_groups(config)):
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
-                bare = skeleton(config, dtype)
-            if quantization in ("none", "int8") and size == 1 and device_map is None:
+                bare = skeleton(unquantized(config), dtype)
+            if is_alone and (quantization in ("none", "int8") or in_groups):
                 kept = kept_type(spec, placed, device, bare, stated)
-            if kept is not None and method == "gguf" and quantization == "none" and spec.adapter is None:
-                from outrider.models.gguf_weights import block_weights
-
-                blocks = block_weights(spec, bare, rounds)
-                if blocks is not None:
-                    blocks.predict(bare)
+            if is_float32_on_cpu:
+                blocks = stored_blocks(spec, placed, config, bare, keeps=kept is not None)
+            if blocks is not None:
+                blocks.predict(bare)
+        if method in (None, "gguf") or blocks is not None:
+            assert dtype is not None
             if kept is not None:
                 narrowed(bare, kept)
-            needed = weights_bytes(bare, dtype, quantization, size)
+            if in_groups and has_kernel(placed):
+                predict_groups(bare)
+            needed = weights_bytes(bare, dtype, "none" if in_groups else quantization, size, device.type)
             if method is None:
-                smaller = partial(forms, bare, kept or dtype, quantization, size)
+                smaller = partial(forms, bare, kept or dtype, quantization, size, device.type)
+        else:
+            kept = None
+        if blocks is None and not in_groups:
+            require_quantizer(name, quantization, method)
             if quantization != "none":
+                assert dtype is not None
                 how["quantization_config"] = quantization_config(quantization, device, dtype, bare, size)
-        if rounds and blocks is None:
+        if rounds and (blocks is None or kept is None):
             raise OptionError("quantization", ROUNDS_ROWS, f"{name} is not multiplied in its blocks here: leave it out")
         if placed.device == "auto" and device_map is None and current_ranks().size == 1 and not is_target:
             device = fastest_with_room(needed) or device
@@ -140,9 +157,10 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             kept = how["dtype"] = kept_type(spec, placed, device, bare)  # may download its files
         if size == 1:
             how |= {"device_map": device_map or {"": device}, "max_memory": limits}
-        if kept is not None and blocks is not None:
-            model, missing = blocks.load(config)
+        if blocks is not None:
+            model, missing = blocks.load(unquantized(config))
             check_missing(spec.location, missing, [])
+            model.generation_config = generation_config_of(spec) or model.generation_config
         else:
             model = _from_pretrained(name, spec, config, how)
         on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
@@ -157,10 +175,11 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
         narrowed(model, kept)
-    if device.type == "cpu" and device_map is None and size == 1 and huge_pages.are_there():
+    share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
+    if device.type == "cpu" and is_alone and huge_pages.are_there():
         huge_pages.move_weights(model)
     if quantization != "none":
-        _report_share(name, quantization, quantized_share(model))
+        _report_share(name, quantization, quantized_share(model) if share is None else share)
     tokenizer = load_tokenizer(spec)
     if spec.adapter is not None and vocab_size(tokenizer) > (num_rows := len(model.get_input_embeddings().weight)):
         raise UnsupportedModel(

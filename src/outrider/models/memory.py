@@ -143,19 +143,23 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", parallel: int = 1) -> int:
+def weights_bytes(
+    model: Any, dtype: torch.dtype, quantization: str = "none", parallel: int = 1, device_type: str = "cpu"
+) -> int:
     """Bytes of the weights and buffers of a skeleton, shared ones once.
 
     Args:
         dtype: of the scales.
         quantization: "none", or one of QUANTIZATIONS; a skeleton is not quantized.
         parallel: processes that share layers by the model's own plan; the result is for one of them.
+        device_type: that int4 is for.
     """
-    from outrider.models.quantize import group_size_of, linear_bytes, quantizable
+    from outrider.models.group_rounding import bytes_in_groups
+    from outrider.models.quantize import by_groups, group_size_of, linear_bytes, quantizable
     from outrider.runtime.tensor_parts import stored_tensors
 
     layers = {} if quantization == "none" else quantizable(model)
-    group_size = group_size_of(layers, parallel)
+    group_size, in_groups = group_size_of(layers, parallel), by_groups(quantization, device_type, dtype, parallel)
     plan = {module for module, style in (model.tp_plan or {}).items() if not style.startswith("replicated")}
     shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in plan]
     total, seen = 0, set()
@@ -167,6 +171,6 @@ def weights_bytes(model: Any, dtype: torch.dtype, quantization: str = "none", pa
             seen.add(id(tensor))
             number = sum(inner.numel() * inner.element_size() for inner in stored_tensors(tensor))
             if name in layers and tensor is module.weight:
-                number = linear_bytes(quantization, module, dtype, group_size)
+                number = bytes_in_groups(module) if in_groups else linear_bytes(quantization, module, dtype, group_size)
             total += number // parallel if is_shared else number
     return total

@@ -51,14 +51,14 @@ def stored_bytes(spec: ModelSpec) -> int:
     return 0 if spec.path is None else sum(file.stat().st_size for file in weight_files(spec.path))
 
 
-def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int) -> dict[str, int]:
+def forms(bare: Any, dtype: torch.dtype, quantization: str, parallel: int, device_type: str = "cpu") -> dict[str, int]:
     """Bytes of the weights in narrower types, by the options that choose them.
 
     Args:
         bare: the skeleton, of this type.
-        quantization, parallel: see ``weights_bytes``.
+        quantization, parallel, device_type: see ``weights_bytes``.
     """
-    found = {f"--quantize {one}": weights_bytes(bare, dtype, one, parallel) for one in QUANTIZATIONS}
+    found = {f"--quantize {one}": weights_bytes(bare, dtype, one, parallel, device_type) for one in QUANTIZATIONS}
     if dtype.itemsize > 2 and quantization == "none":
         found = {"--dtype bfloat16": weights_bytes(bare, dtype, "none", parallel) * 2 // dtype.itemsize} | found
     return found

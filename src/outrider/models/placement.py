@@ -34,7 +34,7 @@ class Placement:
         dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
             checkpoint's own), "float64", "float32", "bfloat16", "float16".
         quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
-            quantize.py); or "a8", of the activations that are multiplied with a GGUF file's blocks.
+            quantize.py); or "a8", of the activations that are multiplied with a checkpoint's blocks.
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
         store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and

@@ -7,15 +7,17 @@ are not quantized (weights only), or have a scale per row.
 | name | weights | by |
 |---|---|---|
 | int8 | 8 bits, a scale for each output channel | torchao ``Int8WeightOnlyConfig`` |
-| int4 | 4 bits, a scale and an offset for each 128 (or 32) inputs | torchao, on the CPU a prototype |
+| int4 | 4 bits, a scale for each 32 inputs | on the CPU in float32, group_rounding.py |
+| int4 | 4 bits, a scale and an offset for each 128 (or 32) inputs | elsewhere, torchao |
 | fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
-| a8 | as a GGUF file has them; activations with a scale for each 256 of a row | kernels/rounded_rows.h |
+| a8 | as the checkpoint has them; activations with a scale for each 256 of a row | kernels/rounded_rows.h |
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -49,7 +51,6 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
     Raises:
         OptionError: the checkpoint is quantized already.
         ModelCorrupt: it is quantized in an unknown way.
-        MissingExtra: a package is not installed.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -57,30 +58,62 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
         if method is not None:
             if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
-            require_packages(method, f"{name}, quantized with {method},")
         return
     if quantization == ROUNDS_ROWS:
-        if method != "gguf":
-            raise OptionError("quantization", quantization, f"for GGUF files, and {name} is none")
-        require_packages("gguf", name)
+        if method is None:
+            raise OptionError("quantization", quantization, f"for GGUF files and 4-bit checkpoints, and {name} is none")
         return
     if method is not None:
         raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
-    require_packages("bitsandbytes" if quantization in ("8bit", "nf4") else "torchao", f"quantization {quantization}")
+
+
+def by_groups(quantization: str, device_type: str, dtype: torch.dtype | None, parallel: int = 1) -> bool:
+    """Whether weights are rounded to groups by ourselves (group_rounding.py): int4 on the CPU, in float32.
+
+    Args:
+        parallel: processes that share the layers.
+    """
+    return quantization == "int4" and device_type == "cpu" and dtype == torch.float32 and parallel == 1
 
 
 def method_of(config: Any) -> str | None:
     """``quant_method`` of a checkpoint; None if it is not quantized."""
-    own = _own_quantization(config)
+    own = own_quantization(config)
     if own is None:
         return None
     method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
     return str(getattr(method, "value", method) or "bitsandbytes")  # early bitsandbytes checkpoints do not state it
 
 
-def _own_quantization(config: Any) -> Any:
+def unquantized(config: Any) -> Any:
+    """Copy of a configuration that states no quantization."""
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    return plain
+
+
+def own_quantization(config: Any) -> Any:
+    """``quantization_config`` of a checkpoint, in its text model too; None if it is not quantized."""
     own = getattr(config, "quantization_config", None)
     return getattr(config.get_text_config(decoder=True), "quantization_config", None) if own is None else own
+
+
+def require_quantizer(name: str, quantization: str, method: str | None) -> None:
+    """Check that what quantizes a model, or reads a quantized checkpoint, is there.
+
+    Args:
+        method: see ``check_quantization``.
+
+    Raises:
+        MissingExtra: a package is not installed.
+    """
+    if method is not None:
+        require_packages(method, f"{name}, quantized with {method},")
+    elif quantization != "none":
+        method = "bitsandbytes" if quantization in ("8bit", "nf4") else "torchao"
+        require_packages(method, f"quantization {quantization}")
 
 
 def require_packages(method: str, needed_by: str) -> None:
@@ -94,7 +127,7 @@ def require_packages(method: str, needed_by: str) -> None:
 def without_outliers(config: Any) -> None:
     """Turn off the outlier threshold of bitsandbytes' 8-bit products in a checkpoint. Above it, a column of activations
     is multiplied in 16 bits *for all rows* once one row has an outlier there, so that rows depend on each other."""
-    own = _own_quantization(config)
+    own = own_quantization(config)
     if isinstance(own, dict) and own.get("load_in_8bit"):
         own["llm_int8_threshold"] = 0.0
 
@@ -145,7 +178,7 @@ def _torchao_config(quantization: str, device: torch.device, skeleton: Any, para
         return torchao.Float8WeightOnlyConfig()
     group_size = group_size_of(quantizable(skeleton), parallel)
     if device.type == "cpu":
-        # The published configuration needs a GPU package.
+        # In other types than float32, or shared. The published configuration needs a GPU package.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
         return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)

@@ -265,7 +265,7 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
         bare = skeleton(config, DTYPES[dtype])
     alone = Placement(quantization="none", device_map="none").over(spec)
     kept = kept_type(spec, alone, device, bare, stated)  # nothing is downloaded
-    predictor = Predictor(config, work, DTYPES[dtype], kept)
+    predictor = Predictor(config, work, DTYPES[dtype], kept, device.type)
     free = available_bytes(device)
     return [
         _row(spec.name, dtype, quantization, size, predictor.memory(quantization, size), free)

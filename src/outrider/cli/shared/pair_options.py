@@ -105,8 +105,8 @@ class PairOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Quantize the target's weights: int8, int4, fp8 (torchao), 8bit, nf4 (bitsandbytes) or none; or, with "
-            "a GGUF file on the CPU, its activations: a8. A name ending in :int8 does the same.",
+            help="Quantize the target's weights: int8, int4, fp8, 8bit, nf4 or none; or, with a GGUF file or a 4-bit "
+            "checkpoint on the CPU, its activations: a8. A name ending in :int8 does the same.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
