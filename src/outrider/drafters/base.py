@@ -102,16 +102,20 @@ class CommittedTokens:
     Attributes:
         ids: the committed tokens; columns beyond them repeat the last one. [B, K+1]
         places: positions of the columns. [B, K+1]
-        old_lengths, lengths: of the sequences before and after the round. [B]
+        lengths: of the sequences after the round. [B]
         features: of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is valid where
             old_length + c < length; None if not asked for. [B, K+1, F]
     """
 
     ids: Tensor
     places: Tensor
-    old_lengths: Tensor
     lengths: Tensor
     features: Tensor | None
+
+    @property
+    def old_lengths(self) -> Tensor:
+        """Of the sequences before the round. [B]"""
+        return self.places[:, 0]
 
     @property
     def feature_positions(self) -> Tensor:
