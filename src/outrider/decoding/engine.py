@@ -137,11 +137,13 @@ class Engine:
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
         self._slots = Slots(num_slots, self._cache.take_over, shares_parts=not self._cache.has_anchors)
+        self._verify = target.bind(verify_step)
         self._last_k = -1
         self._has_warned = False
         self._num_high = 0  # consecutive rounds in which a single row kept the batch wider than necessary
         self._agreement = Agreement()
         self._clock = Clock(target.device)
+        self._inference_mode = torch.inference_mode()  # made once: as a decorator it would be made for every round
         self._prefills: list[tuple[Any, Any]] = []
         self._in_flight: deque[StartedRound] = deque()
         self._filling: deque[Row] = deque()
@@ -182,13 +184,16 @@ class Engine:
             num_filling, num_free = len(self._filling), self._slots.num_free
             return Load(self._slots.num_used - num_filling, num_filling, len(self._waiting), num_free)
 
-    @torch.inference_mode()
     def step(self) -> Round | None:
         """Let rows leave and join, feed a chunk of prompts, and run one round.
 
         Returns:
             The round, without rows whose prefill is incomplete; None when all requests have ended.
         """
+        with self._inference_mode:
+            return self._step()
+
+    def _step(self) -> Round | None:
         if self._slots.num_used == 0:
             self._clock.wait(self._clock.mark())  # for work left by an earlier loop
         begin_s = time.perf_counter()
@@ -396,7 +401,7 @@ class Engine:
             allowed = None if rows.masks is None else rows.masks.along(draft)
             options = rows.settings, rows.history, allowed
             arguments = (cache, rows.last_ids, rows.lengths, head.limits, draft, *options, noise)
-            result = VerifyResult(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
+            result = VerifyResult(*self._verify(static, *arguments, is_repeatable=rows.is_repeatable))
             verified = self._clock.mark()
             batch.commit(rows, result)
             self._session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))

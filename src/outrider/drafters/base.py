@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -311,11 +312,15 @@ def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:
 
 def empty_draft(rows: Rows) -> Draft:
     """A draft without tokens."""
-    device = rows.ids.device
+    return _empty_draft(len(rows), rows.ids.device)
+
+
+@lru_cache
+def _empty_draft(num_rows: int, device: torch.device) -> Draft:
     return Draft(
-        ids=torch.zeros(len(rows), 0, dtype=torch.long, device=device),
+        ids=torch.zeros(num_rows, 0, dtype=torch.long, device=device),
         probs=None,
-        num_drafted=torch.zeros(len(rows), dtype=torch.long, device=device),
+        num_drafted=torch.zeros(num_rows, dtype=torch.long, device=device),
     )
 
 
