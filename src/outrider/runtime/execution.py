@@ -166,7 +166,8 @@ class Bound:
 
     def take(self, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         """Take the arguments of a call. Returns whether the last program fits them."""
-        is_same, has_new = static == self._static and len(arguments) == len(self._arguments), False
+        is_same = static == self._static and len(arguments) == len(self._arguments)
+        has_new = has_new_stores = False
         if not is_same:
             self._parts = [_Parts() for _ in arguments]
             self._arguments = (_NOTHING,) * len(arguments)
@@ -177,11 +178,13 @@ class Bound:
             parts = _Parts()
             _take_apart((value,), parts)
             is_same = is_same and parts.form == last.form and (not parts.stores or value is old)
-            self._parts[i], has_new = parts, True
+            has_new, has_new_stores = True, has_new_stores or bool(parts.stores or last.stores)
+            self._parts[i] = parts
         self._static = static
         if has_new:
             self._arguments = arguments
             self.tensors = [tensor for parts in self._parts for tensor in parts.tensors]
+        if has_new_stores:
             self.stores = [store for parts in self._parts for store in parts.stores]
         if not is_same:
             self.form = tuple(item for parts in self._parts for item in parts.form)
@@ -338,7 +341,7 @@ def _take_apart(values: Iterable[Any], parts: _Parts) -> None:
         elif isinstance(value, SlotCache):
             parts.stores.extend(value.storage)
             parts.states.extend(value.storage[value.num_token_stores :])
-            parts.is_stable = False  # its bound may change
+            parts.is_stable &= not value.has_states  # its bound changes
             form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
         elif isinstance(value, tuple):
             form.append(len(value))
