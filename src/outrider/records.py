@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from outrider.options import Sampling
@@ -177,7 +178,7 @@ class RowRound:
         )
 
 
-_ROW_FIELDS = tuple(one.name for one in fields(RowRound))
+_after_row = attrgetter(*[one.name for one in fields(RowRound)][1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +280,11 @@ class Chunk(RowRound):
     seed: int
 
     @classmethod
-    def of(cls, row: RowRound, pieces: tuple[tuple[str, Origin], ...], timing: Timing, seed: int) -> Chunk:
-        own = {name: getattr(row, name) for name in _ROW_FIELDS}
-        return cls(**own, pieces=pieces, timing=timing, seed=seed)
+    def of(
+        cls, round_: RowRound, pieces: tuple[tuple[str, Origin], ...], timing: Timing, seed: int, *, row: int
+    ) -> Chunk:
+        """The chunk of a round of the request that the caller knows as ``row``."""
+        return cls(row, *_after_row(round_), pieces=pieces, timing=timing, seed=seed)
 
     @property
     def text(self) -> str:

@@ -107,7 +107,7 @@ class Steady:
         try:
             for _round in range(self.num_rounds):
                 self.turns.append(self.name)
-                yield Chunk.of(row, (), Timing(total_s=self.round_s), seed=0)
+                yield Chunk.of(row, (), Timing(total_s=self.round_s), seed=0, row=0)
         finally:
             self.is_open = False
 

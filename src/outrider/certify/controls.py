@@ -145,15 +145,15 @@ class OffByOneRollback:
         return self.inner.new_cache(shapes, num_rows, capacity)
 
     def run(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], **more: Any
     ) -> tuple[Tensor, ...]:
         if step is not verify_step:  # the states are advanced
-            return self.inner.run(step, lm, static, arguments, is_repeatable=is_repeatable)
+            return self.inner.run(step, lm, static, arguments, **more)
         cache, _, lengths, *_ = arguments
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
         kept = [(store, (rows.to(store.device), at.to(store.device))) for store, at in cache.kept_of(last)]
         stale = [store[place] for store, place in kept]  # rejected
-        results = self.inner.run(step, lm, static, arguments, is_repeatable=is_repeatable)
+        results = self.inner.run(step, lm, static, arguments, **more)
         for (store, place), old in zip(kept, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1).view(-1, *[1] * (old.ndim - 1))
             store[place] = torch.where(was_written, old, store[place])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,25 +102,62 @@ class Row:
         return max(0, min(k if constant_k is None else constant_k, self.draft_end - self.length))
 
 
-class _Head(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Head:
     """The first slots, shared by all rounds while the rows do not change. Tensors that the batch has as well are views.
 
     Attributes:
-        nothing: zeros. [B]
+        rows: the active row of each slot, or None.
         constant_k: None where the schedule chooses for all rows.
+        most_constant_k: the largest one of a row; None where the schedule chooses for all rows.
+        is_adaptive: whether the schedule chooses for a row.
         constraints: None where no row has any.
+        reports_drafts, reports_logits: whether a row asks for them.
+        num_logprobs: the most that a row asks for; None where none does.
+        wanted: the numbers of tokens to draft, for each K, where every row has room for all of them. [B]
     """
 
+    rows: Sequence[Row | None]
     ids: Tensor
     lengths: Tensor
+    limits: Tensor
     draft_ends: Tensor
     last_ids: Tensor
-    nothing: Tensor
+    seeds: Tensor
     constant_k: Tensor | None
+    most_constant_k: int | None
+    is_adaptive: bool
     settings: Settings
     history: History
     constraints: Sequence[Constraint | None] | None
     is_repeatable: bool
+    reports_drafts: bool
+    reports_logits: bool
+    num_logprobs: int | None
+    wanted: dict[int, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def most_k(self, chosen_k: int) -> int:
+        """The largest K of a row, if the schedule chose ``chosen_k``."""
+        if self.most_constant_k is None:
+            return chosen_k
+        return max(chosen_k, self.most_constant_k) if self.is_adaptive else self.most_constant_k
+
+    def num_wanted(self, chosen_k: int, *, has_room: bool) -> Tensor:
+        """The most tokens to draft for each row. [B]
+
+        Args:
+            has_room: no row is so near its end that it drafts fewer than its K.
+        """
+        if has_room and chosen_k in self.wanted:
+            return self.wanted[chosen_k]
+        k = chosen_k if self.constant_k is None else torch.where(self.constant_k < 0, chosen_k, self.constant_k)
+        num_wanted = (self.draft_ends - self.lengths).clamp_min_(0).clamp_max_(k)
+        if has_room:
+            self.wanted[chosen_k] = num_wanted
+        return num_wanted
 
 
 class Batch:
@@ -129,6 +165,8 @@ class Batch:
 
     Attributes:
         rows: on the host: the active row of each slot, or None.
+        running: the active rows.
+        has_constraints: whether the host must read all tokens before it can mask the next ones.
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
         limits: the length at which each row ends; 0 in inactive slots. [S]
@@ -150,18 +188,24 @@ class Batch:
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
-        self.limits, self.draft_ends, self.seeds, self._nothing = (torch.zeros_like(self.lengths) for _ in range(4))
+        self.limits, self.draft_ends, self.seeds = (torch.zeros_like(self.lengths) for _ in range(3))
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
-        self._heads: dict[int, _Head] = {}
+        self._heads: dict[int, Head] = {}
         self.reset_options()
 
     def reset_options(self) -> None:
         """Reset the form of the options. All slots must be free."""
         self.settings = Settings.neutral(len(self.rows), self.ids.device)
         self.history = NO_HISTORY
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """After a change of the rows, or of their options."""
         self._heads.clear()
+        self.running = [row for row in self.rows if row is not None]
+        self.has_constraints = any(row.request.constraint is not None for row in self.running)
 
     def admit(self, row: Row) -> None:
         """Write the prompt into the row's slot. The row is inactive until ``start``: rounds write beyond its length, if
@@ -183,13 +227,13 @@ class Batch:
         self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
         self.history = self.settings.with_room(self.history, len(self.rows), self._vocab_size)
         self.history.begin(slot, self.ids[slot, : row.length], row.length - row.request.num_resumed)
-        self._heads.clear()
+        self._note_change()
 
     def release(self, slot: int) -> None:
         """Deactivate the slot of a row that has ended."""
         self.rows[slot] = None
         self.limits[slot] = self.draft_ends[slot] = 0
-        self._heads.clear()
+        self._note_change()
 
     def move(self, source: int, slot: int) -> None:
         """Move a row to a free slot."""
@@ -202,29 +246,17 @@ class Batch:
         self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
         self.release(source)
 
-    @property
-    def running(self) -> list[Row]:
-        """The active rows."""
-        return [row for row in self.rows if row is not None]
-
-    @property
-    def has_constraints(self) -> bool:
-        """Whether the host must read all tokens before it can mask the next ones."""
-        return any(row is not None and row.request.constraint is not None for row in self.rows)
-
-    def view(self, num_rows: int, chosen_k: int, most_unread: int) -> Rows:
+    def view(self, head: Head, chosen_k: int, most_unread: int) -> Rows:
         """The first slots, as a drafter sees them.
 
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
             most_unread: the most tokens that unread rounds commit in a row.
         """
-        most_wanted = [0 if row is None else row.most_drafted(chosen_k) for row in self.rows[:num_rows]]
-        head = self._head(num_rows)
-        num_wanted = head.nothing
-        if any(most_wanted):
-            k = chosen_k if head.constant_k is None else torch.where(head.constant_k < 0, chosen_k, head.constant_k)
-            num_wanted = (head.draft_ends - head.lengths).clamp_min_(0).clamp_max_(k)
+        most_wanted = [0 if row is None else row.most_drafted(chosen_k) for row in head.rows]
+        longest = [row.longest(most_unread) for row in self.running]
+        most_k = head.most_k(chosen_k)
+        has_room = all(length + most_k <= row.draft_end for length, row in zip(longest, self.running, strict=True))
         masks = None
         if head.constraints is not None:
             masks = Masks(head.constraints, self._vocab_size, head.lengths.device)
@@ -232,32 +264,41 @@ class Batch:
             ids=head.ids,
             lengths=head.lengths,
             last_ids=head.last_ids,
-            num_wanted=num_wanted,
+            num_wanted=head.num_wanted(chosen_k, has_room=has_room),
             settings=head.settings,
             history=head.history,
             most_wanted=most_wanted,
-            longest=max(row.longest(most_unread) for row in self.running),
+            longest=max(longest),
             masks=masks,
             is_repeatable=head.is_repeatable,
         )
 
-    def _head(self, num_rows: int) -> _Head:
+    def head(self, num_rows: int) -> Head:
+        """The first slots."""
         if num_rows in self._heads:
             return self._heads[num_rows]
         own = [row.request for row in self.rows[:num_rows] if row is not None]
-        head = self._heads[num_rows] = _Head(
+        constant = [one.num_draft_tokens for one in own if one.num_draft_tokens is not None]
+        head = self._heads[num_rows] = Head(
+            rows=tuple(self.rows[:num_rows]),
             ids=self.ids[:num_rows],
             lengths=self.lengths[:num_rows],
+            limits=self.limits[:num_rows],
             draft_ends=self.draft_ends[:num_rows],
             last_ids=self.last_ids[:num_rows],
-            nothing=self._nothing[:num_rows],
-            constant_k=self._constant_k[:num_rows] if any(one.num_draft_tokens is not None for one in own) else None,
+            seeds=self.seeds[:num_rows],
+            constant_k=self._constant_k[:num_rows] if constant else None,
+            most_constant_k=max(constant, default=None),
+            is_adaptive=len(constant) < len(own),
             settings=self.settings.head(num_rows),
             history=self.history.map(lambda values: values[:num_rows]),
             constraints=[None if row is None else row.request.constraint for row in self.rows[:num_rows]]
             if self.has_constraints
             else None,
             is_repeatable=any(one.is_repeatable for one in own),
+            reports_drafts=any(one.reports_drafts for one in own),
+            reports_logits=any(one.reports_logits for one in own),
+            num_logprobs=max((n for one in own if (n := one.sampling.logprobs) is not None), default=None),
         )
         return head
 

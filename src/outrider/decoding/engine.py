@@ -137,11 +137,13 @@ class Engine:
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
         self._slots = Slots(num_slots, self._cache.take_over, shares_parts=not self._cache.has_anchors)
+        self._verify = target.bind(verify_step)
         self._last_k = -1
         self._has_warned = False
         self._num_high = 0  # consecutive rounds in which a single row kept the batch wider than necessary
         self._agreement = Agreement()
         self._clock = Clock(target.device)
+        self._inference_mode = torch.inference_mode()  # made once: as a decorator it would be made for every round
         self._prefills: list[tuple[Any, Any]] = []
         self._in_flight: deque[StartedRound] = deque()
         self._filling: deque[Row] = deque()
@@ -182,20 +184,23 @@ class Engine:
             num_filling, num_free = len(self._filling), self._slots.num_free
             return Load(self._slots.num_used - num_filling, num_filling, len(self._waiting), num_free)
 
-    @torch.inference_mode()
     def step(self) -> Round | None:
         """Let rows leave and join, feed a chunk of prompts, and run one round.
 
         Returns:
             The round, without rows whose prefill is incomplete; None when all requests have ended.
         """
+        with self._inference_mode:
+            return self._step()
+
+    def _step(self) -> Round | None:
         if self._slots.num_used == 0:
             self._clock.wait(self._clock.mark())  # for work left by an earlier loop
         begin_s = time.perf_counter()
         self._leave_cancelled()
         self._fill()
         lookahead = 0 if self._batch.has_constraints else self._lookahead
-        while self._needs_round and len(self._in_flight) <= lookahead:
+        while len(self._in_flight) <= lookahead and self._needs_round:
             self._in_flight.append(self._start_round())
         if not self._in_flight:
             return None
@@ -376,13 +381,10 @@ class Engine:
     def _start_round(self) -> StartedRound:
         target, batch, execution = self._target, self._batch, self._target.execution
         num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
-        running = batch.running
-        chosen_k = self._schedule.next_k(running, num_rows)
-        rows = batch.view(num_rows, chosen_k, self._most_unread)
-        constant = [row.request.num_draft_tokens for row in running]
-        full_k = max(chosen_k if own is None else own for own in constant)
-        k = execution.round_drafts(max(rows.most_wanted), full_k)
-        noise = self._noise.at(batch.seeds[:num_rows], rows.lengths, k)
+        head, chosen_k = batch.head(num_rows), self._schedule.next_k(batch.running, num_rows)
+        rows = batch.view(head, chosen_k, self._most_unread)
+        k = execution.round_drafts(max(rows.most_wanted), head.most_k(chosen_k))
+        noise = self._noise.at(head.seeds, rows.lengths, k)
         mark = drafting = self._clock.mark()
         if self._session.catch_up(rows):
             drafting = self._clock.mark()
@@ -394,21 +396,17 @@ class Engine:
             cache = self._cache.head(num_rows)
             view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
             static = self._rule, view_len, self._drafter.features
-            limits = batch.limits[:num_rows]
             if target.has_states:
-                target.advance(cache, torch.where(rows.lengths < limits, rows.lengths - 1, 0))
+                target.advance(cache, torch.where(rows.lengths < head.limits, rows.lengths - 1, 0))
             allowed = None if rows.masks is None else rows.masks.along(draft)
             options = rows.settings, rows.history, allowed
-            arguments = (cache, rows.last_ids, rows.lengths, limits, draft, *options, noise)
-            result = VerifyResult(*target.run(verify_step, static, *arguments, is_repeatable=rows.is_repeatable))
+            arguments = (cache, rows.last_ids, rows.lengths, head.limits, draft, *options, noise)
+            result = VerifyResult(*self._verify(static, *arguments, is_repeatable=rows.is_repeatable))
             verified = self._clock.mark()
-            slot_rows = tuple(batch.rows[:num_rows])
             batch.commit(rows, result)
-            self._session.observe(
-                CommittedTokens(result.committed, result.places, result.places[:, 0], result.lengths, result.features)
-            )
+            self._session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))
             # Prepared steps overwrite their results: copy what is read after the next round starts.
-            report = report_of(slot_rows, draft, result, copy=self._lookahead > 0)
+            report = report_of(head, draft, result, copy=self._lookahead > 0)
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self._clock.mark()
-        return StartedRound(slot_rows, report, marks, prefills)
+        return StartedRound(head.rows, report, marks, prefills)

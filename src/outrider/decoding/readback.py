@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from outrider.decoding.batch import Row
+from outrider.decoding.batch import Head, Row
 from outrider.decoding.verify import VerifyResult
 from outrider.errors import NumericsError
 from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
@@ -59,20 +59,18 @@ class StartedRound:
         return self.report.numbers.shape[1] - 5
 
 
-def report_of(rows: Sequence[Row | None], draft: Draft, result: VerifyResult, *, copy: bool) -> Report:
+def report_of(head: Head, draft: Draft, result: VerifyResult, *, copy: bool) -> Report:
     """Start copying the results of a round to the host.
 
     Args:
         copy: also copy tensors that are on the host already.
     """
-    needs_drafts = any(row is not None and row.request.reports_drafts for row in rows)
-    needs_logits = any(row is not None and row.request.reports_logits for row in rows)
     return Report(
         _to_host(result.report, copy=copy),
         _to_host(result.drafted_probs, copy=copy),
-        _to_host(draft.ids, copy=copy) if needs_drafts else None,
-        _logprobs_of(rows, result.logits, result.committed),
-        _to_host(result.logits, copy=copy) if needs_logits else None,
+        _to_host(draft.ids, copy=copy) if head.reports_drafts else None,
+        None if head.num_logprobs is None else _logprobs_of(head.num_logprobs, result.logits, result.committed),
+        _to_host(result.logits, copy=copy) if head.reports_logits else None,
     )
 
 
@@ -99,14 +97,10 @@ class Logprobs(NamedTuple):
         )
 
 
-def _logprobs_of(rows: Sequence[Row | None], logits: Tensor, committed: Tensor) -> Logprobs | None:
-    """Log-probabilities, if a row asks for them."""
-    wanted = [None if row is None else row.request.sampling.logprobs for row in rows]
-    if all(num_top is None for num_top in wanted):
-        return None
+def _logprobs_of(num_top: int, logits: Tensor, committed: Tensor) -> Logprobs:
     logprobs = wide(logits).log_softmax(dim=-1)
     chosen = logprobs.gather(-1, committed[..., None]).squeeze(-1)
-    top = logprobs.topk(min(max(n or 0 for n in wanted), logits.shape[-1]), dim=-1)
+    top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     return Logprobs(*map(_to_host, (chosen, top.values, top.indices)))
 
 

@@ -71,6 +71,7 @@ class Slots:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap
         self._count = 0
+        self._height = 0
 
     @property
     def num_free(self) -> int:
@@ -83,7 +84,10 @@ class Slots:
     @property
     def height(self) -> int:
         """One more than the highest slot in use."""
-        return max((i + 1 for i, slot in enumerate(self._slots) if slot.row is not None), default=0)
+        return self._height
+
+    def _measure(self) -> None:
+        self._height = max((i + 1 for i, slot in enumerate(self._slots) if slot.row is not None), default=0)
 
     def lowest_free(self) -> int:
         return self._free[0]
@@ -104,6 +108,7 @@ class Slots:
                 moved_to = evicted
                 self._slots[evicted].token_ids, self._slots[evicted].last_used = own.token_ids, own.last_used
         own.row, own.token_ids = row, ()
+        self._measure()
         return SlotAssignment(slot, moved_to, source, num_shared)
 
     def waits(self, row: Row, filling: Collection[Row]) -> bool:
@@ -142,6 +147,7 @@ class Slots:
         one.token_ids = () if one.row.is_spoilt else one.held
         one.row, one.last_used = None, self._count
         heappush(self._free, slot)
+        self._measure()
 
     def move(self, source: int, slot: int) -> None:
         """Move a row to a free slot, whose cache is evicted."""
@@ -149,6 +155,7 @@ class Slots:
         self._free.remove(slot)
         heapify(self._free)
         heappush(self._free, source)
+        self._measure()
 
     def num_held(self, slot: int) -> int:
         """Number of tokens in the slot's cache for certain."""

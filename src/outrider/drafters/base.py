@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -102,16 +103,20 @@ class CommittedTokens:
     Attributes:
         ids: the committed tokens; columns beyond them repeat the last one. [B, K+1]
         places: positions of the columns. [B, K+1]
-        old_lengths, lengths: of the sequences before and after the round. [B]
+        lengths: of the sequences after the round. [B]
         features: of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is valid where
             old_length + c < length; None if not asked for. [B, K+1, F]
     """
 
     ids: Tensor
     places: Tensor
-    old_lengths: Tensor
     lengths: Tensor
     features: Tensor | None
+
+    @property
+    def old_lengths(self) -> Tensor:
+        """Of the sequences before the round. [B]"""
+        return self.places[:, 0]
 
     @property
     def feature_positions(self) -> Tensor:
@@ -307,11 +312,15 @@ def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:
 
 def empty_draft(rows: Rows) -> Draft:
     """A draft without tokens."""
-    device = rows.ids.device
+    return _empty_draft(len(rows), rows.ids.device)
+
+
+@lru_cache
+def _empty_draft(num_rows: int, device: torch.device) -> Draft:
     return Draft(
-        ids=torch.zeros(len(rows), 0, dtype=torch.long, device=device),
+        ids=torch.zeros(num_rows, 0, dtype=torch.long, device=device),
         probs=None,
-        num_drafted=torch.zeros(len(rows), dtype=torch.long, device=device),
+        num_drafted=torch.zeros(num_rows, dtype=torch.long, device=device),
     )
 
 

@@ -175,8 +175,10 @@ class ModelSession(Session):
         self._lm, self._options, self._mask_id = lm, drafter.options, drafter.mask_id
         self._stops_early = drafter.options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
+        self._draft = lm.bind(draft_steps)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._heads: dict[int, Tensor] = {}  # of ``cached``, by the number of rows
         self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
         self._num_left = [0] * num_slots  # deferred prompt tokens, at most
         self._num_late = [0] * num_slots  # tokens committed since, besides the last, that the cache lacks at most
@@ -261,7 +263,9 @@ class ModelSession(Session):
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         lm, num_rows = self._lm, len(rows)
-        cached = self._cached[:num_rows]
+        if num_rows not in self._heads:
+            self._heads[num_rows] = self._cached[:num_rows]
+        cached = self._heads[num_rows]
         was_idle, self._is_idle = self._is_idle, not any(rows.most_wanted)
         if self._is_idle:
             if not was_idle:  # later rounds only lengthen rows, and ``assign`` handles those that join or move
@@ -282,7 +286,7 @@ class ModelSession(Session):
             arguments = cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
             if self._mask_id is None:
                 static = *shape, k, self._stops_early
-                results = lm.run(draft_steps, static, *arguments, None, noise, is_repeatable=rows.is_repeatable)
+                results = self._draft(static, *arguments, None, noise, is_repeatable=rows.is_repeatable)
             else:
                 static = *shape, k, self._mask_id
                 results = lm.run(draft_at_once, static, *arguments, noise, is_repeatable=rows.is_repeatable)
@@ -374,6 +378,6 @@ class ModelSession(Session):
             owed = torch.where(rows.num_wanted > 0, rows.lengths - 1 - cached, 0)
             num_owed = int(owed.amax().clamp(0, num_owed))
         if num_owed <= 1:
-            return rows.last_ids[:, 1 - num_owed :]
+            return rows.last_ids if num_owed else rows.last_ids[:, 1:]
         columns = rows.lengths[:, None] - 1 + torch.arange(-num_owed, 1, device=rows.lengths.device)
         return rows.ids.gather(1, columns.clamp(0, rows.ids.shape[1] - 1))

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outrider.decoding.engine import Engine
 from outrider.errors import DeviceError, NumericsError, OutriderError, SessionError
@@ -171,7 +171,7 @@ class SharedEngine:
                 # The first chunk of a round carries its timing, so that the timings of a stream's chunks add up.
                 timing = Timing() if row.receive in timed else round_.timing
                 timed.add(row.receive)
-                item = replace(row.state.chunk(row_round, timing), row=row.number)
+                item = row.state.chunk(row_round, timing, row.number)
             if row_round.finish_reason is not None:
                 del self._rows[row.index]
             row.receive(row.number, item)

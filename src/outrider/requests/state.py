@@ -31,14 +31,14 @@ class RequestState:
     def __post_init__(self) -> None:
         self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
 
-    def chunk(self, row: RowRound, timing: Timing) -> Chunk:
-        """The chunk of one of its rounds."""
-        self.origins.extend(row.origins)
-        if row.finish_reason is not None:
+    def chunk(self, round_: RowRound, timing: Timing, row: int) -> Chunk:
+        """The chunk of one of its rounds, for a caller who knows it as ``row``."""
+        self.origins.extend(round_.origins)
+        if round_.finish_reason is not None:
             self.text.finish()
         seed = self.request.sampling.seed
         assert seed is not None
-        return Chunk.of(row, _pieces(self.text.take(), self.origins), timing, seed)
+        return Chunk.of(round_, _pieces(self.text.take(), self.origins), timing, seed, row=row)
 
     @property
     def completion(self) -> Completion:

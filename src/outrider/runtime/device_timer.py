@@ -13,24 +13,25 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_events, self._must_wait = device.type == "cuda", device.type == "mps"
 
     def mark(self) -> Any:
         """Mark the end of all work that was submitted so far."""
-        if self._device.type == "cuda":
+        if self._has_events:
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             return event
-        if self._device.type == "mps":
+        if self._must_wait:
             torch.mps.synchronize()
         return time.perf_counter()
 
     def wait(self, mark: Any) -> None:
         """Wait until the work before a mark is done."""
-        if self._device.type == "cuda":
+        if self._has_events:
             mark.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Seconds between two marks that were waited for."""
-        if self._device.type == "cuda":
+        if self._has_events:
             return float(begin.elapsed_time(end)) / 1e3
         return float(end - begin)

@@ -72,12 +72,20 @@ class Execution(Protocol):
         ...
 
     def run(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+        self,
+        step: Step,
+        lm: Any,
+        static: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        *,
+        is_repeatable: bool = True,
+        bound: Bound | None = None,
     ) -> tuple[Tensor, ...]:
         """Run ``step(lm, *static, *arguments)``. The results are valid until the next run.
 
         Args:
             is_repeatable: run in one way, whatever has been prepared so far, so that equal arguments give equal bits.
+            bound: of earlier calls of this step of this model.
 
         Raises:
             CompileError: this model or machine does not allow it to be prepared.
@@ -110,9 +118,80 @@ class EagerExecution:
         return nullcontext()
 
     def run(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+        self,
+        step: Step,
+        lm: Any,
+        static: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        *,
+        is_repeatable: bool = True,
+        bound: Bound | None = None,
     ) -> tuple[Tensor, ...]:
         return step(lm, *static, *arguments)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What an argument is made of; see ``Call``.
+
+    Attributes:
+        is_stable: the same object has the same parts in the next call.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    stores: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    form: list[Any] = field(default_factory=list)
+    is_stable: bool = True
+
+
+class Bound:
+    """The arguments of a step and its program, from one call to the next, for one user of one model: arguments that are
+    the same objects are not taken apart again, and if all have the same form, neither is the program looked up. (Most
+    of a round's arguments stay: the cache, lengths, sampling options.) It keeps the arguments alive.
+
+    Attributes:
+        tensors, stores, form: see ``Call``.
+        program: of the last call, if there was one.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.stores: list[Tensor] = []
+        self.form: tuple[Any, ...] = ()
+        self.program: Program | None = None
+        self._static: tuple[Any, ...] | None = None
+        self._arguments: tuple[Any, ...] = ()
+        self._parts: list[_Parts] = []
+
+    def take(self, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
+        """Take the arguments of a call. Returns whether the last program fits them."""
+        is_same = static == self._static and len(arguments) == len(self._arguments)
+        has_new = has_new_stores = False
+        if not is_same:
+            self._parts = [_Parts() for _ in arguments]
+            self._arguments = (_NOTHING,) * len(arguments)
+        for i, (value, old) in enumerate(zip(arguments, self._arguments, strict=True)):
+            last = self._parts[i]
+            if value is old and last.is_stable:
+                continue
+            parts = _Parts()
+            _take_apart((value,), parts)
+            is_same = is_same and parts.form == last.form and (not parts.stores or value is old)
+            has_new, has_new_stores = True, has_new_stores or bool(parts.stores or last.stores)
+            self._parts[i] = parts
+        self._static = static
+        if has_new:
+            self._arguments = arguments
+            self.tensors = [tensor for parts in self._parts for tensor in parts.tensors]
+        if has_new_stores:
+            self.stores = [store for parts in self._parts for store in parts.stores]
+        if not is_same:
+            self.form = tuple(item for parts in self._parts for item in parts.form)
+        return is_same
+
+
+_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +216,7 @@ class Call:
     form: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _take_apart(self.arguments, self)
+        _take_apart(self.arguments, _Parts(self.tensors, self.stores, self.states, self.form))
 
     def on(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the step on other tensors of the same shapes."""
@@ -153,8 +232,8 @@ class Program(Protocol):
 class PreparedExecution(ABC):
     """Runs steps as programs that are prepared when first needed. For one model.
 
-    Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS most recently used programs. A
-    failed future stays: its program is not tried again.
+    Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS programs that were looked up most
+    recently (one that is bound may run on without that). A failed future stays: its program is not tried again.
     """
 
     name: str
@@ -188,14 +267,25 @@ class PreparedExecution(ABC):
     def turn(self) -> AbstractContextManager[Any]: ...
 
     def run(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], *, is_repeatable: bool = True
+        self,
+        step: Step,
+        lm: Any,
+        static: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        *,
+        is_repeatable: bool = True,
+        bound: Bound | None = None,
     ) -> tuple[Tensor, ...]:
-        call = Call(step, lm, static, arguments)
-        key = (step, id(lm.model), static, tuple(call.form), self._key_of(call.stores))
+        bound = bound or Bound()
+        if not bound.take(static, arguments):
+            bound.program = None
+        if bound.program is not None:
+            return bound.program.run(bound.tensors, bound.stores)
+        key = (step, id(lm.model), static, bound.form, self._key_of(bound.stores))
         with self._preparing:
             program = self._programs.get(key)
             if program is None:
-                program = self._programs[key] = self._prepare(call)
+                program = self._programs[key] = self._prepare(Call(step, lm, static, arguments))
                 if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
@@ -206,7 +296,8 @@ class PreparedExecution(ABC):
         elif not program.done() or (error := program.exception()) is not None:
             with self._beside(error):
                 return step(lm, *static, *arguments)
-        return program.result().run(call.tensors, call.stores)
+        bound.program = program.result()
+        return bound.program.run(bound.tensors, bound.stores)
 
     def _failure(self, step: Step, program: Future[Program]) -> BaseException | None:
         """Why a program cannot be prepared. Waits for it, unless the last one of this step that is done could not be
@@ -238,23 +329,25 @@ def _fields_of(kind: type) -> tuple[str, ...] | None:
     return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
 
 
-def _take_apart(values: Iterable[Any], call: Call) -> None:
-    tensors, form = call.tensors, call.form  # local names, since this runs in every round
+def _take_apart(values: Iterable[Any], parts: _Parts) -> None:
+    tensors, form = parts.tensors, parts.form  # local names, since this runs in every round
     for value in values:
         if value is None:
             form.append(None)
         elif isinstance(value, Tensor):
-            tensors.append(value.contiguous())
+            tensors.append(contiguous := value.contiguous())
+            parts.is_stable &= contiguous is value  # a copy holds what the tensor holds now
             form.append((value.shape, value.dtype))
         elif isinstance(value, SlotCache):
-            call.stores.extend(value.storage)
-            call.states.extend(value.storage[value.num_token_stores :])
+            parts.stores.extend(value.storage)
+            parts.states.extend(value.storage[value.num_token_stores :])
+            parts.is_stable &= not value.has_states  # its bound changes
             form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
         elif isinstance(value, tuple):
             form.append(len(value))
-            _take_apart(value, call)
+            _take_apart(value, parts)
         elif (names := _fields_of(value.__class__)) is not None:
-            _take_apart([getattr(value, name) for name in names], call)
+            _take_apart([getattr(value, name) for name in names], parts)
         else:
             form.append(value)
 

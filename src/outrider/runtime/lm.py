@@ -13,7 +13,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
-from outrider.runtime.execution import EagerExecution, Execution, Step
+from outrider.runtime.execution import Bound, EagerExecution, Execution, Step
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
 from outrider.runtime.vocabulary import UNKNOWN
@@ -195,11 +195,20 @@ class LM:
         since a model may hold tables of that length."""
         return min(self.execution.round_length(length), cache.capacity, self.context_len)
 
+    def bind(self, step: Step) -> Callable[..., tuple[Tensor, ...]]:
+        """``run`` with this step, for many calls whose arguments are mostly the same objects (see ``Bound``)."""
+        return partial(self.run, step, bound=Bound())
+
     def run(
-        self, step: Step, static: tuple[Any, ...], *arguments: Any, is_repeatable: bool = True
+        self,
+        step: Step,
+        static: tuple[Any, ...],
+        *arguments: Any,
+        is_repeatable: bool = True,
+        bound: Bound | None = None,
     ) -> tuple[Tensor, ...]:
         """Run ``step(self, *static, *arguments)`` with this model's execution (see there)."""
-        return self.execution.run(step, self, static, arguments, is_repeatable=is_repeatable)
+        return self.execution.run(step, self, static, arguments, is_repeatable=is_repeatable, bound=bound)
 
     def forward(
         self,

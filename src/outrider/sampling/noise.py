@@ -119,7 +119,9 @@ class RoundUniforms:
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         """Select rows [B'], for rounds of at most ``k`` drafted tokens."""
-        return RoundUniforms(self.values[:, : 2 * k + 1].index_select(0, rows))
+        num_columns = 2 * k + 1
+        values = self.values if num_columns == self.values.shape[1] else self.values[:, :num_columns]
+        return RoundUniforms(values.index_select(0, rows))
 
 
 def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms:

@@ -354,7 +354,7 @@ class EngineThread:
             if row_round.error is not None:
                 event, reason = NumericsError(row_round.error), "error"
             else:
-                event = row.job.chunk(row_round, Timing())
+                event = row.job.chunk(row_round, Timing(), row_round.row)
                 reason = row_round.finish_reason or ""
                 if times.first_s == 0.0:
                     times.first_s = now_s

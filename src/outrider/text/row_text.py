@@ -63,6 +63,10 @@ class RowText:
             self._held.append((index, piece))
         if reason is not None:
             return reason
+        if not self._stop:  # nothing is held back
+            self._certain += self._held
+            self._held.clear()
+            return None
         text = "".join(piece for _, piece in self._held)
         # A stop string that was complete before this token came too early; it is held as the prefix of a longer one.
         found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
