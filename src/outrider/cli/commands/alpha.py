@@ -33,7 +33,7 @@ def alpha(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of texts to score: JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 "
+            help="File of texts to score. JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 "
             "sentences."
         ),
     ] = None,
@@ -43,7 +43,8 @@ def alpha(
     plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure alpha, the mean acceptance probability, of target and draft on given texts. Nothing is generated."""
+    """Measure the agreement of target and draft on texts. It is alpha, the mean acceptance probability; nothing is
+    generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
     check_batch_size(batch_size)
     check_json_target(json_target)

@@ -37,7 +37,7 @@ def analyze(
     plot: Annotated[Path | None, typer.Option(help="Plot rounds and positions: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Summarise recorded rounds: tokens per round by prompt and category, acceptance by drafted position."""
+    """Summarise recorded rounds. Tokens per round by prompt and category, acceptance by drafted position."""
     for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
         if value is not None and value < 1:
             raise OptionError(name, value, "a whole number >= 1")

@@ -111,7 +111,7 @@ def certify(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test that speculative decoding with this pair, on this machine, does not change the output distribution.
+    """Test that a draft does not change the distribution. With this pair, on this machine.
 
     Exit code 0: certified; 1: not certified; 3: inconclusive (too little data)."""
     check_json_target(json_target)

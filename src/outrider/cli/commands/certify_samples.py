@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -54,14 +55,22 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 @flat
 def certify_samples(
-    target: Annotated[str, typer.Argument(help="Model that generated the samples: known name, folder or hub id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Model that generated the samples. Known name, folder or hub id.", autocompletion=complete_target
+        ),
+    ],
     file: Annotated[
         Path, typer.Argument(help="JSON lines with prompt_ids or prompt, token_ids or text, and optionally options.")
     ],
     machine: MachineOptions,
     sampling: SamplingOptions,
     draft: Annotated[
-        str, typer.Option(help="Draft that the system used; deviations are tested towards it first.")
+        str,
+        typer.Option(
+            help="Draft that the system used; deviations are tested towards it first.", autocompletion=complete_draft
+        ),
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     detect_tv: Annotated[
@@ -72,7 +81,7 @@ def certify_samples(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test whether samples from any system follow its target's distribution.
+    """Test whether samples follow their model's distribution. They may come from any system.
 
     Exit code 0: consistent; 1: not consistent; 3: inconclusive (too little data).
 

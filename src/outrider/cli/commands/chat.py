@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.conversation import ChatConversation, Continuation, Conversation
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import AnswerOptions, NumDraftTokensOption, SamplingOptions, flat
@@ -45,8 +46,12 @@ def chat(
     pair: PairOptions,
     sampling: SamplingOptions,
     end: AnswerOptions,
-    target_name: Annotated[str | None, typer.Argument(metavar="[TARGET]", help="In place of --target.")] = None,
-    draft_name: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="In place of --draft.")] = None,
+    target_name: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="In place of --target.", autocompletion=complete_target)
+    ] = None,
+    draft_name: Annotated[
+        str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.", autocompletion=complete_draft)
+    ] = None,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Base seed; answer i gets seed + i. Default: random.")] = None,
     system: Annotated[

@@ -71,7 +71,7 @@ def compare(
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Race plain against speculative decoding, and measure the speed-up with its 95% interval."""
+    """Race plain against speculative decoding. The speed-up is measured, with its 95% interval."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     ks = parse_k(num_draft_tokens)
     if num_runs < 1:

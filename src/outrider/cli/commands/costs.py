@@ -26,7 +26,7 @@ def costs(
     ] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Show or delete the stored round costs that -k auto starts with.
+    """Show or delete the stored costs that -k auto starts with.
 
     They are measured before the first run of a pair and kept for 30 days; for only an hour if implausible or noisy."""
     from outrider.decoding.cost_cache import kept_costs

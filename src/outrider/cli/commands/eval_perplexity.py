@@ -36,7 +36,7 @@ def perplexity(
     batch_size: BatchSizeOption = 8,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure perplexity of a text under target and draft, and their agreement. Nothing is generated."""
+    """Measure perplexity of a text under target and draft. And their agreement; nothing is generated."""
     name = pair.single_draft
     check_batch_size(batch_size)
     for option, value in (("--context", context), ("--stride", stride)):

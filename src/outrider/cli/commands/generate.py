@@ -71,33 +71,33 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: plain lines; JSON lines (or an array) with 'prompt' or 'messages' and optional "
+            help="File of prompts. Plain lines; JSON lines (or an array) with 'prompt' or 'messages' and optional "
             "sampling options; or requests in OpenAI's batch format."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --prompts: write JSON lines to this file. An interrupted run resumes.")
+        Path | None, typer.Option(help="With --prompts: write JSON lines. An interrupted run resumes.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="With --prompts: prompts generated concurrently.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="With --prompts: so many at once.")] = 1,
     shard: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="With --prompts: run part I of N, each with its own --output file."),
+        typer.Option(metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."),
     ] = None,
     skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="With --prompts: report invalid rows and skip them.")
+        bool, typer.Option("--skip-invalid", help="With --prompts: skip invalid rows. They are reported.")
     ] = False,
     num_draft_tokens: NumDraftTokensOption = None,
-    seed: Annotated[int | None, typer.Option(help="Base seed; prompt i gets seed + i. Default: random.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Prompt i gets this seed + i. Default: random.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Add to the JSON the log-probabilities of each token and of the N most probable.")
+        int | None, typer.Option(help="Add log-probabilities to the JSON. Of each token, and of the N most probable.")
     ] = None,
     show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Colour tokens by origin: accepted, correction or bonus.")
+        bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
     ] = False,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Generate from a prompt, streaming the text, or from every prompt of a file.
+    """Generate text from a prompt, or from a file of prompts.
 
     Exit code 1: some prompts of the file failed or were skipped; the others have output."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)

@@ -35,7 +35,7 @@ def latency(
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Measure the latency of target, drafts and pairs at each K, on 15 built-in prompts, in turn, after a warm-up."""
+    """Time target, drafts and pairs at each K. They run in turn, on 15 built-in prompts, after a warm-up."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     lines = template.read(None)
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)

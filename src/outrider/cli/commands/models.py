@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
 from outrider.errors import OptionError, OutriderError
@@ -25,15 +26,21 @@ _USUAL_CONTEXT = 2048
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="Predict the memory of this model in all forms: known name, folder or hub id.")
+        str | None,
+        typer.Option(
+            help="Predict the memory of this model. In all forms; known name, folder or hub id.",
+            autocompletion=complete_target,
+        ),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="With --target: include this draft.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="With --target: include this draft.", autocompletion=complete_draft)
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Cache length in tokens. Default: 2048, at most the model's context.")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="List the pairs that fit together into this memory, like 24GiB."),
+        typer.Option(metavar="SIZE", help="List the pairs that fit into this, like 24GiB."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     num_draft_tokens: Annotated[
@@ -43,7 +50,7 @@ def models(
     dtype: Annotated[str, typer.Option(help="Assumed dtype: float64, float32, bfloat16 or float16.")] = "bfloat16",
     json_target: JsonOption = None,
 ) -> None:
-    """List the known models, with the memory of weights and cache. Add your own names in a TOML file.
+    """List the known models, with their memory. Add your own names in a TOML file.
 
     With --memory: list targets with the drafts that fit beside them.
 

@@ -53,22 +53,22 @@ def plan(
     num_draft_tokens: Annotated[
         str | None,
         typer.Option(
-            "-k", "--num-draft-tokens", help="Candidates for K, like 1-8. Default: 1-16; a few when compiled."
+            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few when compiled."
         ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
         Path | None,
-        typer.Option(help="Recorded output of the target (outrider record --probs N), with its sampling options."),
+        typer.Option(help="Output recorded with --probs. The log of outrider record, whose sampling options hold."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
-    batch_size: Annotated[str, typer.Option(help="Batch sizes, one or several: 1,4.")] = "1",
-    context: Annotated[str, typer.Option(help="Sequence length when rounds are timed, one or several: 64,512.")] = "64",
+    batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",
+    context: Annotated[str, typer.Option(help="Lengths when rounds are timed: 64,512.")] = "64",
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Also run the pairs at K = 1, 2, 4, 8 and the best, to check the prediction; rounds are timed again "
+            help="Also run the pairs, as a check. At K = 1, 2, 4, 8 and the best; rounds are timed again "
             "in between, in the same state of the machine.",
         ),
     ] = False,
@@ -76,16 +76,16 @@ def plan(
     what_if: Annotated[
         str | None,
         typer.Option(
-            help="Measure nothing and predict from these numbers, like alpha=0.8,c=0.05: alpha, acceptance probability "
-            "of a drafted token; c, cost of a draft step over a plain step; v, cost of a verify over a plain step "
+            help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a "
+            "drafted token; c: cost of a draft step over a plain step; v, cost of a verify over a plain step "
             "(default: 1); c_ops, operations of a draft step over a plain step (default: c)."
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot speed-up: FILE.png or FILE.svg.")] = None,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Predict the speed-up of every draft and K from measured costs and acceptance. The result may be: no draft."""
+    """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
     ks = parse_constant_k(num_draft_tokens or default_k)
     sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)

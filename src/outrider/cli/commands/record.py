@@ -37,7 +37,7 @@ def record(
     template: TemplateOptions,
     prompts: Annotated[
         Path,
-        typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns') or 'messages', or plain lines."),
+        typer.Option(help="File of prompts. JSON lines with a 'prompt' (or 'turns') or 'messages', or plain lines."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run resumes.")],
     target: TargetOption = "fable",
@@ -58,7 +58,7 @@ def record(
         ),
     ] = None,
 ) -> None:
-    """Record the target's outputs, with probabilities, as a log for 'outrider replay'."""
+    """Record the target's output, with probabilities. 'outrider replay', plan and export read the log."""
     check_batch_size(batch_size)
     if probs is not None and probs < 1:
         raise OptionError("--probs", probs, "a whole number >= 1")

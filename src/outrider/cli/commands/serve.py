@@ -34,7 +34,7 @@ def serve(
         typer.Option(
             "-k",
             "--num-draft-tokens",
-            help="K, tokens drafted per round, or auto, which adapts K to the load (requests with a seed use 4).",
+            help="Tokens drafted per round, or auto. auto adapts K to the load; requests with a seed use 4.",
             rich_help_panel="Models",
         ),
     ] = "auto",
@@ -142,7 +142,9 @@ def serve(
         float, typer.Option(help="Seconds that running requests may continue after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
 ) -> None:
-    """Serve a target and its draft over OpenAI's API: /v1/completions and /v1/chat/completions."""
+    """Serve a target and its draft over OpenAI's API.
+
+    Endpoints: /v1/chat/completions, /v1/responses, /v1/completions and others; the page at / shows a race."""
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")

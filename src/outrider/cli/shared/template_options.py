@@ -28,9 +28,7 @@ class TemplateOptions:
 
     chat: Annotated[
         bool,
-        typer.Option(
-            "--chat", help="Apply the model's chat template: a text is a message of the user.", rich_help_panel=_PANEL
-        ),
+        typer.Option("--chat", help="Apply the model's chat template. A text is a message of the user."),
     ] = False
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message. Implies --chat.", rich_help_panel=_PANEL)
