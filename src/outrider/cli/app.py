@@ -35,6 +35,7 @@ from outrider.cli.commands import eval as eval_
 from outrider.cli.shared.help import Command, Group
 from outrider.cli.shared.processes import run_together
 from outrider.cli.shared.streams import guard_streams
+from outrider.cli.shared.wrapping import say
 from outrider.errors import OutriderError
 from outrider.system.ranks import is_one_of_several
 
@@ -123,7 +124,7 @@ def main() -> None:
         message = _mistake(error)
         if message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}")
         sys.exit(2)
 
 

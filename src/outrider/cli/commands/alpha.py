@@ -50,7 +50,7 @@ def alpha(
     check_json_target(json_target)
 
     from outrider.bench.plots import check_plot_file, plot_alpha
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
     from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, sampling_grid
     from outrider.scoring.forcing import needs_forcing
     from outrider.scoring.teacher_forcing import Text
@@ -94,7 +94,7 @@ def alpha(
             row = [f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"]
             if has_offsets:
                 row.append("-" if one.by_offset is None else " ".join(f"{part.value:.3f}" for part in one.by_offset))
-            table.add_row(name, *row)
+            table.add_row(NameCell(name), *row)
     print_table(console, table)
     console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")
     if plot is not None:

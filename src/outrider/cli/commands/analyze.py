@@ -47,7 +47,7 @@ def analyze(
     check_json_target(json_target)
 
     from outrider.bench.plots import check_plot_file, plot_rounds
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
     from outrider.replay.rounds import analyse, read_file
 
     if plot is not None:
@@ -55,35 +55,27 @@ def analyze(
     found = read_file(file, tokens_per_prompt=tokens_per_prompt, k=num_draft_tokens)
     analyses = {arm: analyse(prompts) for arm, prompts in found.arms.items()}
     console = console_for(json_target)
-    rounds = new_table(str(file), "rounds", "category", "prompts", "rounds", "tau, 95%", "by prompt", "accepted")
+    has_categories = any(one.by_category for one in analyses.values())
+    rules = list(dict.fromkeys(arm.acceptance for arm in analyses if arm.acceptance))
+    columns = "draft", "K", *["rule"] * (len(rules) > 1), *["category"] * has_categories
+    title = f"{file}, {rules[0]}" if len(rules) == 1 else str(file)
+    table = new_table(title, *columns, "prompts", "rounds", "tau, 95%", "by prompt", "accepted")
     for arm, all_prompts in analyses.items():
         for category, one in [("all", all_prompts), *all_prompts.by_category.items()]:
-            rounds.add_row(
-                arm.label,
-                category,
+            table.add_row(
+                NameCell(arm.draft or "-"),
+                str(arm.k or "-"),
+                *[arm.acceptance or "-"] * (len(rules) > 1),
+                *[category] * has_categories,
                 str(len(one.prompts)),
                 str(round(one.stats.num_rounds)),
                 interval_text(one.tau),
                 "-" if one.prompt_tau is None else f"{one.prompt_tau:.2f}",
                 "-" if one.stats.draft_acceptance_rate is None else f"{100 * one.stats.draft_acceptance_rate:.1f}%",
             )
-    print_table(console, rounds)
-    for arm, one in analyses.items():
-        positions = new_table(arm.label, "position", "drafted", "reached", "accepted", "of reached", "of drafted")
-        for rate in one.rates:
-            at = rate.position
-            positions.add_row(
-                str(at.position),
-                str(round(at.num_drafted)),
-                str(round(at.num_judged)),
-                str(round(at.num_accepted)),
-                interval_text(rate.conditional),
-                interval_text(rate.unconditional),
-            )
-        print_table(console, positions)
+    print_table(console, table)
     console.print(
-        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau; reached: the "
-        "tokens before it were accepted; intervals of positions treat rounds as independent",
+        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau",
         style="dim",
     )
     for note in found.notes:

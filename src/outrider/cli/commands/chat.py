@@ -19,6 +19,7 @@ from outrider.cli.shared.options import AnswerOptions, NumDraftTokensOption, Sam
 from outrider.cli.shared.output import console_for
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.template_options import TemplateOptions
+from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.records import Chunk, Completion, Timing
 
@@ -123,7 +124,7 @@ def _lines_of(console: Console) -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /quit ends the chat)", file=sys.stderr)
+            say("\n(Ctrl-D or /quit ends the chat)")
 
 
 @contextmanager

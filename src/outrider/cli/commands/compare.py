@@ -32,6 +32,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import looks_up
 from outrider.records import Timing
@@ -102,7 +103,7 @@ def compare(
     report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], end.max_new_tokens)
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
-    console.print(prompt, style="dim", markup=False, soft_wrap=True)
+    console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     teller, rounds = RaceEvents(arms, cases[0], options), []
 
@@ -227,13 +228,16 @@ class _Panel:
         lines = Text(self.text).wrap(console, options.max_width - 4)[-self.num_lines :]
         seconds = self.timing.total_s
         rate = self.num_tokens / seconds if self.num_tokens else 0.0
-        title = f"{self.name}: {self.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s"
+        figures = f"{self.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s"
+        room = max(8, options.max_width - len(figures) - 8)  # a long name loses its beginning
+        name = self.name if len(self.name) <= room else f"…{self.name[1 - room :]}"
+        title = f"{name}: {figures}"
         style = "cyan" if self.is_running else "dim"
         yield Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style)
 
 
 def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
-    from outrider.bench.report import interval_text, new_table, pm_text
+    from outrider.bench.report import NameCell, interval_text, new_table, pm_text
 
     num_runs = summaries[0].num_cases
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
@@ -244,7 +248,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
         times = summary.timing.to_json()
         num_tokens = summary.stats.num_generated_tokens
         table.add_row(
-            summary.arm.label,
+            NameCell(summary.arm.label),
             str(summary.arm.num_draft_tokens or "plain"),
             f"{summary.tokens_per_s:.0f}",
             pm_text(summary.ms_per_token, 2),
@@ -265,10 +269,9 @@ def _print_next(
     """Name the commands that come after a race."""
     best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
     options = shlex.join([*pair.to_words(str(best.arm.draft)), *template.to_words()])
-    console.print(
-        f"Next: outrider plan {options} (which K, on your prompts)", style="dim", markup=False, soft_wrap=True
-    )
-    console.print(f"      outrider certify {options} (is it exact?)", style="dim", markup=False, soft_wrap=True)
+    console.print("Next: which K, on your prompts? Is it exact?", style="dim")
+    print_command(console, f"outrider plan {options}", "dim")
+    print_command(console, f"outrider certify {options}", "dim")
 
 
 def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from outrider.cli.shared.completion import complete_target
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
 from outrider.cli.shared.pair_options import set_threads
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def distill(
         )
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
-    console.print(f"  outrider generate --target {target} --draft {output}", soft_wrap=True)
+    print_command(console, f"outrider generate --target {target} --draft {output}", style="")
     if processes.is_main_process:
         body = {
             "checks": [check.to_json() for check in checks],

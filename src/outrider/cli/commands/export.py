@@ -16,6 +16,7 @@ from outrider.cli.shared.output import check_json_target, console_for, progress_
 from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling, looks_up
 from outrider.system.ranks import is_one_of_several
@@ -249,10 +250,10 @@ def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: S
 def _show(
     console: Console, engine: ServingEngine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
 ) -> None:
-    rule = engine.rules[handover.setting]
+    rule, whole = engine.rules[handover.setting], not console.is_terminal
     console.print(f"{engine.name} {engine.version}, {facts.target.spec.name} with {facts.draft.spec.name}: {output}")
-    console.print(f"  {', '.join(written)}", soft_wrap=True)
-    console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=True)
+    console.print(f"  {', '.join(written)}", soft_wrap=whole)
+    console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=whole)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
         console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
@@ -261,10 +262,10 @@ def _show(
         value = "unknown" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
         gain = outlook.speed_up.get(handover.k)
         text = "" if gain is None else f", speed-up {gain:.2f} (predicted)"
-        console.print(f"K = {handover.k}: tau {value}{text}. {facts.basis}", soft_wrap=True, markup=False)
+        console.print(f"K = {handover.k}: tau {value}{text}. {facts.basis}", markup=False, soft_wrap=whole)
         if outlook.best_k is not None and outlook.speed_up[outlook.best_k] <= 1:
             console.print("By this prediction no K is faster than plain decoding under this rule.")
-    console.print(f"  cd {output} && {engine.start}", style="bold", soft_wrap=True)
+    print_command(console, f"cd {output} && {engine.start}")
 
 
 def _outlook_json(engine: ServingEngine, key: str, outlook: Outlook) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.cli.shared.workers import LocalWorker, Setup, Workers
+from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.offline.invalid_rows import InvalidRows
 from outrider.offline.output_file import FinishedPrompts, open_output
@@ -155,7 +156,7 @@ def generate(
                 workers = files.enter_context(many)
             _continue_all(setup, workers, invalid, finished, batch_size, write, totals)
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
-    print(summary, file=sys.stderr)
+    say(summary)
     if json_target is not None:
         settings = setup.settings() | {"shard": shard}
         write_document(json_target, make_document("generate", settings, totals.to_json(), origin=origin))
@@ -293,10 +294,9 @@ def _report_missing() -> None:
 
     service = shared_service()
     if service.num_open:
-        print(
+        say(
             f"{service.num_open} of {service.num_orders} programs were not compiled before generation ended: "
-            "'outrider compile' compiles them ahead of time",
-            file=sys.stderr,
+            "'outrider compile' compiles them ahead of time"
         )
 
 

@@ -27,6 +27,7 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.what_if import what_if as predict_from
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _show(
     found: Sequence[PairChoice],
     is_ours: bool,
 ) -> None:
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
 
     setting, plain_ms = costs.setting, 1e3 * costs.plain.round_s
     where = f"{setting.num_rows} row{'s' * (setting.num_rows > 1)} of {setting.context} tokens"
@@ -251,7 +252,7 @@ def _show(
         milliseconds = (1e3 * value for value in (one.cost.round_s, one.cost.draft_s, one.cost.verify_s))
         times = (f"{value:.2f}" for value in milliseconds)
         table.add_row(
-            one.draft,
+            NameCell(one.draft),
             str(one.k),
             f"{one.tau.value:.2f}",
             *times,
@@ -276,7 +277,7 @@ def _show(
     free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
     console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it always agreed: {agreeing:.2f}.")
     if is_ours:
-        console.print(f"  {command}", style="bold", soft_wrap=True)
+        print_command(console, command)
     else:
         console.print("The numbers are for engines that accept by equality: outrider export --to mlx.", style="dim")
 

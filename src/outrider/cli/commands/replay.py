@@ -301,14 +301,14 @@ def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
 
 
 def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Summary]) -> None:
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
 
     table = new_table(title, "draft", "K", "tau, 95%", "accepted / drafted", "alpha")
     for arm, one in arms:
         alpha = summaries[arm.draft].alpha
         upper = one.upper
         table.add_row(
-            arm.draft,
+            NameCell(arm.draft),
             str(arm.k),
             interval_text(one.tau) + (f" to {interval_text(upper.tau)}" if upper else ""),
             _percent(one.stats.draft_acceptance_rate)

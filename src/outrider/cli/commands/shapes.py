@@ -13,6 +13,7 @@ from outrider.cli.shared.completion import complete_target
 from outrider.cli.shared.options import JsonOption, flat
 from outrider.cli.shared.output import check_json_target, console_for, print_table, progress_bar, write_json
 from outrider.cli.shared.pair_options import MachineOptions
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def shapes(
         size = f"--layers {cost.shape.num_layers} --hidden-size {cost.shape.hidden_size}"
         if cost.shape.intermediate_size is not None:
             size += f" --intermediate-size {cost.shape.intermediate_size}"
-        console.print(f"outrider distill {target} {size} --output DIR", soft_wrap=True)
+        print_command(console, f"outrider distill {target} {size} --output DIR")
     if not best:
         console.print(f"No shape drafts a token within {budget_ms:g} ms.")
     if plot is not None:

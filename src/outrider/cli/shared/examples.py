@@ -33,8 +33,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "distill qwen3-8b --output head --kind eagle3 --minutes 240",
     ),
     "export": (
-        "export --to transformers --output folder",
-        f"export {_PAIR} --to vllm --output folder",
+        "export --to transformers --output out",
+        f"export {_PAIR} --to vllm --output out",
     ),
     "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
     "certify-samples": (
@@ -42,10 +42,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "certify-samples fable samples.jsonl -t 0.8 --html findings.html",
     ),
     "divergence": ("divergence", f"divergence {_PAIR} --dtype float32"),
-    "eval multiplication": ("eval multiplication", f"eval multiplication {_PAIR} --num-prompts 100"),
+    "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
     "eval harness": (
         "eval harness --tasks arithmetic_2da --limit 50",
-        f"eval harness --tasks gsm8k {_PAIR} --chat",
+        f"eval harness --tasks gsm8k {_PAIR}",
     ),
     "eval perplexity": ("eval perplexity text.txt", f"eval perplexity text.txt {_PAIR}"),
 }

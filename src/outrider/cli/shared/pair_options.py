@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from outrider.cli.shared.options import (
     TaskSamplingOptions,
     parse_k,
 )
+from outrider.cli.shared.wrapping import say
 from outrider.errors import CompileError, OptionError
 from outrider.models.registry import QUANTIZATIONS, ROUNDS_ROWS
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
@@ -35,7 +35,7 @@ class _OnStderr(logging.Handler):
     """Logs to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        say(self.format(record))
 
 
 def _log_to_stderr(name: str) -> logging.Logger:
