@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from outrider.stats.intervals import Interval
 
 _INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
+_LINES = (  # colour and marker of each
+    (_BLUE, "o"),
+    (_ORANGE, "s"),
+    ("#1d9a6c", "^"),
+    ("#c0579c", "D"),
+    ("#8a7f1c", "v"),
+    ("#7a6fd0", "P"),
+)
 _BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
 _PAGE_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text remains text
@@ -82,17 +91,91 @@ def svg_of_z(zs: Sequence[float], limit: float) -> str:
     return _svg("z", "token of the round", "z of the score", draw)
 
 
-def _svg(name: str, across: str, up: str, draw: Callable[[Any], None]) -> str:
+def svg_of_lines(
+    name: str,
+    lines: Mapping[str, Sequence[tuple[float, Interval]]],
+    across: str,
+    up: str,
+    *,
+    measured: Mapping[str, Sequence[tuple[float, Interval]]] | None = None,
+    level: float | None = None,
+    most: float | None = None,
+) -> str:
+    """SVG of lines with the bars of their intervals.
+
+    Args:
+        measured: points in the colours of the lines, without a line.
+        level: of a dashed line across, which is the baseline.
+        most: upper end of the axis.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        styles = dict(zip(lines, cycle(_LINES), strict=False))
+        if level is not None:
+            axes.axhline(level, color=_INK, lw=1, ls="--")
+        for label, points in lines.items():
+            colour, marker = styles[label]
+            at, values = [x for x, _ in points], [value for _, value in points]
+            bars(axes, at, values, label, color=colour, marker=marker)
+        for label, points in (measured or {}).items():
+            at, values = [x + 0.08 for x, _ in points], [value for _, value in points]
+            colour = styles[label][0] if label in styles else _INK
+            bars(axes, at, values, f"{label}, measured", color=colour, fmt="x", ms=8)
+        axes.set_ylim(0, most)
+        if all(float(x).is_integer() for points in lines.values() for x, _ in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(axes, 2)
+
+    return _svg(name, across, up, draw)
+
+
+def svg_of_groups(name: str, groups: Mapping[str, Sequence[float]], across: str, up: str) -> str:
+    """SVG of bars at 0, 1, 2 ..., those of the groups side by side."""
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        width = 0.8 / len(groups)
+        for place, ((label, values), (colour, _)) in enumerate(zip(groups.items(), cycle(_LINES), strict=False)):
+            lefts = [i - 0.4 + (place + 0.5) * width for i in range(len(values))]
+            axes.bar(lefts, values, width=width, color=colour, label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(axes, 2)
+
+    return _svg(name, across, up, draw)
+
+
+def svg_of_parts(name: str, rows: Mapping[str, Mapping[str, float]], across: str) -> str:
+    """SVG of horizontal bars, one for each row from the top, each made of parts."""
+
+    def draw(axes: Any) -> None:
+        lefts = dict.fromkeys(rows, 0.0)
+        for part, (colour, _) in zip(next(iter(rows.values())), _LINES, strict=False):
+            widths = [row[part] for row in rows.values()]
+            axes.barh(list(rows), widths, left=list(lefts.values()), color=colour, label=part, height=0.7)
+            lefts = {label: lefts[label] + row[part] for label, row in rows.items()}
+        axes.invert_yaxis()
+        _legend(axes, 4)
+
+    return _svg(name, across, "", draw, height=1.2 + 0.3 * len(rows))
+
+
+def _legend(axes: Any, num_columns: int) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns, fontsize="small")
+
+
+def _svg(name: str, across: str, up: str, draw: Callable[[Any], None], height: float = 3.2) -> str:
     """Draw a figure as an SVG element of a page.
 
     Args:
         name: unique in the page; all ids in the element begin with it.
+        height: inches; the width is 5.2.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_PAGE_STYLE):
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
         axes.set(xlabel=across, ylabel=up)
         draw(axes)

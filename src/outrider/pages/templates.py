@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -27,6 +28,11 @@ def render(package: str, template: str, document: Mapping[str, Any], **more: Any
     environment.filters.update(whole=whole_text, share=share_text, number=number_text, gap=gap_text, value=value_text)
     command = shlex.join(["outrider", *document["provenance"]["argv"]])
     return environment.get_template(template).render(document, command=command, **more)
+
+
+def tables_style() -> str:
+    """Style sheet of tables, for a page with a frame of its own."""
+    return (files("outrider.pages") / "tables.css").read_text(encoding="utf-8")
 
 
 def whole_text(value: int) -> str:

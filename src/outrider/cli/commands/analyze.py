@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import check_json_target, check_outputs, console_for, print_table, write_json
+from outrider.cli.shared.options import HtmlOption, JsonOption
+from outrider.cli.shared.output import (
+    check_figure_files,
+    check_json_target,
+    check_outputs,
+    console_for,
+    print_table,
+    write_json,
+)
 from outrider.errors import OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
 
@@ -35,6 +42,7 @@ def analyze(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot rounds and positions: FILE.png or FILE.svg.")] = None,
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Summarise recorded rounds. Tokens per round by prompt and category, acceptance by drafted position."""
@@ -43,15 +51,14 @@ def analyze(
             raise OptionError(name, value, "a whole number >= 1")
     if num_draft_tokens is not None and num_draft_tokens > MAX_NUM_DRAFT_TOKENS:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"a whole number <= {MAX_NUM_DRAFT_TOKENS}")
-    check_outputs({"--json": json_target, "--plot": plot}, [file])
+    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [file])
     check_json_target(json_target)
 
-    from outrider.bench.plots import check_plot_file, plot_rounds
+    from outrider.bench.plots import plot_rounds
     from outrider.bench.report import NameCell, interval_text, new_table
     from outrider.replay.rounds import analyse, read_file
 
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     found = read_file(file, tokens_per_prompt=tokens_per_prompt, k=num_draft_tokens)
     analyses = {arm: analyse(prompts) for arm, prompts in found.arms.items()}
     console = console_for(json_target)
@@ -91,7 +98,10 @@ def analyze(
         ],
         "notes": list(found.notes),
     }
-    write_json(json_target, "analyze", options, body)
+    write_json(json_target, "analyze", options, body, html=html)
+    files = [str(one) for one in (html, json_target) if one not in (None, "-")]
+    where = " and ".join(files) or "add --html FILE or --json FILE"
+    console.print(f"By position in the round, and by prompt: {where}", markup=False)
 
 
 def _analysis_json(analysis: Analysis) -> dict[str, Any]:

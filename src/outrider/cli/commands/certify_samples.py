@@ -17,7 +17,6 @@ from outrider.cli.shared.findings import (
     print_differences,
     print_verdict,
     statistical_rows,
-    write_findings,
 )
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
@@ -32,6 +31,7 @@ from outrider.cli.shared.options import (
     flat,
 )
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
     check_outputs,
     console_for,
@@ -39,6 +39,7 @@ from outrider.cli.shared.output import (
     options_json,
     print_table,
     progress_bar,
+    write_outputs,
 )
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions
 from outrider.errors import FileError, OptionError, PromptError
@@ -98,12 +99,10 @@ def certify_samples(
     lines = read_samples(file, _NAMES)
     is_text = any(isinstance(line.output, str) for line in lines)
 
-    from outrider.bench.plots import check_plot_file
     from outrider.certify.page import render_samples
     from outrider.certify.samples import check_samples
 
-    if html is not None:
-        check_plot_file(html, (".html",))
+    check_figure_files(None, html)
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))
@@ -119,7 +118,7 @@ def certify_samples(
     )
     body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
     document = make_document("certify-samples", settings, body, decoder.target)
-    write_findings(document, json_target, html, render_samples)
+    write_outputs(document, json_target, html, render_samples)
     exit_with(report.verdict)
 
 

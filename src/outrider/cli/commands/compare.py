@@ -26,9 +26,10 @@ from outrider.cli.shared.output import (
     check_outputs,
     console_for,
     gather,
+    make_document,
     options_json,
     print_table,
-    write_json,
+    write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
@@ -36,7 +37,7 @@ from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import looks_up
 from outrider.records import Timing
-from outrider.system.files import check_writable, write_text
+from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def compare(
     seed: SeedOption = 0,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write an HTML page that replays the race."),
+        typer.Option(metavar="FILE", help="Write an HTML page: the race, then tables."),
     ] = None,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
@@ -116,10 +117,6 @@ def compare(
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
-    if html is not None:
-        from outrider.race.page import recorded_page
-
-        write_text(html, recorded_page([teller.start(), *rounds, teller.end(summaries)]))
     checks = _check_same_model(pair, [*shown, *measurements], decoder)
     _print_verdict(console, summaries, decoder)
     for check in checks:
@@ -133,7 +130,12 @@ def compare(
         "is_interrupted": is_interrupted,
     }
     settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, **template.to_json())
-    write_json(json_target, "compare", settings, body, decoder.target)
+    if json_target is not None or html is not None:
+        from outrider.race.page import recorded_page
+
+        events = [teller.start(), *rounds, teller.end(summaries)]
+        document = make_document("compare", settings, body, decoder.target)
+        write_outputs(document, json_target, html, lambda document: recorded_page(events, document))
     if is_interrupted:
         raise typer.Exit(130)
     if not all(check["is_ok"] for check in checks):

@@ -12,9 +12,11 @@ import typer
 
 from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
-from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
+from outrider.cli.shared.options import HtmlOption, JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
+    check_outputs,
     console_for,
     counted,
     options_json,
@@ -84,6 +86,7 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up: FILE.png or FILE.svg.")] = None,
     generation_config: GenerationConfigOption = "auto",
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
@@ -92,14 +95,12 @@ def plan(
     sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
+    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models, prompts])
     check_json_target(json_target)
 
-    from outrider.bench.plots import check_plot_file
-
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     if what_if is not None:
-        predict_from(what_if, ks, plot, json_target)
+        predict_from(what_if, ks, plot, html, json_target)
         return
     names = [name for name in pair.draft_names if name != "none"]
     if not names:
@@ -186,7 +187,9 @@ def plan(
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
     more |= template.to_json()
     document_options = options_json(pair, options, **more) | {"acceptance": acceptance}
-    write_json(json_target, "plan", document_options, body, decoder.target)
+    write_json(json_target, "plan", document_options, body, decoder.target, html)
+    if html is not None:
+        console.print(f"Page: {html}", markup=False)
     if is_interrupted:
         raise typer.Exit(130)
 

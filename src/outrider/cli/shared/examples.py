@@ -16,7 +16,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "compile": ("compile -k 4", f"compile {_PAIR} --slots 8"),
     "costs": ("costs", "costs --target fable --clear"),
     "models": ("models --memory 24GiB", f"models {_PAIR}"),
-    "plan": (f"plan {_PAIR} --draft ngram", "plan --what-if alpha=0.8,c=0.05"),
+    "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
     "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
     "record": (
         "record --prompts prompts.txt --output log --probs 1",
