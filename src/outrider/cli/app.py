@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -111,8 +110,6 @@ def main() -> None:
     # Warnings and retries of libraries would bury the one-line error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, like ours, are for terminals
     # Each process of distill has the whole target, and they share the training sequences.
