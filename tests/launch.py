@@ -42,3 +42,14 @@ def _rank(pid: str) -> str | None:
             if entry.startswith("RANK="):
                 return entry.removeprefix("RANK=")
     return None
+
+
+def said_by_loading(*names: str) -> str:
+    """Standard error of a process, as a user's own, that loads a target and a draft and generates."""
+    code = "import sys, outrider; outrider.load(*sys.argv[1:]).generate([[3, 4, 5]], max_new_tokens=3, seed=1)"
+    environment = {name: value for name, value in os.environ.items() if "VERBOSITY" not in name}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *names], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stderr

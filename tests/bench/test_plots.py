@@ -16,10 +16,6 @@ from outrider.bench.plots import (
     plot_prediction,
     plot_shapes,
     plot_speed_up,
-    svg_of_acceptance,
-    svg_of_bins,
-    svg_of_excess,
-    svg_of_z,
 )
 from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm
@@ -27,6 +23,7 @@ from outrider.distill.shapes import ShapeCost
 from outrider.distill.student import Shape
 from outrider.errors import FileError, MissingExtra
 from outrider.options import Sampling
+from outrider.pages.figures import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
 from outrider.records import Stats, Timing
 from outrider.scoring.alpha import Alpha
 from outrider.stats.intervals import Interval

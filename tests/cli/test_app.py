@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,12 +13,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.core import TyperGroup
-from typer.main import get_command
 
 from commands import Outrider
 from outrider.bench.report import new_table
-from outrider.cli.app import app
 from outrider.cli.shared.output import print_table
 from outrider.models.probe import probe
 from pairs import embedded
@@ -82,56 +78,6 @@ def test_help_answers_at_once() -> None:
         assert f" {command} " in result.stdout
 
 
-def commands() -> list[str]:
-    """The words that name each command and each group of commands, the program itself included."""
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    groups = {name: group for name, group in root.commands.items() if isinstance(group, TyperGroup)}
-    return ["", *root.commands, *(f"{name} {inner}" for name, group in groups.items() for inner in group.commands)]
-
-
-def without_colours(text: str) -> str:
-    return re.sub(r"\x1b\[[\d;]*m", "", text)
-
-
-@pytest.mark.parametrize(("width", "is_terminal"), [(80, True), (120, False)])
-def test_help_is_tidy(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, width: int, is_terminal: bool) -> None:
-    """It begins with the usage, flags have no type, and it is as wide as the terminal."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    assert len(commands()) > 15
-    for command in commands():
-        ended = outrider(*command.split(), "--help")
-        assert (ended.code, ended.err) == (0, "")
-        assert "\x1b[" in ended.out or not is_terminal
-        lines = without_colours(ended.out).splitlines()
-        assert " ".join(f"Usage: outrider {command}".split()) in lines[0]
-        assert not any(type_ in line for line in lines for type_ in ("<bool>", "BOOL", "``"))
-        assert max(map(len, lines)) == width
-
-
-def test_options_that_take_a_value_have_a_type(outrider: Outrider) -> None:
-    assert re.search(r"--seed +<?int", without_colours(outrider("generate", "--help").out), re.IGNORECASE)
-
-
-def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
-    out = without_colours(outrider("--help").out)
-    panels = {
-        title: re.findall(r"^│ ([a-z-]+) ", body, re.MULTILINE)
-        for title, body in re.findall(r"╭─ ([\w ]+?) ─+╮\n(.*?)╰", out, re.DOTALL)
-    }
-    del panels["Options"]
-    assert panels == {
-        "Generate": ["generate", "chat", "serve", "compare", "latency", "compile", "costs"],
-        "Choose a draft": ["models", "plan", "alpha", "record", "replay", "analyze", "shapes"],
-        "Train": ["distill"],
-        "Hand over": ["export"],
-        "Trust and score": ["certify", "certify-samples", "divergence", "eval"],
-    }
-
-
 @pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "replay --help"])
 def test_no_torch_before_there_is_work(arguments: str) -> None:
     names = "[name for name in ('torch', 'transformers', 'numpy', 'scipy') if name in sys.modules]"
@@ -158,12 +104,6 @@ def test_the_libraries_are_kept_quiet(outrider: Outrider, monkeypatch: pytest.Mo
     outrider("--version")
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     assert os.environ["HF_HUB_VERBOSITY"] == "info"
-
-
-def test_without_a_command_there_is_help(outrider: Outrider) -> None:
-    for arguments in ((), ("eval",)):
-        ended = outrider(*arguments)
-        assert ended.code == 2 and "Usage: outrider" in ended.out + ended.err
 
 
 def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 
 import outrider
 from ggml_blocks import block_bytes
+from launch import said_by_loading
 from outrider.errors import DeviceError, ModelCorrupt, OptionError
 from outrider.kernels.narrow_weight import NarrowWeight, rounded
 from outrider.models import cpu_weights, gguf_weights
@@ -244,3 +245,7 @@ def test_files_that_lack_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("outrider.models.gguf_weights.gguf_weights", without_a_norm)
     with pytest.raises(ModelCorrupt, match="model.norm.weight"):
         outrider.load(file)
+
+
+def test_loading_prints_nothing(tmp_path: Path) -> None:
+    assert said_by_loading(str(_write(tmp_path / "tiny.gguf", "llama", _FILES["Q4_0"])), "ngram") == ""

@@ -5,15 +5,14 @@ matplotlib is an extra (``plot``), imported only for drawing.
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError, MissingExtra
+from outrider.pages.figures import bars
 from outrider.stats.intervals import Interval
 from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
@@ -47,7 +46,7 @@ def plot_speed_up(summaries: Sequence[ArmSummary], path: Path, title: str) -> No
     """Plot speed-up against K, a line with 95% bars for each draft."""
     figure, axes = _speed_up_axes(title, "speed-up over plain decoding (95% interval)")
     for draft, points in _measured_points(summaries).items():
-        _bars(axes, [k for k, _ in points], [interval for _, interval in points], draft, marker="o")
+        bars(axes, [k for k, _ in points], [interval for _, interval in points], draft, marker="o")
     _save(figure, axes, path)
 
 
@@ -73,7 +72,7 @@ def plot_tau(lines: Mapping[str, Sequence[tuple[int, Interval | None]]], path: P
     figure, axes = _speed_up_axes(title, "expected tokens per round, tau (95% interval)")
     for draft, points in lines.items():
         there = [(k, interval) for k, interval in points if interval is not None]
-        _bars(axes, [k for k, _ in there], [interval for _, interval in there], draft, marker="o")
+        bars(axes, [k for k, _ in there], [interval for _, interval in there], draft, marker="o")
     _save(figure, axes, path)
 
 
@@ -118,7 +117,7 @@ def plot_plan(
         colours[label] = line.get_color()
     for draft, found in _measured_points(measured).items():
         at, values = [k for k, _ in found], [interval for _, interval in found]
-        _bars(axes, at, values, f"{draft}, measured (95%)", fmt="o", color=colours.get(draft))
+        bars(axes, at, values, f"{draft}, measured (95%)", fmt="o", color=colours.get(draft))
     _save(figure, axes, path)
 
 
@@ -132,7 +131,7 @@ def plot_alpha(results: Mapping[str, Sequence[Alpha]], path: Path, title: str) -
             points = greedy + [one for one in alphas if one not in greedy and one.sampling.top_p == top_p]
             label = draft if top_ps == [1.0] else f"{draft}, top-p {top_p:g}"
             values = [one.alpha for one in points]
-            _bars(axes, [one.sampling.temperature for one in points], values, label, marker="o")
+            bars(axes, [one.sampling.temperature for one in points], values, label, marker="o")
     _save(figure, axes, path)
 
 
@@ -146,108 +145,6 @@ def plot_shapes(costs: Sequence[ShapeCost], path: Path, title: str) -> None:
         for one, x, y in zip(row, at, values, strict=True):
             axes.annotate(str(one.shape.hidden_size), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
     _save(figure, axes, path)
-
-
-# Figures for light and dark pages. Ink takes the page's text colour. Blue and orange contrast with both pages and are
-# safe for the colour-blind; marker shapes differ as well.
-_INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
-_BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
-_PAGE_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text remains text
-    "svg.hashsalt": "outrider",  # reproducible ids
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-}
-
-
-def svg_of_bins(counts: Sequence[int], band: tuple[int, int]) -> str:
-    """SVG histogram over [0, 1], with the band that its bars should end in."""
-
-    def draw(axes: Any) -> None:
-        width = 1 / len(counts)
-        axes.axhspan(*band, **_BAND)
-        axes.bar([(i + 0.5) * width for i in range(len(counts))], counts, width=0.8 * width, color=_BLUE)
-        axes.axhline(sum(counts) * width, color=_INK, lw=1)
-        axes.set(xlim=(0, 1))
-
-    return _svg("bins", "probability integral transform", "tokens", draw)
-
-
-def svg_of_excess(excess: Sequence[float], distance: float) -> str:
-    """SVG of an empirical distribution less the uniform one, at equal steps from 0 to 1, with its band."""
-
-    def draw(axes: Any) -> None:
-        axes.axhspan(-distance, distance, **_BAND)
-        axes.axhline(0, color=_INK, lw=1)
-        axes.plot([i / (len(excess) - 1) for i in range(len(excess))], excess, color=_BLUE)
-        axes.set(xlim=(0, 1))
-
-    return _svg("excess", "u, tokens ordered by q − p", "share at or below u, less u", draw)
-
-
-def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Sequence[Interval]) -> str:
-    """SVG of the acceptance rate by place in the round: given that those before are accepted, and of all rounds."""
-    from matplotlib.ticker import MaxNLocator
-
-    def draw(axes: Any) -> None:
-        there = [(i + 0.95, one) for i, one in enumerate(conditional) if one is not None]
-        _bars(axes, [at for at, _ in there], [one for _, one in there], "if those before it are", fmt="o", color=_BLUE)
-        at = [i + 1.05 for i in range(len(unconditional))]
-        _bars(axes, at, unconditional, "of all rounds", fmt="s", color=_ORANGE)
-        axes.set(xlim=(0.5, len(unconditional) + 0.5), ylim=(-0.04, 1.04))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-
-    return _svg("acceptance", "drafted token of the round", "share accepted", draw)
-
-
-def svg_of_z(zs: Sequence[float], limit: float) -> str:
-    """SVG of z-scores by place in the round, with their band."""
-    from matplotlib.ticker import MaxNLocator
-
-    def draw(axes: Any) -> None:
-        at = range(1, len(zs) + 1)
-        axes.axhspan(-limit, limit, **_BAND)
-        axes.axhline(0, color=_INK, lw=1)
-        axes.vlines(at, 0, zs, color=_BLUE)
-        axes.plot(at, zs, "o", color=_BLUE)
-        axes.set(xlim=(0.5, len(zs) + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    return _svg("z", "token of the round", "z of the score", draw)
-
-
-def _svg(name: str, across: str, up: str, draw: Callable[[Any], None]) -> str:
-    """Draw a figure as an SVG element of a page.
-
-    Args:
-        name: unique in the page; all ids in the element begin with it.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_PAGE_STYLE):
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-        axes = figure.subplots()
-        axes.set(xlabel=across, ylabel=up)
-        draw(axes)
-        file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    document = file.getvalue()
-    element = document[document.index("<svg") :]
-    element = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", element)
-    return element.replace(_INK, "currentColor")
-
-
-def _bars(axes: Any, at: Sequence[float], values: Sequence[Interval], label: str, **style: Any) -> None:
-    ends = [
-        [one.value - (one.value if one.low is None else one.low) for one in values],
-        [(one.value if one.high is None else one.high) - one.value for one in values],
-    ]
-    axes.errorbar(at, [one.value for one in values], yerr=ends, capsize=3, label=label, **style)
 
 
 def _axes(title: str, across: str, up: str) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ The JSON documents of all commands are described in docs/reference/json.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from outrider.records import Stats, Timing
 from outrider.stats.intervals import Interval, mean_std, paired_ratio
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.measure import Measurement as Width
     from rich.table import Table
 
 
@@ -105,6 +108,32 @@ def pm_text(pair: tuple[float, float | None], digits: int) -> str:
     return f"{pair[0]:.{digits}f}" + ("" if pair[1] is None else f" ±{pair[1]:.{digits}f}")
 
 
+class NameCell:
+    """Name in a table. Where it does not fit, it breaks after a slash, a hyphen or a space."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Width:
+        from rich.measure import Measurement as Width
+
+        return Width(max(map(len, self._parts)), len(self._name)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        lines = [""]
+        for part in self._parts:
+            if lines[-1] and len((lines[-1] + part).rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
+
+    @property
+    def _parts(self) -> list[str]:
+        return re.findall(r"[^/\- ]*[/\- ]|[^/\- ]+", self._name) or [""]
+
+
 def new_table(title: str, *columns: str) -> Table:
     """Empty table for 80 columns: the first column is text and shrinks, the others are numbers."""
     from rich import box
@@ -125,7 +154,7 @@ def table(summaries: Sequence[ArmSummary], title: str) -> Table:
     for summary in summaries:
         arm = summary.arm
         out.add_row(
-            arm.label,
+            NameCell(arm.label),
             str(arm.num_draft_tokens or "alone"),
             pm_text(summary.ms_per_token, 2),
             f"{summary.tokens_per_s:.0f}",

@@ -1,21 +1,19 @@
 """HTML reports of ``certify`` and ``certify-samples``: one file with embedded figures, without scripts or requests.
 
 A page depends only on the document that the command writes with ``--json`` (docs/reference/json.md). Its text is in the
-templates ``certificate.html``, ``samples.html`` and, for both, ``page.html``; outrider.bench.plots draws the figures.
+templates ``certificate.html``, ``samples.html`` and, for both, ``page.html``; outrider.pages has the rest.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from outrider.bench.plots import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
 from outrider.certify.certificate import NEGLIGIBLE_TV, reuse_limits
 from outrider.certify.exact import comparisons
+from outrider.pages.figures import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
+from outrider.pages.templates import gap_text, number_text, render, share_text, value_text, whole_text
 from outrider.stats.intervals import normal_limit, uniform_bins, uniform_distance, wilson
 
 # Test -> the deviation that it detects, and the symbol of its statistic.
@@ -104,17 +102,13 @@ def _render(template: str, document: Mapping[str, Any], *, towards: str, **more:
         towards: direction of the tests.
         more: further template variables.
     """
-    loader = PackageLoader("outrider.certify", "")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(whole=_whole, share=_share, number=_number, gap=_gap, value=_value)
-    return environment.get_template(template).render(
+    return render(
+        "outrider.certify",
+        template,
         document,
         towards=towards,
         reuse=list(reuse_limits(document["statistical"].get("dependence", ()))) if document["statistical"] else [],
         words={name: (found.format(towards=towards), symbol) for name, (found, symbol) in TESTS.items()},
-        command=shlex.join(["outrider", *document["provenance"]["argv"]]),
         **more,
     )
 
@@ -123,7 +117,7 @@ def _reasons(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the reasons for a failed verdict."""
     for name, gap, tolerance, is_ok in comparisons(document["exact"]):
         if not is_ok:
-            yield f"The exact layer failed: {name} is off by {_gap(gap)}, and {_gap(tolerance)} is allowed."
+            yield f"The exact layer failed: {name} is off by {gap_text(gap)}, and {gap_text(tolerance)} is allowed."
     yield from _statistical_reasons(document["statistical"], "the draft")
     yield from _greedy_reasons(document["greedy"])
 
@@ -144,7 +138,7 @@ def _doubts(document: Mapping[str, Any]) -> Iterator[str]:
 def _enough(finding: Mapping[str, Any]) -> str:
     """Number of tokens that would suffice. (Older documents lack it.)"""
     needed = finding.get("num_tokens_needed")
-    return ": test more tokens" if needed is None else f": about {_whole(needed)} tokens would suffice"
+    return ": test more tokens" if needed is None else f": about {whole_text(needed)} tokens would suffice"
 
 
 def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
@@ -153,9 +147,9 @@ def _statistical_reasons(statistical: Mapping[str, Any] | None, towards: str) ->
     for test in statistical["tests"]:
         if test["is_alarm"]:
             found, _ = TESTS[test["name"]]
-            yield f"The output is {found.format(towards=towards)} ({test['name']}, p = {_number(test['p'])})."
+            yield f"The output is {found.format(towards=towards)} ({test['name']}, p = {number_text(test['p'])})."
     if statistical["num_forbidden"]:
-        yield f"{_whole(statistical['num_forbidden'])} generated tokens have probability 0 under the target."
+        yield f"{whole_text(statistical['num_forbidden'])} generated tokens have probability 0 under the target."
 
 
 def _statistical_doubts(statistical: Mapping[str, Any] | None, towards: str) -> Iterator[str]:
@@ -164,7 +158,7 @@ def _statistical_doubts(statistical: Mapping[str, Any] | None, towards: str) -> 
     wanted, least = statistical["wanted"], statistical["detectable"]
     if wanted is not None and (least is None or least > wanted):
         enough = _enough(statistical)
-        yield f"A deviation of {_share(wanted)}, the requested limit, might have gone undetected{enough}."
+        yield f"A deviation of {share_text(wanted)}, the requested limit, might have gone undetected{enough}."
     elif "num_tokens_needed" in statistical and least is None and 1 - statistical["alpha"] >= NEGLIGIBLE_TV:
         yield f"Even output that follows {towards} alone might have gone undetected{_enough(statistical)}."
 
@@ -175,8 +169,8 @@ def _greedy_reasons(greedy: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if num_bugs:
             how = "with the same seed" if one["has_noise"] else "at temperature 0"
             yield (
-                f"Of {_whole(one['num_texts'])} sequences {how}, {_whole(num_bugs)} differ from plain decoding by more "
-                "than rounding explains."
+                f"Of {whole_text(one['num_texts'])} sequences {how}, {whole_text(num_bugs)} differ from plain decoding "
+                "by more than rounding explains."
             )
 
 
@@ -184,12 +178,12 @@ def _sampling(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that change the distribution of a token."""
     for name, none in _SAMPLING.items():
         if options.get(name, none) != none:
-            yield f"{_dashed(name)} {_value(options[name])}"
+            yield f"{_dashed(name)} {value_text(options[name])}"
     for name, about in _CONSTRAINTS.items():
         if options.get(name) is not None:
             yield f"under {about}"
     if options.get("bad_words"):
-        yield f"bad-words {_value(options['bad_words'])}"
+        yield f"bad-words {value_text(options['bad_words'])}"
 
 
 def _dashed(name: str) -> str:
@@ -232,27 +226,3 @@ def _round_figures(places: Sequence[Mapping[str, Any]], num_draft_tokens: int | 
         "z": svg_of_z(zs, z_limit),
         "z_limit": z_limit,
     }
-
-
-def _whole(value: int) -> str:
-    return f"{value:,}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.2%}"
-
-
-def _number(value: float | None) -> str:
-    """Format a p-value or a statistic."""
-    return "–" if value is None else f"{value:.3g}"
-
-
-def _gap(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0e}" if value else "0"
-
-
-def _value(value: Any) -> str:
-    """Format the value of an option."""
-    if isinstance(value, list):
-        return ", ".join(map(_value, value)) or "–"
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from outrider.cli.commands import eval as eval_
 from outrider.cli.shared.help import Command, Group
 from outrider.cli.shared.processes import run_together
 from outrider.cli.shared.streams import guard_streams
+from outrider.cli.shared.wrapping import say
 from outrider.errors import OutriderError
 from outrider.system.ranks import is_one_of_several
 
@@ -110,8 +110,6 @@ def main() -> None:
     # Warnings and retries of libraries would bury the one-line error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, like ours, are for terminals
     # Each process of distill has the whole target, and they share the training sequences.
@@ -123,7 +121,7 @@ def main() -> None:
         message = _mistake(error)
         if message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}")
         sys.exit(2)
 
 

@@ -34,6 +34,7 @@ from outrider.models.group_rounding import predict_groups, round_to_groups
 from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind, check_missing
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
+from outrider.models.notices import without_bars, without_notices
 from outrider.models.parallel import check_shares, num_shares
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
@@ -293,7 +294,7 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
-        with without_bars() if is_quiet else contextlib.nullcontext():
+        with without_notices(), without_bars() if is_quiet else contextlib.nullcontext():
             yield
     except (OutriderError, torch.OutOfMemoryError):
         raise
@@ -319,20 +320,6 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
             ) from None
         kind = type(error).__name__
         raise ModelCorrupt(f"the {what} of {spec.location} cannot be loaded ({kind}: {reason})") from None
-
-
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars."""
-    from transformers.utils import logging
-
-    had_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had_bars:
-            logging.enable_progress_bar()
 
 
 def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ...] = ()) -> LM:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
+from outrider.models.notices import drop_cast_notices
 from outrider.models.registry import ROUNDS_ROWS
 from outrider.runtime.tensor_parts import stored_tensors
 
@@ -54,6 +55,8 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+    if quantization == "8bit" or method == "bitsandbytes":
+        drop_cast_notices()
     if quantization == "none":
         if method is not None:
             if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these

@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from outrider.pages.reports import render_below
+from outrider.pages.templates import tables_style
+
 _SCRIPTS = ("race.js", "stream.js", "view.js", "main.js")  # each imports only earlier ones
 PAGE = {"/": "race.html", **{f"/page/{name}": name for name in ("race.css", *_SCRIPTS)}}  # path on the server: file
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -44,13 +47,16 @@ HEADERS = {
 }
 
 
-def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
-    """Self-contained page that replays a race and fetches nothing.
+def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, Any] | None = None) -> str:
+    """Self-contained page that replays a race, with tables below, and fetches nothing.
 
     Args:
         events: see outrider.race.events.
+        document: of ``outrider compare``, with the measurement after the race.
     """
-    _, style = read_file("race.css")
+    style, below = read_file("race.css")[1], ""
+    if document is not None:
+        style, below = f"{style}\n{tables_style()}", f'<section class="below">{render_below(document)}</section>\n'
     script = "\n".join(_without_modules(read_file(name)[1]) for name in _SCRIPTS)
     policy = {**_POLICY, "script-src": _hash(script), "style-src": _hash(style)}
     content = "; ".join(f"{name} {value}" for name, value in policy.items())
@@ -68,6 +74,7 @@ def recorded_page(events: Sequence[Mapping[str, Any]]) -> str:
             f'<script type="application/json" id="recording">{recording}</script>\n'
             f'<script type="module">{script}</script>',
         ),
+        ('<div id="tip"', f'{below}<div id="tip"'),
     ):
         assert page.count(old) == 1
         page = page.replace(old, new)

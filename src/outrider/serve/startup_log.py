@@ -38,12 +38,18 @@ def _table(schedule: AdaptiveSchedule) -> list[str]:
     choices = schedule.choices()
     ks = sorted(choices[0].seconds)
     lines = [
-        f"K by load, from measured round times (kept for a month), assuming {choices[0].acceptance:.0%} acceptance "
-        "until requests are measured",
-        " ".join(["rows", *(f"{f'K={k}':>9}" for k in ks), f"{'best K':>8}", "  acceptance needed"]),
+        f"K by load, from measured times of a round in ms (kept for a month), assuming {choices[0].acceptance:.0%} "
+        "acceptance until requests are measured; pays: the acceptance from which on drafts pay",
+        " ".join(["rows", *(f"{f'K={k}':>6}" for k in ks), "best K", "  pays"]),
     ]
     for one in choices:
-        times = (f"{1e3 * one.seconds[k]:6.2f} ms" for k in ks)
+        times = (_three_digits(1e3 * one.seconds[k]) for k in ks)
         pays = "never" if one.least_acceptance is None else f"{one.least_acceptance:.2f}"
-        lines.append(" ".join([f"{one.num_rows:4}", *times, f"{one.best_k:8}", f"  {pays}"]))
+        lines.append(
+            " ".join([f"{one.num_rows:4}", *(f"{time:>6}" for time in times), f"{one.best_k:6}", f"{pays:>6}"])
+        )
     return lines
+
+
+def _three_digits(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:#.3g}"

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import BatchSizeOption, JsonOption, check_batch_size, flat
+from outrider.cli.shared.options import BatchSizeOption, HtmlOption, JsonOption, check_batch_size, flat
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
+    check_outputs,
     console_for,
     options_json,
     print_table,
@@ -33,7 +35,7 @@ def alpha(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of texts to score: JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 "
+            help="File of texts to score. JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 "
             "sentences."
         ),
     ] = None,
@@ -41,22 +43,24 @@ def alpha(
     top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
     batch_size: BatchSizeOption = 8,
     plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure alpha, the mean acceptance probability, of target and draft on given texts. Nothing is generated."""
+    """Measure the agreement of target and draft on texts. It is alpha, the mean acceptance probability; nothing is
+    generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
     check_batch_size(batch_size)
+    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models, prompts])
     check_json_target(json_target)
 
-    from outrider.bench.plots import check_plot_file, plot_alpha
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.plots import plot_alpha
+    from outrider.bench.report import NameCell, interval_text, new_table
     from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, sampling_grid
     from outrider.scoring.forcing import needs_forcing
     from outrider.scoring.teacher_forcing import Text
     from outrider.text.tokenizer import encode
 
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     samplings = list(sampling_grid(*grid))
     lines = template.read(prompts)
     decoder = pair.load()
@@ -93,7 +97,7 @@ def alpha(
             row = [f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"]
             if has_offsets:
                 row.append("-" if one.by_offset is None else " ".join(f"{part.value:.3f}" for part in one.by_offset))
-            table.add_row(name, *row)
+            table.add_row(NameCell(name), *row)
     print_table(console, table)
     console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")
     if plot is not None:
@@ -102,7 +106,9 @@ def alpha(
     body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
     options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
     options |= template.to_json()
-    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder.target)
+    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder.target, html)
+    if html is not None:
+        console.print(f"Page: {html}", markup=False)
 
 
 def _numbers(name: str, text: str) -> list[float]:

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import check_json_target, check_outputs, console_for, print_table, write_json
+from outrider.cli.shared.options import HtmlOption, JsonOption
+from outrider.cli.shared.output import (
+    check_figure_files,
+    check_json_target,
+    check_outputs,
+    console_for,
+    print_table,
+    write_json,
+)
 from outrider.errors import OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
 
@@ -35,55 +42,47 @@ def analyze(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot rounds and positions: FILE.png or FILE.svg.")] = None,
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Summarise recorded rounds: tokens per round by prompt and category, acceptance by drafted position."""
+    """Summarise recorded rounds. Tokens per round by prompt and category, acceptance by drafted position."""
     for name, value in (("--tokens-per-prompt", tokens_per_prompt), ("-k/--num-draft-tokens", num_draft_tokens)):
         if value is not None and value < 1:
             raise OptionError(name, value, "a whole number >= 1")
     if num_draft_tokens is not None and num_draft_tokens > MAX_NUM_DRAFT_TOKENS:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, f"a whole number <= {MAX_NUM_DRAFT_TOKENS}")
-    check_outputs({"--json": json_target, "--plot": plot}, [file])
+    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [file])
     check_json_target(json_target)
 
-    from outrider.bench.plots import check_plot_file, plot_rounds
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.plots import plot_rounds
+    from outrider.bench.report import NameCell, interval_text, new_table
     from outrider.replay.rounds import analyse, read_file
 
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     found = read_file(file, tokens_per_prompt=tokens_per_prompt, k=num_draft_tokens)
     analyses = {arm: analyse(prompts) for arm, prompts in found.arms.items()}
     console = console_for(json_target)
-    rounds = new_table(str(file), "rounds", "category", "prompts", "rounds", "tau, 95%", "by prompt", "accepted")
+    has_categories = any(one.by_category for one in analyses.values())
+    rules = list(dict.fromkeys(arm.acceptance for arm in analyses if arm.acceptance))
+    columns = "draft", "K", *["rule"] * (len(rules) > 1), *["category"] * has_categories
+    title = f"{file}, {rules[0]}" if len(rules) == 1 else str(file)
+    table = new_table(title, *columns, "prompts", "rounds", "tau, 95%", "by prompt", "accepted")
     for arm, all_prompts in analyses.items():
         for category, one in [("all", all_prompts), *all_prompts.by_category.items()]:
-            rounds.add_row(
-                arm.label,
-                category,
+            table.add_row(
+                NameCell(arm.draft or "-"),
+                str(arm.k or "-"),
+                *[arm.acceptance or "-"] * (len(rules) > 1),
+                *[category] * has_categories,
                 str(len(one.prompts)),
                 str(round(one.stats.num_rounds)),
                 interval_text(one.tau),
                 "-" if one.prompt_tau is None else f"{one.prompt_tau:.2f}",
                 "-" if one.stats.draft_acceptance_rate is None else f"{100 * one.stats.draft_acceptance_rate:.1f}%",
             )
-    print_table(console, rounds)
-    for arm, one in analyses.items():
-        positions = new_table(arm.label, "position", "drafted", "reached", "accepted", "of reached", "of drafted")
-        for rate in one.rates:
-            at = rate.position
-            positions.add_row(
-                str(at.position),
-                str(round(at.num_drafted)),
-                str(round(at.num_judged)),
-                str(round(at.num_accepted)),
-                interval_text(rate.conditional),
-                interval_text(rate.unconditional),
-            )
-        print_table(console, positions)
+    print_table(console, table)
     console.print(
-        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau; reached: the "
-        "tokens before it were accepted; intervals of positions treat rounds as independent",
+        "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau",
         style="dim",
     )
     for note in found.notes:
@@ -99,7 +98,10 @@ def analyze(
         ],
         "notes": list(found.notes),
     }
-    write_json(json_target, "analyze", options, body)
+    write_json(json_target, "analyze", options, body, html=html)
+    files = [str(one) for one in (html, json_target) if one not in (None, "-")]
+    where = " and ".join(files) or "add --html FILE or --json FILE"
+    console.print(f"By position in the round, and by prompt: {where}", markup=False)
 
 
 def _analysis_json(analysis: Analysis) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from outrider.cli.shared.findings import (
     print_verdict,
     statistical_rows,
     verdict,
-    write_findings,
 )
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
@@ -41,6 +40,7 @@ from outrider.cli.shared.options import (
     flat,
 )
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
     check_outputs,
     console_for,
@@ -48,6 +48,7 @@ from outrider.cli.shared.output import (
     options_json,
     print_table,
     progress_bar,
+    write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
@@ -111,7 +112,7 @@ def certify(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test that speculative decoding with this pair, on this machine, does not change the output distribution.
+    """Test that a draft does not change the distribution. With this pair, on this machine.
 
     Exit code 0: certified; 1: not certified; 3: inconclusive (too little data)."""
     check_json_target(json_target)
@@ -142,13 +143,11 @@ def certify(
     check_constraint(Sampling(**options))
     lines = template.read(prompts)
 
-    from outrider.bench.plots import check_plot_file
     from outrider.certify.page import render_certificate
     from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
     from outrider.certify.run import certify as judge
 
-    if html is not None:
-        check_plot_file(html, (".html",))
+    check_figure_files(None, html)
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
@@ -176,7 +175,7 @@ def certify(
         **template.to_json(),
     )
     document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder.target)
-    write_findings(document, json_target, html, render_certificate)
+    write_outputs(document, json_target, html, render_certificate)
     exit_with(certificate.verdict)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -16,7 +17,6 @@ from outrider.cli.shared.findings import (
     print_differences,
     print_verdict,
     statistical_rows,
-    write_findings,
 )
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
@@ -31,6 +31,7 @@ from outrider.cli.shared.options import (
     flat,
 )
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
     check_outputs,
     console_for,
@@ -38,6 +39,7 @@ from outrider.cli.shared.output import (
     options_json,
     print_table,
     progress_bar,
+    write_outputs,
 )
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions
 from outrider.errors import FileError, OptionError, PromptError
@@ -54,14 +56,22 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 @flat
 def certify_samples(
-    target: Annotated[str, typer.Argument(help="Model that generated the samples: known name, folder or hub id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Model that generated the samples. Known name, folder or hub id.", autocompletion=complete_target
+        ),
+    ],
     file: Annotated[
         Path, typer.Argument(help="JSON lines with prompt_ids or prompt, token_ids or text, and optionally options.")
     ],
     machine: MachineOptions,
     sampling: SamplingOptions,
     draft: Annotated[
-        str, typer.Option(help="Draft that the system used; deviations are tested towards it first.")
+        str,
+        typer.Option(
+            help="Draft that the system used; deviations are tested towards it first.", autocompletion=complete_draft
+        ),
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     detect_tv: Annotated[
@@ -72,7 +82,7 @@ def certify_samples(
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Test whether samples from any system follow its target's distribution.
+    """Test whether samples follow their model's distribution. They may come from any system.
 
     Exit code 0: consistent; 1: not consistent; 3: inconclusive (too little data).
 
@@ -89,12 +99,10 @@ def certify_samples(
     lines = read_samples(file, _NAMES)
     is_text = any(isinstance(line.output, str) for line in lines)
 
-    from outrider.bench.plots import check_plot_file
     from outrider.certify.page import render_samples
     from outrider.certify.samples import check_samples
 
-    if html is not None:
-        check_plot_file(html, (".html",))
+    check_figure_files(None, html)
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))
@@ -110,7 +118,7 @@ def certify_samples(
     )
     body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
     document = make_document("certify-samples", settings, body, decoder.target)
-    write_findings(document, json_target, html, render_samples)
+    write_outputs(document, json_target, html, render_samples)
     exit_with(report.verdict)
 
 

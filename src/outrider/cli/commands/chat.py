@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.conversation import ChatConversation, Continuation, Conversation
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import AnswerOptions, NumDraftTokensOption, SamplingOptions, flat
 from outrider.cli.shared.output import console_for
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.template_options import TemplateOptions
+from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.records import Chunk, Completion, Timing
 
@@ -45,8 +47,12 @@ def chat(
     pair: PairOptions,
     sampling: SamplingOptions,
     end: AnswerOptions,
-    target_name: Annotated[str | None, typer.Argument(metavar="[TARGET]", help="In place of --target.")] = None,
-    draft_name: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="In place of --draft.")] = None,
+    target_name: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="In place of --target.", autocompletion=complete_target)
+    ] = None,
+    draft_name: Annotated[
+        str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.", autocompletion=complete_draft)
+    ] = None,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Base seed; answer i gets seed + i. Default: random.")] = None,
     system: Annotated[
@@ -118,7 +124,7 @@ def _lines_of(console: Console) -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /quit ends the chat)", file=sys.stderr)
+            say("\n(Ctrl-D or /quit ends the chat)")
 
 
 @contextmanager

@@ -26,16 +26,18 @@ from outrider.cli.shared.output import (
     check_outputs,
     console_for,
     gather,
+    make_document,
     options_json,
     print_table,
-    write_json,
+    write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import looks_up
 from outrider.records import Timing
-from outrider.system.files import check_writable, write_text
+from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
@@ -66,12 +68,12 @@ def compare(
     seed: SeedOption = 0,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write an HTML page that replays the race."),
+        typer.Option(metavar="FILE", help="Write an HTML page: the race, then tables."),
     ] = None,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Race plain against speculative decoding, and measure the speed-up with its 95% interval."""
+    """Race plain against speculative decoding. The speed-up is measured, with its 95% interval."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     ks = parse_k(num_draft_tokens)
     if num_runs < 1:
@@ -102,7 +104,7 @@ def compare(
     report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], end.max_new_tokens)
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
-    console.print(prompt, style="dim", markup=False, soft_wrap=True)
+    console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     teller, rounds = RaceEvents(arms, cases[0], options), []
 
@@ -115,10 +117,6 @@ def compare(
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
-    if html is not None:
-        from outrider.race.page import recorded_page
-
-        write_text(html, recorded_page([teller.start(), *rounds, teller.end(summaries)]))
     checks = _check_same_model(pair, [*shown, *measurements], decoder)
     _print_verdict(console, summaries, decoder)
     for check in checks:
@@ -132,7 +130,12 @@ def compare(
         "is_interrupted": is_interrupted,
     }
     settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, **template.to_json())
-    write_json(json_target, "compare", settings, body, decoder.target)
+    if json_target is not None or html is not None:
+        from outrider.race.page import recorded_page
+
+        events = [teller.start(), *rounds, teller.end(summaries)]
+        document = make_document("compare", settings, body, decoder.target)
+        write_outputs(document, json_target, html, lambda document: recorded_page(events, document))
     if is_interrupted:
         raise typer.Exit(130)
     if not all(check["is_ok"] for check in checks):
@@ -227,13 +230,16 @@ class _Panel:
         lines = Text(self.text).wrap(console, options.max_width - 4)[-self.num_lines :]
         seconds = self.timing.total_s
         rate = self.num_tokens / seconds if self.num_tokens else 0.0
-        title = f"{self.name}: {self.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s"
+        figures = f"{self.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s"
+        room = max(8, options.max_width - len(figures) - 8)  # a long name loses its beginning
+        name = self.name if len(self.name) <= room else f"…{self.name[1 - room :]}"
+        title = f"{name}: {figures}"
         style = "cyan" if self.is_running else "dim"
         yield Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style)
 
 
 def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
-    from outrider.bench.report import interval_text, new_table, pm_text
+    from outrider.bench.report import NameCell, interval_text, new_table, pm_text
 
     num_runs = summaries[0].num_cases
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
@@ -244,7 +250,7 @@ def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: D
         times = summary.timing.to_json()
         num_tokens = summary.stats.num_generated_tokens
         table.add_row(
-            summary.arm.label,
+            NameCell(summary.arm.label),
             str(summary.arm.num_draft_tokens or "plain"),
             f"{summary.tokens_per_s:.0f}",
             pm_text(summary.ms_per_token, 2),
@@ -265,10 +271,9 @@ def _print_next(
     """Name the commands that come after a race."""
     best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
     options = shlex.join([*pair.to_words(str(best.arm.draft)), *template.to_words()])
-    console.print(
-        f"Next: outrider plan {options} (which K, on your prompts)", style="dim", markup=False, soft_wrap=True
-    )
-    console.print(f"      outrider certify {options} (is it exact?)", style="dim", markup=False, soft_wrap=True)
+    console.print("Next: which K, on your prompts? Is it exact?", style="dim")
+    print_command(console, f"outrider plan {options}", "dim")
+    print_command(console, f"outrider certify {options}", "dim")
 
 
 def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:

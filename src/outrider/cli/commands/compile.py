@@ -45,7 +45,7 @@ def compile(
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Compile ahead of time the programs that --compile needs. CPU only.
+    """Compile ahead of time what --compile needs (CPU only).
 
     A program depends on the models and their dtypes, threads, K, rows, the context, and on which sampling options are
     set (not on their values)."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
+from outrider.cli.shared.output import check_json_target, console_for, print_table, write_json
 from outrider.errors import FileError, OptionError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def costs(
     ] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Show or delete the stored round costs that -k auto starts with.
+    """Show or delete the stored costs that -k auto starts with.
 
     They are measured before the first run of a pair and kept for 30 days; for only an hour if implausible or noisy."""
     from outrider.decoding.cost_cache import kept_costs
@@ -41,12 +41,12 @@ def costs(
                 raise OptionError(f"--{name}", wanted, "no costs are stored for it: run 'outrider costs' for the list")
     console = console_for(json_target)
     if found:
-        print_table(console, _list(found), FILE_WIDTH)
+        print_table(console, _list(found))
         console.print("±: interquartile range over median; load: load average of the system.", style="dim")
     count = f"{len(found)} {'file' if len(found) == 1 else 'files'} in {cache_folder('costs')}"
     if unreadable:
         count += f", and {len(unreadable)} unreadable (damaged, or of another version)"
-    console.print(count, soft_wrap=True, markup=False)
+    console.print(count, soft_wrap=not console.is_terminal, markup=False)
     if clear:
         _delete([*(one.path for one in found), *unreadable])
         console.print("Deleted." if found or unreadable else "Nothing to delete.")
@@ -69,22 +69,26 @@ def _delete(paths: Sequence[Path]) -> None:
 
 
 def _list(found: list[KeptCosts]) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Milliseconds per round, by K")
-    for heading in ("target", "draft", "on", "rule", "rows", "measured", "load", "ms per round"):
-        table.add_column(heading, justify="right" if heading in ("rows", "load") else "left")
+    from outrider.bench.report import new_table
+
+    table = new_table("Milliseconds per round, by K", "pair", "rows", "ms per round", "load")
+    table.columns[2].justify = "left"
     for one in found:
         of, measured = one.of, one.measured
-        notes = [f"{one.measured_at:%Y-%m-%d %H:%M}", *["no longer used"] * (not one.is_used), measured.doubt or ""]
-        when = "\n".join(notes)
-        by_k = (f"K={k} {1e3 * s:.3g} ±{measured.spread[k]:.0%}" for k, s in measured.seconds.items())
         threads = "thread" if of["num_threads"] == 1 else "threads"
-        where = f"{of['device']}, {of['dtype']}\n{of['execution']}, {of['num_threads']} {threads}"
+        pair = [
+            f"{of['target']} with {of['draft']}",
+            f"{of['device']}, {of['dtype']}, {of['execution']}, {of['num_threads']} {threads}, {of['acceptance']}",
+            f"{one.measured_at:%Y-%m-%d %H:%M}" + ("" if one.is_used else ", no longer used"),
+            *([measured.doubt] if measured.doubt else []),
+        ]
+        by_k = (f"K={k} {1e3 * s:.3g} ±{measured.spread[k]:.0%}" for k, s in measured.seconds.items())
         load = "" if measured.load is None else f"{measured.load:.1f}"
-        texts = of["target"], of["draft"], where, of["acceptance"], str(of["num_rows"]), when, load, "\n".join(by_k)
+        texts = "\n".join(pair), str(of["num_rows"]), "\n".join(by_k), load
         table.add_row(*map(Text, texts))  # names may contain brackets
+        table.add_section()
     return table
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_target
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
 from outrider.cli.shared.pair_options import set_threads
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -30,7 +32,12 @@ _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
 
 def distill(
-    target: Annotated[str, typer.Argument(help="Model: known name (see 'outrider models'), folder or hub id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Known name, folder or hub id. 'outrider models' lists the names.", autocompletion=complete_target
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     kind: Annotated[
         str,
@@ -99,7 +106,7 @@ def distill(
     ] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Train a draft to match the target's distribution, measured by alpha and tokens per second."""
+    """Train a draft to match the target's distribution. Checks measure alpha and tokens per second."""
     for name, value in (("--written", written), ("--length", length)):
         if value < 2:
             raise OptionError(name, value, "a whole number >= 2")
@@ -193,7 +200,7 @@ def distill(
         )
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
-    console.print(f"  outrider generate --target {target} --draft {output}", soft_wrap=True)
+    print_command(console, f"outrider generate --target {target} --draft {output}", style="")
     if processes.is_main_process:
         body = {
             "checks": [check.to_json() for check in checks],

@@ -62,7 +62,7 @@ def divergence(
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Explain where greedy speculative and plain decoding diverge: by rounding, or by a bug (exit code 1)."""
+    """Explain where speculative and plain decoding diverge. Both are greedy: by rounding, or by a bug (exit code 1)."""
     check_json_target(json_target)
     check_batch_size(batch_size)
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models, leaves=("temperature",))

@@ -11,7 +11,7 @@ from outrider.cli.shared.help import Command, Group
 
 app = typer.Typer(
     cls=Group,
-    help="Score a task with and without speculative decoding on the same prompts, or measure perplexity.",
+    help="Score tasks with and without speculative decoding. Or measure perplexity.",
     no_args_is_help=True,
 )
 app.command("multiplication", cls=Command)(multiplication)

@@ -69,7 +69,7 @@ def harness(
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Run lm-evaluation-harness tasks with plain and speculative decoding (or two models) on the same documents.
+    """Run tasks of lm-evaluation-harness. With plain and speculative decoding, or two models, on the same documents.
 
     Sampling follows the task, except for options given here. Tasks that score the likelihood of given text run once,
     without a draft.

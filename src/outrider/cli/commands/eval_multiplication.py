@@ -34,7 +34,7 @@ def multiplication(
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Score multiplication problems: is the first line after "a * b = " the product?"""
+    """Score multiplication problems. Is the first line after "a * b = " the product?"""
     k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
     if num_prompts < 1:
         raise OptionError("--num-prompts", num_prompts, "a whole number >= 1")

@@ -36,7 +36,7 @@ def perplexity(
     batch_size: BatchSizeOption = 8,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure perplexity of a text under target and draft, and their agreement. Nothing is generated."""
+    """Measure perplexity of a text under target and draft. And their agreement; nothing is generated."""
     name = pair.single_draft
     check_batch_size(batch_size)
     for option, value in (("--context", context), ("--stride", stride)):
@@ -45,7 +45,7 @@ def perplexity(
     check_outputs({"--json": json_target}, [file])
     check_json_target(json_target)
 
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
     from outrider.evals.perplexity import judge, windows
     from outrider.system.files import read_text
     from outrider.text.tokenizer import encode
@@ -76,7 +76,7 @@ def perplexity(
     table = new_table(f"{file.name}: {size}", "model", "perplexity, 95%", "per byte", "bits per byte, 95%")
     for one in result.perplexities:
         bits = interval_text(one.bits_per_byte, 4)
-        table.add_row(one.model, interval_text(one.per_token), f"{one.per_byte.value:.4f}", bits)
+        table.add_row(NameCell(one.model), interval_text(one.per_token), f"{one.per_byte.value:.4f}", bits)
     print_table(console, table)
     if result.agreement is None or result.alpha is None:
         console.print(f"The draft {name!r} has no probabilities of its own: these are the target's.")

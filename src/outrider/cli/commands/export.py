@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import ENGINES, complete_draft, one_of
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
 from outrider.cli.shared.own_text import own_text, recorded
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling, looks_up
 from outrider.system.ranks import is_one_of_several
@@ -37,47 +39,46 @@ _NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the se
 def export(
     machine: MachineOptions,
     sampling: SamplingOptions,
-    to: Annotated[
-        str, typer.Option(help="Engine: vllm, sglang, llama.cpp, tensorrt-llm, openvino, transformers or mlx.")
-    ],
+    to: Annotated[str, typer.Option(help=f"Engine: {', '.join(ENGINES)}.", autocompletion=one_of(ENGINES))],
     output: Annotated[Path, typer.Option(help="Folder for the files.")],
     target: TargetOption = "fable",
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Model, or EAGLE-3 or DFlash head: known name, folder or hub id. Default: fable-draft for fable."
+            help="Model, or EAGLE-3 or DFlash head. Known name, folder or hub id. Default: fable-draft for fable.",
+            autocompletion=complete_draft,
         ),
     ] = None,
     num_draft_tokens: Annotated[
         str,
-        typer.Option("-k", "--num-draft-tokens", help="K, tokens drafted per round; auto: the best if known, else 4."),
+        typer.Option("-k", "--num-draft-tokens", help="Tokens drafted per round. auto: the best if known, else 4."),
     ] = "auto",
     context: Annotated[
         int | None, typer.Option(help="Maximum tokens of a sequence. Default: the target's context.")
     ] = None,
     log: Annotated[
         Path | None,
-        typer.Option(help="Recorded output of the target (outrider record --probs 1), with its sampling options."),
+        typer.Option(help="Output recorded with --probs 1. The log of outrider record, whose sampling options hold."),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Measure rounds of 1, 2, 4 and 8 sequences on this machine, for the best K; without --log, first "
+            help="Measure rounds here, for the best K. Of 1, 2, 4 and 8 sequences; without --log, first "
             "generate 15 sequences with the target.",
         ),
     ] = False,
     draft_cost: Annotated[
         float | None,
-        typer.Option(help="Cost of a draft step in the engine, in target steps. Default: the ratio of the parameters."),
+        typer.Option(help="Cost of a draft step in target steps. In the engine. Default: the ratio of the parameters."),
     ] = None,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
-    """Write the files to serve a pair with another engine: configuration, command, tau under its acceptance rule."""
+    """Write the files to serve a pair with another engine. Configuration, command, and tau under its rule."""
+    from outrider.export import engines
     from outrider.export.checks import check_pair, describe, describe_head
     from outrider.export.engine_files import Handover
-    from outrider.export.engines import ENGINES
     from outrider.export.folder import Facts, conversion, location, write_folder
     from outrider.models.heads.loading import is_head
     from outrider.models.placement import DTYPES
@@ -85,9 +86,9 @@ def export(
 
     if is_one_of_several():
         raise OptionError("torchrun", "outrider export", "export runs in one process: leave out torchrun")
-    if to not in ENGINES:
-        raise OptionError("--to", to, f"choose one of {', '.join(ENGINES)}")
-    engine = ENGINES[to]
+    if to not in engines.ENGINES:
+        raise OptionError("--to", to, f"choose one of {', '.join(engines.ENGINES)}")
+    engine = engines.ENGINES[to]
     ks = parse_k(num_draft_tokens)
     if len(ks) > 1:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "one number, or auto")
@@ -114,7 +115,7 @@ def export(
             described.append(describe(spec))
     if (kind := described[1].kind) is not None:
         if kind not in engine.heads:
-            known = [key for key, one in ENGINES.items() if kind in one.heads]
+            known = [key for key, one in engines.ENGINES.items() if kind in one.heads]
             thing = f"{names[1]} is a head ({described[1].architecture}): choose one of {', '.join(known)}"
             takes = " and ".join(engine.heads) + " heads, too" if engine.heads else "draft models only"
             raise OptionError("--to", to, f"{engine.name} takes {takes}, and {thing}")
@@ -249,10 +250,10 @@ def _setting(engine: ServingEngine, outlooks: Mapping[str, Outlook], sampling: S
 def _show(
     console: Console, engine: ServingEngine, handover: Handover, facts: Facts, output: Path, written: Sequence[str]
 ) -> None:
-    rule = engine.rules[handover.setting]
+    rule, whole = engine.rules[handover.setting], not console.is_terminal
     console.print(f"{engine.name} {engine.version}, {facts.target.spec.name} with {facts.draft.spec.name}: {output}")
-    console.print(f"  {', '.join(written)}", soft_wrap=True)
-    console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=True)
+    console.print(f"  {', '.join(written)}", soft_wrap=whole)
+    console.print(f"It accepts a drafted token with probability {rule.about}.", soft_wrap=whole)
     outlook = facts.outlooks.get(handover.setting)
     if outlook is None:
         console.print(f"tau: unknown (give --log or --measure); K = {handover.k}")
@@ -261,10 +262,10 @@ def _show(
         value = "unknown" if tau is None else f"{tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
         gain = outlook.speed_up.get(handover.k)
         text = "" if gain is None else f", speed-up {gain:.2f} (predicted)"
-        console.print(f"K = {handover.k}: tau {value}{text}. {facts.basis}", soft_wrap=True, markup=False)
+        console.print(f"K = {handover.k}: tau {value}{text}. {facts.basis}", markup=False, soft_wrap=whole)
         if outlook.best_k is not None and outlook.speed_up[outlook.best_k] <= 1:
             console.print("By this prediction no K is faster than plain decoding under this rule.")
-    console.print(f"  cd {output} && {engine.start}", style="bold", soft_wrap=True)
+    print_command(console, f"cd {output} && {engine.start}")
 
 
 def _outlook_json(engine: ServingEngine, key: str, outlook: Outlook) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.cli.shared.workers import LocalWorker, Setup, Workers
+from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError, OutriderError, PromptError
 from outrider.offline.invalid_rows import InvalidRows
 from outrider.offline.output_file import FinishedPrompts, open_output
@@ -71,33 +72,33 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: plain lines; JSON lines (or an array) with 'prompt' or 'messages' and optional "
+            help="File of prompts. Plain lines; JSON lines (or an array) with 'prompt' or 'messages' and optional "
             "sampling options; or requests in OpenAI's batch format."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --prompts: write JSON lines to this file. An interrupted run resumes.")
+        Path | None, typer.Option(help="With --prompts: write JSON lines. An interrupted run resumes.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="With --prompts: prompts generated concurrently.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="With --prompts: so many at once.")] = 1,
     shard: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="With --prompts: run part I of N, each with its own --output file."),
+        typer.Option(metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."),
     ] = None,
     skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="With --prompts: report invalid rows and skip them.")
+        bool, typer.Option("--skip-invalid", help="With --prompts: skip invalid rows. They are reported.")
     ] = False,
     num_draft_tokens: NumDraftTokensOption = None,
-    seed: Annotated[int | None, typer.Option(help="Base seed; prompt i gets seed + i. Default: random.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Prompt i gets this seed + i. Default: random.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Add to the JSON the log-probabilities of each token and of the N most probable.")
+        int | None, typer.Option(help="Add log-probabilities to the JSON. Of each token, and of the N most probable.")
     ] = None,
     show_origin: Annotated[
-        bool, typer.Option("--show-origin", help="Colour tokens by origin: accepted, correction or bonus.")
+        bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
     ] = False,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Generate from a prompt, streaming the text, or from every prompt of a file.
+    """Generate text from a prompt, or from a file of prompts.
 
     Exit code 1: some prompts of the file failed or were skipped; the others have output."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
@@ -155,7 +156,7 @@ def generate(
                 workers = files.enter_context(many)
             _continue_all(setup, workers, invalid, finished, batch_size, write, totals)
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
-    print(summary, file=sys.stderr)
+    say(summary)
     if json_target is not None:
         settings = setup.settings() | {"shard": shard}
         write_document(json_target, make_document("generate", settings, totals.to_json(), origin=origin))
@@ -293,10 +294,9 @@ def _report_missing() -> None:
 
     service = shared_service()
     if service.num_open:
-        print(
+        say(
             f"{service.num_open} of {service.num_orders} programs were not compiled before generation ended: "
-            "'outrider compile' compiles them ahead of time",
-            file=sys.stderr,
+            "'outrider compile' compiles them ahead of time"
         )
 
 

@@ -11,8 +11,25 @@ import typer
 
 from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
-from outrider.cli.shared.options import JsonOption, NumDraftTokensListOption, SamplingOptions, SeedOption, flat, parse_k
-from outrider.cli.shared.output import check_json_target, console_for, gather, options_json, print_table, write_json
+from outrider.cli.shared.options import (
+    HtmlOption,
+    JsonOption,
+    NumDraftTokensListOption,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    parse_k,
+)
+from outrider.cli.shared.output import (
+    check_figure_files,
+    check_json_target,
+    check_outputs,
+    console_for,
+    gather,
+    options_json,
+    print_table,
+    write_json,
+)
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 
@@ -33,21 +50,22 @@ def latency(
     seed: SeedOption = 0,
     plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
     generation_config: GenerationConfigOption = "auto",
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Measure the latency of target, drafts and pairs at each K, on 15 built-in prompts, in turn, after a warm-up."""
+    """Time target, drafts and pairs at each K. They run in turn, on 15 built-in prompts, after a warm-up."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     lines = template.read(None)
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
+    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models])
     check_json_target(json_target)
 
-    from outrider.bench.plots import check_plot_file, plot_speed_up
+    from outrider.bench.plots import plot_speed_up
     from outrider.bench.report import summarise, table
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
     decoder = pair.load(num_arms * len(lines) * max_new_tokens)
     prompts = encode_lines(decoder, lines)
@@ -77,7 +95,9 @@ def latency(
         "peak_memory_bytes": peak,
     }
     settings = options_json(pair, options, num_draft_tokens=ks, **template.to_json())
-    write_json(json_target, "latency", settings, body, decoder.target)
+    write_json(json_target, "latency", settings, body, decoder.target, html)
+    if html is not None:
+        console.print(f"Page: {html}", markup=False)
     if is_interrupted:
         raise typer.Exit(130)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
 from outrider.errors import OptionError, OutriderError
@@ -25,15 +26,21 @@ _USUAL_CONTEXT = 2048
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="Predict the memory of this model in all forms: known name, folder or hub id.")
+        str | None,
+        typer.Option(
+            help="Predict the memory of this model. In all forms; known name, folder or hub id.",
+            autocompletion=complete_target,
+        ),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="With --target: include this draft.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="With --target: include this draft.", autocompletion=complete_draft)
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Cache length in tokens. Default: 2048, at most the model's context.")
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="List the pairs that fit together into this memory, like 24GiB."),
+        typer.Option(metavar="SIZE", help="List the pairs that fit into this, like 24GiB."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     num_draft_tokens: Annotated[
@@ -43,7 +50,7 @@ def models(
     dtype: Annotated[str, typer.Option(help="Assumed dtype: float64, float32, bfloat16 or float16.")] = "bfloat16",
     json_target: JsonOption = None,
 ) -> None:
-    """List the known models, with the memory of weights and cache. Add your own names in a TOML file.
+    """List the known models, with their memory. Add your own names in a TOML file.
 
     With --memory: list targets with the drafts that fit beside them.
 
@@ -77,10 +84,8 @@ def models(
         pairs = _fitting(models, target, memory, dtype, context, batch_size)
         options |= {"target": target, "memory": memory, "context": context}
         if pairs:
-            print_table(console, _pairs(pairs, memory, context, batch_size), FILE_WIDTH)
-            console.print(
-                "Predicted: weights and caches in nine tenths of the memory. Size: draft / target.", style="dim"
-            )
+            print_table(console, _pairs(pairs, memory, context, batch_size))
+            console.print("Weights and caches, in nine tenths of the memory; size: draft / target.", style="dim")
             console.print("Next: outrider compare --target TARGET --draft DRAFT [--quantize FORM]", style="dim")
         else:
             console.print("No known pair fits.", style="yellow")
@@ -89,10 +94,14 @@ def models(
     if target is None:
         context = context or _USUAL_CONTEXT
         rows = _known(models, context, batch_size, dtype)
-        print_table(console, _list(rows, context, batch_size), FILE_WIDTH)
+        is_wide = console.width >= FILE_WIDTH
+        print_table(console, _list(rows, context, batch_size, is_wide))
         from outrider.models.registry import user_file
 
-        console.print("The cache is preallocated; when compiled, its length is a power of two.", style="dim")
+        if is_wide:
+            console.print("The cache is preallocated; when compiled, its length is a power of two.", style="dim")
+        else:
+            console.print("Where they come from: --json, or a wider terminal.", style="dim")
         console.print("Pairs that fit into a memory: outrider models --memory 24GiB", style="dim")
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
@@ -110,8 +119,9 @@ def models(
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
         if head is not None or draft == MTP:
             rows.append(_row(draft, dtype, "none", 1, head_memory(head, specs[0], work, DTYPES[dtype]), None))
-        print_table(console, _predicted(rows, work), FILE_WIDTH)
-        console.print("The total includes the larger of prefill and verify, but not the process itself.", style="dim")
+        for name in dict.fromkeys(row["name"] for row in rows):
+            print_table(console, _predicted(name, [row for row in rows if row["name"] == name], work))
+        console.print("The total has the larger of prefill and verify; fits here: without other models.", style="dim")
         options |= {"target": target, "draft": draft, "num_draft_tokens": num_draft_tokens, "devices": sizes}
     write_json(json_target, "models", options | {"context": context}, {"models": rows})
 
@@ -171,6 +181,8 @@ def _fitting(
 
 
 def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: int) -> Table:
+    from outrider.bench.report import NameCell
+
     table = _table(
         f"Pairs in {memory}, {batch_size} x {context} tokens",
         *("target", "form", "draft", "size", "together"),
@@ -179,7 +191,9 @@ def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: i
     for before, row in zip([None, *pairs], pairs, strict=False):
         is_new = before is None or before["target"] != row["target"]
         head = (row["target"], row["form"]) if is_new else ("", "")
-        table.add_row(*head, row["draft"], f"{row['size_ratio']:.2f}", _size(row["total_bytes"]))
+        table.add_row(
+            NameCell(head[0]), head[1], NameCell(row["draft"]), f"{row['size_ratio']:.2f}", _size(row["total_bytes"])
+        )
     return table
 
 
@@ -211,20 +225,21 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
     return weights_bytes(bare, torch.float32)
 
 
-def _list(rows: list[dict[str, Any]], context: int, batch_size: int) -> Table:
-    table = _table(
-        f"cache for {batch_size} x {context} tokens, at most the model's context",
-        *("name", "parameters", "context", "weights", "cache", "compiled", "dtype", "from"),
-        texts=("name", "dtype", "from"),
-    )
+def _list(rows: list[dict[str, Any]], context: int, batch_size: int, is_wide: bool) -> Table:
+    from outrider.bench.report import NameCell
+
+    columns = "name", "parameters", "context", "weights", "cache", "dtype", *("compiled", "from") * is_wide
+    title = f"cache for {batch_size} x {context} tokens, at most the model's context"
+    table = _table(title, *columns, texts=("name", "dtype", "from"))
     for row in rows:
+        more = _size(row.get("cache_bytes_compiled")), NameCell(row["about"] or row["location"])
         table.add_row(
-            row["name"],
+            NameCell(row["name"]),
             _count(row.get("num_params")),
             f"{row['context_len']}" if "context_len" in row else "-",
-            *(_size(row.get(key)) for key in ("weights_bytes", "cache_bytes", "cache_bytes_compiled")),
+            *(_size(row.get(key)) for key in ("weights_bytes", "cache_bytes")),
             row["dtype"],
-            row["about"] or row["location"],
+            *more[: 2 * is_wide],
         )
     return table
 
@@ -291,18 +306,18 @@ def _row(
     }
 
 
-def _predicted(rows: list[dict[str, Any]], work: Workload) -> Table:
+def _predicted(name: str, rows: list[dict[str, Any]], work: Workload) -> Table:
     table = _table(
-        f"Predicted for each device, {work.num_rows} x {work.context} tokens, K = {work.k}",
-        *("name", "form", "devices", "weights", "cache", "prefill", "verify", "total", "fits here alone"),
-        texts=("name", "form", "fits here alone"),
+        f"{name}: predicted for each device, {work.num_rows} x {work.context} tokens, K = {work.k}",
+        *("form", "devices", "weights", "cache", "prefill", "verify", "total", "fits here"),
+        texts=("form", "fits here"),
     )
     for row in rows:
         form = row["dtype"] if row["quantization"] == "none" else row["quantization"]
         keys = ("weights", "cache", "prefill", "verify", "total")
         fits = {None: "-", True: "yes", False: "no"}[row["fits_here"]]
         sizes = (_size(row[f"{key}_bytes"]) for key in keys)
-        table.add_row(row["name"], form, str(row["num_devices"]), *sizes, fits)
+        table.add_row(form, str(row["num_devices"]), *sizes, fits)
     return table
 
 
@@ -313,7 +328,7 @@ def _table(title: str, *columns: str, texts: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in columns:
         justify: Any = "left" if column in texts else "right"
-        table.add_column(column, justify=justify, no_wrap=column != "from", overflow="fold")
+        table.add_column(column, justify=justify, no_wrap=column not in texts, overflow="fold")
     return table
 
 

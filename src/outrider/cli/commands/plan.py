@@ -12,9 +12,11 @@ import typer
 
 from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
-from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
+from outrider.cli.shared.options import HtmlOption, JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
+    check_outputs,
     console_for,
     counted,
     options_json,
@@ -27,6 +29,7 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.what_if import what_if as predict_from
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -53,22 +56,22 @@ def plan(
     num_draft_tokens: Annotated[
         str | None,
         typer.Option(
-            "-k", "--num-draft-tokens", help="Candidates for K, like 1-8. Default: 1-16; a few when compiled."
+            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few when compiled."
         ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
         Path | None,
-        typer.Option(help="Recorded output of the target (outrider record --probs N), with its sampling options."),
+        typer.Option(help="Output recorded with --probs. The log of outrider record, whose sampling options hold."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
-    batch_size: Annotated[str, typer.Option(help="Batch sizes, one or several: 1,4.")] = "1",
-    context: Annotated[str, typer.Option(help="Sequence length when rounds are timed, one or several: 64,512.")] = "64",
+    batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",
+    context: Annotated[str, typer.Option(help="Lengths when rounds are timed: 64,512.")] = "64",
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Also run the pairs at K = 1, 2, 4, 8 and the best, to check the prediction; rounds are timed again "
+            help="Also run the pairs, as a check. At K = 1, 2, 4, 8 and the best; rounds are timed again "
             "in between, in the same state of the machine.",
         ),
     ] = False,
@@ -76,29 +79,28 @@ def plan(
     what_if: Annotated[
         str | None,
         typer.Option(
-            help="Measure nothing and predict from these numbers, like alpha=0.8,c=0.05: alpha, acceptance probability "
-            "of a drafted token; c, cost of a draft step over a plain step; v, cost of a verify over a plain step "
+            help="Predict from numbers: alpha=0.8,c=0.05. alpha: acceptance probability of a "
+            "drafted token; c: cost of a draft step over a plain step; v, cost of a verify over a plain step "
             "(default: 1); c_ops, operations of a draft step over a plain step (default: c)."
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot speed-up: FILE.png or FILE.svg.")] = None,
     generation_config: GenerationConfigOption = "auto",
+    html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Predict the speed-up of every draft and K from measured costs and acceptance. The result may be: no draft."""
+    """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
     ks = parse_constant_k(num_draft_tokens or default_k)
     sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
+    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models, prompts])
     check_json_target(json_target)
 
-    from outrider.bench.plots import check_plot_file
-
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     if what_if is not None:
-        predict_from(what_if, ks, plot, json_target)
+        predict_from(what_if, ks, plot, html, json_target)
         return
     names = [name for name in pair.draft_names if name != "none"]
     if not names:
@@ -185,7 +187,9 @@ def plan(
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
     more |= template.to_json()
     document_options = options_json(pair, options, **more) | {"acceptance": acceptance}
-    write_json(json_target, "plan", document_options, body, decoder.target)
+    write_json(json_target, "plan", document_options, body, decoder.target, html)
+    if html is not None:
+        console.print(f"Page: {html}", markup=False)
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -239,7 +243,7 @@ def _show(
     found: Sequence[PairChoice],
     is_ours: bool,
 ) -> None:
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
 
     setting, plain_ms = costs.setting, 1e3 * costs.plain.round_s
     where = f"{setting.num_rows} row{'s' * (setting.num_rows > 1)} of {setting.context} tokens"
@@ -251,7 +255,7 @@ def _show(
         milliseconds = (1e3 * value for value in (one.cost.round_s, one.cost.draft_s, one.cost.verify_s))
         times = (f"{value:.2f}" for value in milliseconds)
         table.add_row(
-            one.draft,
+            NameCell(one.draft),
             str(one.k),
             f"{one.tau.value:.2f}",
             *times,
@@ -276,7 +280,7 @@ def _show(
     free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
     console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it always agreed: {agreeing:.2f}.")
     if is_ours:
-        console.print(f"  {command}", style="bold", soft_wrap=True)
+        print_command(console, command)
     else:
         console.print("The numbers are for engines that accept by equality: outrider export --to mlx.", style="dim")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOpt
 from outrider.cli.shared.output import check_outputs, json_text, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
+from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, NumericsError, OptionError
 from outrider.offline.prompt_row import PromptLine
 from outrider.system.files import check_writable, write_text
@@ -37,7 +37,7 @@ def record(
     template: TemplateOptions,
     prompts: Annotated[
         Path,
-        typer.Option(help="File of prompts: JSON lines with a 'prompt' (or 'turns') or 'messages', or plain lines."),
+        typer.Option(help="File of prompts. JSON lines with a 'prompt' (or 'turns') or 'messages', or plain lines."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the log. An interrupted run resumes.")],
     target: TargetOption = "fable",
@@ -58,7 +58,7 @@ def record(
         ),
     ] = None,
 ) -> None:
-    """Record the target's outputs, with probabilities, as a log for 'outrider replay'."""
+    """Record the target's output, with probabilities. 'outrider replay', plan and export read the log."""
     check_batch_size(batch_size)
     if probs is not None and probs < 1:
         raise OptionError("--probs", probs, "a whole number >= 1")
@@ -95,10 +95,9 @@ def record(
     is_interrupted = _write(decoder, writer, lines, prompt_ids, labels, options, probs, batch_size)
     log = current_ranks().of_first(lambda: Log.open(output))
     num_tokens = sum(line.num_tokens for line in log.lines)
-    print(
+    say(
         f"{len(log)} of {len(lines)} prompts, {num_tokens} tokens ({decoder.target.name}): {output}"
-        + (", interrupted" if is_interrupted else ""),
-        file=sys.stderr,
+        + (", interrupted" if is_interrupted else "")
     )
     if is_interrupted:
         raise typer.Exit(130)

@@ -54,27 +54,27 @@ def replay(
     target: Annotated[
         str | None,
         typer.Option(
-            help="Target of the log, for drafts that need it: heads, which read its hidden states, and drafts whose "
+            help="Target of the log, for drafts that need it. Heads, which read its hidden states, and drafts whose "
             "tokens depend on where a round began.",
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None,
     num_draft_tokens: NumDraftTokensListOption = "1-8",
     batch_size: BatchSizeOption = 8,
-    output: Annotated[Path | None, typer.Option(help="Write the rounds as JSON lines, for outrider analyze.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the rounds, for outrider analyze. As JSON lines.")] = None,
     output_format: Annotated[
         str,
         typer.Option(
-            help="Format of --output: outrider; or cumulative, lines like [3, 5] with the tokens so far of each of the "
-            "--batch-size prompts (decoding-speculative-decoding; one draft, one K)."
+            help="Of --output: outrider or cumulative. cumulative: lines like [3, 5] with the tokens so far of each of "
+            "the --batch-size prompts (decoding-speculative-decoding; one draft, one K)."
         ),
     ] = "outrider",
-    seed: Annotated[int, typer.Option(help="Seed for --output: rounds over sampled logs are random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for --output. Rounds over sampled logs are random.")] = 0,
     log_format: Annotated[
         str,
         typer.Option(
             "--format",
-            help="Format of the log: outrider; or tensors, printed output ids of greedy decoding without prompts "
+            help="Of the log: outrider or tensors. tensors: printed output ids of greedy decoding without prompts "
             "(decoding-speculative-decoding), which needs --prompts and --tokenizer-of.",
         ),
     ] = "outrider",
@@ -87,7 +87,7 @@ def replay(
     plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Compute tokens per round for every draft and K from a log, without generating it again."""
+    """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
     check_batch_size(batch_size)
     ks = parse_constant_k(num_draft_tokens)
     for option, value, known in (
@@ -301,14 +301,14 @@ def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
 
 
 def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Summary]) -> None:
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
 
     table = new_table(title, "draft", "K", "tau, 95%", "accepted / drafted", "alpha")
     for arm, one in arms:
         alpha = summaries[arm.draft].alpha
         upper = one.upper
         table.add_row(
-            arm.draft,
+            NameCell(arm.draft),
             str(arm.k),
             interval_text(one.tau) + (f" to {interval_text(upper.tau)}" if upper else ""),
             _percent(one.stats.draft_acceptance_rate)

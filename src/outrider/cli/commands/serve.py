@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ import typer
 from outrider.cli.shared.generation_config import GenerationConfigOption
 from outrider.cli.shared.options import flat, parse_k
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.wrapping import wrap
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import DEFAULT_NUM_SLOTS, check_num_slots
 from outrider.system.ranks import is_one_of_several
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("outrider.serve")
 _SERVER = "Server"
-_LINES = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @flat
@@ -34,7 +35,7 @@ def serve(
         typer.Option(
             "-k",
             "--num-draft-tokens",
-            help="K, tokens drafted per round, or auto, which adapts K to the load (requests with a seed use 4).",
+            help="Tokens drafted per round, or auto. auto adapts K to the load; requests with a seed use 4.",
             rich_help_panel="Models",
         ),
     ] = "auto",
@@ -142,7 +143,9 @@ def serve(
         float, typer.Option(help="Seconds that running requests may continue after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
 ) -> None:
-    """Serve a target and its draft over OpenAI's API: /v1/completions and /v1/chat/completions."""
+    """Serve a target and its draft over OpenAI's API.
+
+    Endpoints: /v1/chat/completions, /v1/responses, /v1/completions and others; the page at / shows a race."""
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
@@ -187,7 +190,7 @@ def serve(
         tool_format_of(decoder.tokenizer, tool_parser)  # before the server is ready
         thinking_of(decoder.tokenizer, reasoning_parser)
         for handler in logging.getLogger("outrider.compile.service").handlers:
-            handler.setFormatter(_LINES)
+            handler.setFormatter(_lines())
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 
     listener = listen(host, port)
@@ -219,10 +222,26 @@ def serve(
         Server(load, options, listener, on_ready).run()
 
 
+class _TerminalLines(logging.Formatter):
+    """Time and message; long lines break between words."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        time = self.formatTime(record, "%H:%M:%S")
+        text = wrap(f"{time} {level}{record.getMessage()}", sys.stderr, " " * (len(time) + 1))
+        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+def _lines() -> logging.Formatter:
+    if sys.stderr.isatty():
+        return _TerminalLines()
+    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 @contextmanager
 def _log_on_stderr(lines: logging.Filter) -> Iterator[None]:
     handler = logging.StreamHandler()
-    handler.setFormatter(_LINES)
+    handler.setFormatter(_lines())
     handler.addFilter(lines)
     # Not "outrider" as a whole: the model options set up the compiler's log (``load``).
     names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO}

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.completion import complete_target
 from outrider.cli.shared.options import JsonOption, flat
 from outrider.cli.shared.output import check_json_target, console_for, print_table, progress_bar, write_json
 from outrider.cli.shared.pair_options import MachineOptions
+from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
 def shapes(
     machine: MachineOptions,
     target: Annotated[
-        str, typer.Argument(help="Model: known name (see 'outrider models'), folder or hub id.")
+        str,
+        typer.Argument(
+            help="Known name, folder or hub id. 'outrider models' lists the names.", autocompletion=complete_target
+        ),
     ] = "fable",
     shape: Annotated[
         list[str] | None,
@@ -38,7 +43,7 @@ def shapes(
     plot: Annotated[Path | None, typer.Option(help="Plot the latencies: FILE.png or FILE.svg.")] = None,
     json_target: JsonOption = None,
 ) -> None:
-    """Time drafts of several shapes, with random weights, and list the shapes worth training."""
+    """Time drafts of several shapes, with random weights. The list has the shapes worth training."""
     if budget_ms is not None and not 0 < budget_ms < math.inf:
         raise OptionError("--budget-ms", budget_ms, "a number above 0")
     for name, value in (("--batch-size", batch_size), ("--context", context)):
@@ -80,7 +85,7 @@ def shapes(
         size = f"--layers {cost.shape.num_layers} --hidden-size {cost.shape.hidden_size}"
         if cost.shape.intermediate_size is not None:
             size += f" --intermediate-size {cost.shape.intermediate_size}"
-        console.print(f"outrider distill {target} {size} --output DIR", soft_wrap=True)
+        print_command(console, f"outrider distill {target} {size} --output DIR")
     if not best:
         console.print(f"No shape drafts a token within {budget_ms:g} ms.")
     if plot is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+
+from outrider.cli.shared.wrapping import say
 
 
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -16,10 +17,9 @@ def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequenc
     longest = max(map(len, prompts))
     if longest + max_new_tokens > context_len:
         prompt = "prompt" if len(prompts) == 1 else "longest prompt"
-        print(
+        say(
             f"-n {max_new_tokens} exceeds the context of {model}, {context_len} tokens: "
-            f"with {longest} in the {prompt}, at most {context_len - longest} are generated",
-            file=sys.stderr,
+            f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
         )
 
 
@@ -31,4 +31,4 @@ def report_num_limited(target: str, num_cut: int) -> None:
     """
     if num_cut:
         prompts = "1 prompt" if num_cut == 1 else f"{num_cut} prompts"
-        print(f"-n exceeds the context of {target} for {prompts}: generation stops there", file=sys.stderr)
+        say(f"-n exceeds the context of {target} for {prompts}: generation stops there")

@@ -6,12 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outrider.cli.shared.output import write_document
-from outrider.system.files import write_text
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from rich.console import Console
 
@@ -102,19 +98,6 @@ def print_differences(console: Console, report: GreedyReport, what: str, tokeniz
             f"margin {margin}, rounding {gap}: {one.verdict}",
             markup=False,
         )
-
-
-def write_findings(
-    document: dict[str, Any],
-    json_target: str | None,
-    html: Path | None,
-    render: Callable[[Mapping[str, Any]], str],
-) -> None:
-    """Write the document and its page, if requested."""
-    if json_target is not None:
-        write_document(json_target, document)
-    if html is not None:
-        write_text(html, render(document))
 
 
 def _token(tokenizer: Any | None, token_id: int | None) -> str:

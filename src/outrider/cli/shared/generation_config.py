@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from outrider.cli.shared.options import SAMPLING_PANEL, SamplingOptions
+from outrider.cli.shared.wrapping import say
 
 _Options = TypeVar("_Options", bound=SamplingOptions)
 GenerationConfigOption = Annotated[
@@ -52,5 +52,5 @@ def over_checkpoint(
         if name not in given and name not in leaves
     }
     if taken:
-        print(defaults_text(spec.name, taken), file=sys.stderr)
+        say(defaults_text(spec.name, taken))
     return replace(sampling, **taken)

@@ -1,5 +1,5 @@
-"""Typer commands with a tidier ``--help`` (no "<bool>" beside flags, no blank lines at the top). They accept option
-names of other programs, or name the option that is meant.
+"""Typer commands whose ``--help`` fits on one screen: common options, with the first sentence of their help, and
+examples. ``--help-all`` shows all of it. They accept option names of other programs, or name the option that is meant.
 
 ``Command`` and ``Group`` share their changes in ``_Help``.
 """
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from outrider.cli.shared.examples import EXAMPLES
+from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL
 from outrider.cli.shared.other_names import ALIASES, PROMPT_OPTIONS, check_names, hint_at_threads
 from outrider.errors import OptionError
 
@@ -23,10 +25,27 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+# ``--help`` shows the options without a panel, which are the command's own, and these of the panels.
+_COMMON = frozenset(
+    {
+        *("target", "draft", "num_draft_tokens", "acceptance"),
+        *("temperature", "top_k", "top_p", "max_new_tokens", "seed"),
+        *("device", "dtype", "quantize", "compile", "threads"),
+        *("slots", "context", "host", "port", "api_key"),
+        *("kind", "layers", "init", "steps", "minutes", "loss"),
+        *("budget", "detect_tv"),
+    }
+)
+_PLACES = {MODELS_PANEL: 0, MACHINE_PANEL: 2}  # of the panels; others in between
+_FIRST_SENTENCE = re.compile(r".*?[.?](?= |$)", re.DOTALL)
 _BLANK_LINES = re.compile(r"\A(?:(?: |\x1b\[[\d;]*m)*\r?\n)+")
 
 
 class _Help(_Base):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.short_help = _first_sentence(self.help or "")  # in the list of commands
+
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)
         for param in params:
@@ -86,16 +105,70 @@ class _Help(_Base):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with redirect_stdout(_Copy(sys.stdout.isatty())) as written:
-            super().format_help(ctx, formatter)
+            super(_Help, self._shown(ctx)).format_help(ctx, formatter)
         print(_BLANK_LINES.sub("", written.getvalue()), end="")
+        if examples := EXAMPLES.get(ctx.command_path.partition(" ")[2]):
+            print("\n".join((" Examples:", *(f"   outrider {words}" for words in examples))))
+
+    def _shown(self, ctx: Any) -> Any:
+        """The command with the parameters that its help shows."""
+        return self
 
 
 class Command(_Help, TyperCommand):
-    pass
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name == "help":
+                everything = copy(param)
+                everything.name, everything.opts = "help_all", ["--help-all"]
+                everything.help, everything.callback = "Show all options and exit.", _show_all
+                return [*params, everything]
+        return params
+
+    def _shown(self, ctx: Any) -> Any:
+        shown = copy(self)
+        shown.params = sorted(self.params, key=_place)
+        if not ctx.meta.get(_ALL):
+            shown.params = [_shortened(param) for param in shown.params if _is_common(param)]
+            shown.help = (self.help or "").partition("\n\n")[0]
+        return shown
 
 
 class Group(_Help, TyperGroup):
     pass
+
+
+_ALL = "outrider.help_all"
+
+
+def _show_all(ctx: Any, param: Any, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        print(ctx.get_help(), end="")
+        ctx.exit()
+
+
+def _place(param: Any) -> int:
+    return _PLACES.get(str(getattr(param, "rich_help_panel", None)), 1)
+
+
+def _is_common(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) is None or param.required or param.name in _COMMON
+
+
+def _shortened(param: Any) -> Any:
+    """An option with the first sentence of its help and its default, without the spelling that negates it."""
+    short = copy(param)
+    default = "" if not param.show_default or param.default in (None, False) else rf" \[{param.default}]"
+    short.help, short.secondary_opts = _first_sentence(param.help or "") + default, []
+    short.show_default = False
+    return short
+
+
+def _first_sentence(text: str) -> str:
+    found = _FIRST_SENTENCE.match(text)
+    return found[0] if found else text
 
 
 class _Copy(io.StringIO):

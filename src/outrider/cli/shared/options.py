@@ -29,7 +29,7 @@ MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
 DEFAULT_SIGNIFICANCE = 1e-3
 
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write one JSON document; '-' is standard output.")
+    str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
 ]
 HtmlOption = Annotated[
     Path | None,
@@ -125,9 +125,7 @@ class EndOptions:
 
     max_new_tokens: Annotated[
         int,
-        typer.Option(
-            "-n", "--max-new-tokens", help="Maximum number of tokens to generate.", rich_help_panel=SAMPLING_PANEL
-        ),
+        typer.Option("-n", "--max-new-tokens", help="Maximum tokens to generate.", rich_help_panel=SAMPLING_PANEL),
     ] = 128
     stop: Annotated[
         list[str] | None,
@@ -226,8 +224,7 @@ NumDraftTokensOption = Annotated[
     typer.Option(
         "-k",
         "--num-draft-tokens",
-        help="K, tokens drafted per round, or auto, which adapts K. Default: auto; 4 with a seed, for reproducible "
-        "output.",
+        help="Tokens drafted per round, or auto. auto adapts K. Default: auto; 4 with a seed, for reproducible output.",
         rich_help_panel=MODELS_PANEL,
     ),
 ]
@@ -240,7 +237,7 @@ NumDraftTokensListOption = Annotated[
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        help="File of prompts: JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 built-in prompts."
+        help="File of prompts. JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 built-in prompts."
     ),
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)]
@@ -248,9 +245,7 @@ SignificanceOption = Annotated[
     float,
     typer.Option(help="Probability that a correct rule fails the statistical tests.", rich_help_panel="Statistics"),
 ]
-SeedOption = Annotated[
-    int, typer.Option(help="Base seed; prompt or run i gets seed + i.", rich_help_panel=SAMPLING_PANEL)
-]
+SeedOption = Annotated[int, typer.Option(help="Prompt or run i gets this seed + i.", rich_help_panel=SAMPLING_PANEL)]
 
 
 def check_batch_size(batch_size: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
+from outrider.cli.shared.wrapping import say
 from outrider.errors import OptionError
 from outrider.options import instead_of, own_name
 
@@ -60,4 +60,4 @@ def hint_at_threads(words: Sequence[str]) -> None:
     """``-t 8`` sets threads in llama.cpp but the temperature here: report implausible temperatures."""
     for word, value in zip(words, words[1:], strict=False):
         if word == "-t" and value.isdecimal() and int(value) > _MAX_TEMPERATURE:
-            print(f"-t {value} sets the temperature; for {value} CPU threads use --threads {value}", file=sys.stderr)
+            say(f"-t {value} sets the temperature; for {value} CPU threads use --threads {value}")

@@ -126,11 +126,48 @@ def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Pat
 
 
 def write_json(
-    json_target: str | None, command: str, options: dict[str, Any], body: dict[str, Any], target: LM | None = None
+    json_target: str | None,
+    command: str,
+    options: dict[str, Any],
+    body: dict[str, Any],
+    target: LM | None = None,
+    html: Path | None = None,
 ) -> None:
-    """Write a command's document, if requested. See ``make_document``."""
+    """Write a command's document, if requested. See ``make_document``.
+
+    Args:
+        html: file for the document as a page, see outrider.pages.reports.
+    """
+    if json_target is not None or html is not None:
+        from outrider.pages.reports import render_report
+
+        write_outputs(make_document(command, options, body, target), json_target, html, render_report)
+
+
+def write_outputs(
+    document: dict[str, Any],
+    json_target: str | None,
+    html: Path | None,
+    render: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Write a document and its page, if requested."""
     if json_target is not None:
-        write_document(json_target, make_document(command, options, body, target))
+        write_document(json_target, document)
+    if html is not None:
+        write_text(html, render(document))
+
+
+def check_figure_files(plot: Path | None, html: Path | None = None) -> None:
+    """Check before the measurement that a plot, and a page with figures, can be written.
+
+    Raises:
+        FileError, MissingExtra
+    """
+    from outrider.bench.plots import PLOT_FORMATS, check_plot_file
+
+    for path, formats in ((plot, PLOT_FORMATS), (html, (".html",))):
+        if path is not None:
+            check_plot_file(path, formats)
 
 
 def make_document(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from outrider.cli.shared.completion import DTYPES, RULES, complete_draft, complete_target, one_of
 from outrider.cli.shared.options import (
     MACHINE_PANEL,
     MODELS_PANEL,
@@ -18,7 +18,9 @@ from outrider.cli.shared.options import (
     TaskSamplingOptions,
     parse_k,
 )
+from outrider.cli.shared.wrapping import say
 from outrider.errors import CompileError, OptionError
+from outrider.models.registry import QUANTIZATIONS, ROUNDS_ROWS
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class _OnStderr(logging.Handler):
     """Logs to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        say(self.format(record))
 
 
 def _log_to_stderr(name: str) -> logging.Logger:
@@ -65,22 +67,30 @@ class PairOptions:
 
     target: Annotated[
         str,
-        typer.Option(help="Model: known name (see 'outrider models'), folder or hub id.", rich_help_panel=MODELS_PANEL),
+        typer.Option(
+            help="Known name, folder or hub id. 'outrider models' lists the names.",
+            autocompletion=complete_target,
+            rich_help_panel=MODELS_PANEL,
+        ),
     ] = "fable"
     draft: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Model, or head for the target (known name, folder or hub id); 'mtp', the target's own MTP layer; "
-            "'ngram' or 'suffix', which look up the text so far; or 'none'. "
-            "NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, "
-            "suffix+NAME looks tokens up where that promises more. Repeatable where drafts are compared. Default: "
-            "fable-draft for fable, else ngram (compare asks for one).",
+            help="Model, head, mtp, ngram, suffix or none. A model or a head for the target is a known name, folder or "
+            "hub id; mtp is the target's own MTP layer; ngram and suffix look up the text so far. NAME:greedy drafts "
+            "the most probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, suffix+NAME looks tokens up "
+            "where that promises more. Repeatable where drafts are compared. Default: fable-draft for fable, else "
+            "ngram (compare asks for one).",
+            autocompletion=complete_draft,
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None
     acceptance: Annotated[
-        str, typer.Option(help="Acceptance rule: block, rejection or gumbel.", rich_help_panel=MODELS_PANEL)
+        str,
+        typer.Option(
+            help="Rule: block, rejection or gumbel.", autocompletion=one_of(RULES), rich_help_panel=MODELS_PANEL
+        ),
     ] = DEFAULT_ACCEPTANCE
     models: Annotated[
         Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
@@ -98,15 +108,17 @@ class PairOptions:
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto, float64, float32, bfloat16 or float16. auto: float32 on the CPU, else the checkpoint's.",
+            help="auto, float64, float32, bfloat16, float16. auto: float32 on the CPU, else the checkpoint's.",
+            autocompletion=one_of(DTYPES),
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = "auto"
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Quantize the target's weights: int8, int4, fp8, 8bit, nf4 or none; or, with a GGUF file or a 4-bit "
-            "checkpoint on the CPU, its activations: a8. A name ending in :int8 does the same.",
+            help="int8, int4, fp8, 8bit, nf4, a8 or none. Quantizes the target's weights; a8, with a GGUF file or a 4-bit "
+            "checkpoint on the CPU, its activations. A name ending in :int8 does the same.",
+            autocompletion=one_of(("none", *QUANTIZATIONS, ROUNDS_ROWS)),
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
@@ -157,8 +169,8 @@ class PairOptions:
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the models, which takes minutes the first time ('outrider compile' does it ahead). On a CUDA "
-            "device: capture CUDA graphs. Default: only for long jobs on the CPU.",
+            help="Compile the models; on CUDA, capture graphs. Compiling takes minutes the first time ('outrider "
+            "compile' does it ahead). Default: only for long jobs on the CPU.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None

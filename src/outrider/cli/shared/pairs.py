@@ -70,7 +70,7 @@ def run_pairs(
 
 def compare(console: Console, found: Sequence[PairChoice], measured: Sequence[ArmSummary]) -> None:
     """Print predicted beside measured speed-ups."""
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import NameCell, interval_text, new_table
 
     table = new_table("Predicted and measured speed-up", "draft", "K", "predicted", "measured, 95%", "difference")
     predicted = {(one.draft, one.k): one.speed_up.value for one in found}
@@ -79,5 +79,6 @@ def compare(console: Console, found: Sequence[PairChoice], measured: Sequence[Ar
         assert isinstance(arm.num_draft_tokens, int) and arm.draft is not None and speed_up is not None
         expected = predicted[arm.draft, arm.num_draft_tokens]
         difference = f"{expected / speed_up.value - 1:+.1%}"
-        table.add_row(arm.draft, str(arm.num_draft_tokens), f"{expected:.2f}", interval_text(speed_up), difference)
+        row = str(arm.num_draft_tokens), f"{expected:.2f}", interval_text(speed_up), difference
+        table.add_row(NameCell(arm.draft), *row)
     print_table(console, table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.wrapping import say
 from outrider.errors import OptionError, PromptError
 from outrider.offline.prompt_file import read_prompts
 from outrider.offline.prompt_row import PromptLine
@@ -28,9 +28,7 @@ class TemplateOptions:
 
     chat: Annotated[
         bool,
-        typer.Option(
-            "--chat", help="Apply the model's chat template: a text is a message of the user.", rich_help_panel=_PANEL
-        ),
+        typer.Option("--chat", help="Apply the model's chat template. A text is a message of the user."),
     ] = False
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message. Implies --chat.", rich_help_panel=_PANEL)
@@ -128,7 +126,4 @@ def hint_at_chat(decoder: Decoder, prompts: Sequence[str | Chat]) -> None:
         return
     special = [token for token in tokenizer.all_special_tokens if token]
     if any(isinstance(text, str) and not any(token in text for token in special) for text in prompts):
-        print(
-            f"{decoder.target.name} has a chat template, but continues plain text here: add --chat to ask it as a user",
-            file=sys.stderr,
-        )
+        say(f"{decoder.target.name} has a chat template, but continues plain text here: add --chat to ask it as a user")

@@ -8,7 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.shared.output import console_for, print_table, write_json
+from outrider.cli.shared.output import (
+    check_figure_files,
+    console_for,
+    print_table,
+    write_json,
+)
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
 _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_ops >= 0"}
 
 
-def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | None) -> None:
+def what_if(text: str, ks: Sequence[int], plot: Path | None, html: Path | None, json_target: str | None) -> None:
     """Predict the speed-up of each K from numbers alone. The result may be: no draft.
 
     Raises:
@@ -25,12 +30,11 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
     """
     known = _parse(text)
 
-    from outrider.bench.plots import check_plot_file, plot_prediction
+    from outrider.bench.plots import plot_prediction
     from outrider.bench.report import new_table
     from outrider.stats.speedup import predict
 
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot, html)
     predictions = predict(ks, **known)
     best = _best(predictions)
     limits = {
@@ -61,7 +65,7 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, json_target: str | 
         "best": best and asdict(best),
         "limits": {name: limit and asdict(limit) for name, limit in limits.items()},
     }
-    write_json(json_target, "plan", {"what_if": known, "num_draft_tokens": list(ks)}, body)
+    write_json(json_target, "plan", {"what_if": known, "num_draft_tokens": list(ks)}, body, html=html)
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction | None:

@@ -1,0 +1,197 @@
+"""Figures of pages, as SVG elements. Matplotlib draws them.
+
+They are for light and dark pages: ink takes the page's text colour; the colours contrast with both pages and can be
+told apart by the colour-blind; marker shapes differ as well.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+from outrider.stats.intervals import Interval
+
+_INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
+_LINES = (  # colour and marker of each
+    (_BLUE, "o"),
+    (_ORANGE, "s"),
+    ("#1d9a6c", "^"),
+    ("#c0579c", "D"),
+    ("#8a7f1c", "v"),
+    ("#7a6fd0", "P"),
+)
+_BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
+_PAGE_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text remains text
+    "svg.hashsalt": "outrider",  # reproducible ids
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+}
+
+
+def svg_of_bins(counts: Sequence[int], band: tuple[int, int]) -> str:
+    """SVG histogram over [0, 1], with the band that its bars should end in."""
+
+    def draw(axes: Any) -> None:
+        width = 1 / len(counts)
+        axes.axhspan(*band, **_BAND)
+        axes.bar([(i + 0.5) * width for i in range(len(counts))], counts, width=0.8 * width, color=_BLUE)
+        axes.axhline(sum(counts) * width, color=_INK, lw=1)
+        axes.set(xlim=(0, 1))
+
+    return _svg("bins", "probability integral transform", "tokens", draw)
+
+
+def svg_of_excess(excess: Sequence[float], distance: float) -> str:
+    """SVG of an empirical distribution less the uniform one, at equal steps from 0 to 1, with its band."""
+
+    def draw(axes: Any) -> None:
+        axes.axhspan(-distance, distance, **_BAND)
+        axes.axhline(0, color=_INK, lw=1)
+        axes.plot([i / (len(excess) - 1) for i in range(len(excess))], excess, color=_BLUE)
+        axes.set(xlim=(0, 1))
+
+    return _svg("excess", "u, tokens ordered by q − p", "share at or below u, less u", draw)
+
+
+def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Sequence[Interval]) -> str:
+    """SVG of the acceptance rate by place in the round: given that those before are accepted, and of all rounds."""
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        there = [(i + 0.95, one) for i, one in enumerate(conditional) if one is not None]
+        bars(axes, [at for at, _ in there], [one for _, one in there], "if those before it are", fmt="o", color=_BLUE)
+        at = [i + 1.05 for i in range(len(unconditional))]
+        bars(axes, at, unconditional, "of all rounds", fmt="s", color=_ORANGE)
+        axes.set(xlim=(0.5, len(unconditional) + 0.5), ylim=(-0.04, 1.04))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+    return _svg("acceptance", "drafted token of the round", "share accepted", draw)
+
+
+def svg_of_z(zs: Sequence[float], limit: float) -> str:
+    """SVG of z-scores by place in the round, with their band."""
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        at = range(1, len(zs) + 1)
+        axes.axhspan(-limit, limit, **_BAND)
+        axes.axhline(0, color=_INK, lw=1)
+        axes.vlines(at, 0, zs, color=_BLUE)
+        axes.plot(at, zs, "o", color=_BLUE)
+        axes.set(xlim=(0.5, len(zs) + 0.5))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    return _svg("z", "token of the round", "z of the score", draw)
+
+
+def svg_of_lines(
+    name: str,
+    lines: Mapping[str, Sequence[tuple[float, Interval]]],
+    across: str,
+    up: str,
+    *,
+    measured: Mapping[str, Sequence[tuple[float, Interval]]] | None = None,
+    level: float | None = None,
+    most: float | None = None,
+) -> str:
+    """SVG of lines with the bars of their intervals.
+
+    Args:
+        measured: points in the colours of the lines, without a line.
+        level: of a dashed line across, which is the baseline.
+        most: upper end of the axis.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        styles = dict(zip(lines, cycle(_LINES), strict=False))
+        if level is not None:
+            axes.axhline(level, color=_INK, lw=1, ls="--")
+        for label, points in lines.items():
+            colour, marker = styles[label]
+            at, values = [x for x, _ in points], [value for _, value in points]
+            bars(axes, at, values, label, color=colour, marker=marker)
+        for label, points in (measured or {}).items():
+            at, values = [x + 0.08 for x, _ in points], [value for _, value in points]
+            colour = styles[label][0] if label in styles else _INK
+            bars(axes, at, values, f"{label}, measured", color=colour, fmt="x", ms=8)
+        axes.set_ylim(0, most)
+        if all(float(x).is_integer() for points in lines.values() for x, _ in points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(axes, 2)
+
+    return _svg(name, across, up, draw)
+
+
+def svg_of_groups(name: str, groups: Mapping[str, Sequence[float]], across: str, up: str) -> str:
+    """SVG of bars at 0, 1, 2 ..., those of the groups side by side."""
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Any) -> None:
+        width = 0.8 / len(groups)
+        for place, ((label, values), (colour, _)) in enumerate(zip(groups.items(), cycle(_LINES), strict=False)):
+            lefts = [i - 0.4 + (place + 0.5) * width for i in range(len(values))]
+            axes.bar(lefts, values, width=width, color=colour, label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(axes, 2)
+
+    return _svg(name, across, up, draw)
+
+
+def svg_of_parts(name: str, rows: Mapping[str, Mapping[str, float]], across: str) -> str:
+    """SVG of horizontal bars, one for each row from the top, each made of parts."""
+
+    def draw(axes: Any) -> None:
+        lefts = dict.fromkeys(rows, 0.0)
+        for part, (colour, _) in zip(next(iter(rows.values())), _LINES, strict=False):
+            widths = [row[part] for row in rows.values()]
+            axes.barh(list(rows), widths, left=list(lefts.values()), color=colour, label=part, height=0.7)
+            lefts = {label: lefts[label] + row[part] for label, row in rows.items()}
+        axes.invert_yaxis()
+        _legend(axes, 4)
+
+    return _svg(name, across, "", draw, height=1.2 + 0.3 * len(rows))
+
+
+def _legend(axes: Any, num_columns: int) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns, fontsize="small")
+
+
+def _svg(name: str, across: str, up: str, draw: Callable[[Any], None], height: float = 3.2) -> str:
+    """Draw a figure as an SVG element of a page.
+
+    Args:
+        name: unique in the page; all ids in the element begin with it.
+        height: inches; the width is 5.2.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_PAGE_STYLE):
+        figure = Figure(figsize=(5.2, height), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=across, ylabel=up)
+        draw(axes)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    document = file.getvalue()
+    element = document[document.index("<svg") :]
+    element = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", element)
+    return element.replace(_INK, "currentColor")
+
+
+def bars(axes: Any, at: Sequence[float], values: Sequence[Interval], label: str, **style: Any) -> None:
+    """Draw values with the bars of their intervals."""
+    ends = [
+        [one.value - (one.value if one.low is None else one.low) for one in values],
+        [(one.value if one.high is None else one.high) - one.value for one in values],
+    ]
+    axes.errorbar(at, [one.value for one in values], yerr=ends, capsize=3, label=label, **style)

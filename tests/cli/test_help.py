@@ -1,0 +1,183 @@
+"""Help of all commands, and values that the shell completes."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from commands import Outrider
+from outrider.cli.app import app
+from outrider.cli.shared import completion
+from outrider.cli.shared.examples import EXAMPLES
+from outrider.export.engines import ENGINES
+from outrider.models.registry import known_models
+from outrider.options import LOOKUPS
+from outrider.sampling.rules import RULES
+
+SCREEN = 80, 48  # columns and lines
+
+
+def commands() -> list[str]:
+    """The words that name each command and each group of commands, the program itself included."""
+    root = get_command(app)
+    assert isinstance(root, TyperGroup)
+    groups = {name: group for name, group in root.commands.items() if isinstance(group, TyperGroup)}
+    return ["", *root.commands, *(f"{name} {inner}" for name, group in groups.items() for inner in group.commands)]
+
+
+LEAVES = [words for words in commands() if words not in ("", "eval")]
+
+
+def command_of(words: str) -> Any:
+    """A command by its words."""
+    command: Any = get_command(app)
+    for word in words.split():
+        command = command.commands[word]
+    return command
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+@pytest.mark.parametrize(("width", "is_terminal"), [(80, True), (120, False)])
+def test_help_is_tidy(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, width: int, is_terminal: bool) -> None:
+    """It begins with the usage, flags have no type, and it is as wide as the terminal."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert len(commands()) > 15
+    for command in commands():
+        ended = outrider(*command.split(), "--help")
+        assert (ended.code, ended.err) == (0, "")
+        assert "\x1b[" in ended.out or not is_terminal
+        lines = without_colours(ended.out).splitlines()
+        assert " ".join(f"Usage: outrider {command}".split()) in lines[0]
+        assert not any(type_ in line for line in lines for type_ in ("<bool>", "BOOL", "``"))
+        assert max(map(len, lines)) == width
+
+
+def test_options_that_take_a_value_have_a_type(outrider: Outrider) -> None:
+    assert re.search(r"--seed +<?int", without_colours(outrider("generate", "--help").out), re.IGNORECASE)
+
+
+def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
+    out = without_colours(outrider("--help").out)
+    panels = {
+        title: re.findall(r"^│ ([a-z-]+) ", body, re.MULTILINE)
+        for title, body in re.findall(r"╭─ ([\w ]+?) ─+╮\n(.*?)╰", out, re.DOTALL)
+    }
+    del panels["Options"]
+    assert panels == {
+        "Generate": ["generate", "chat", "serve", "compare", "latency", "compile", "costs"],
+        "Choose a draft": ["models", "plan", "alpha", "record", "replay", "analyze", "shapes"],
+        "Train": ["distill"],
+        "Hand over": ["export"],
+        "Trust and score": ["certify", "certify-samples", "divergence", "eval"],
+    }
+
+
+def test_without_a_command_there_is_help(outrider: Outrider) -> None:
+    for arguments in ((), ("eval",)):
+        ended = outrider(*arguments)
+        assert ended.code == 2 and "Usage: outrider" in ended.out + ended.err
+
+
+@pytest.mark.parametrize("words", commands())
+def test_help_fits_on_a_screen(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """--help-all has every option. In both, options of sampling come before those of the machine."""
+    monkeypatch.setenv("COLUMNS", str(SCREEN[0]))
+    short = without_colours(outrider(*words.split(), "--help").out)
+    assert len(short.splitlines()) <= SCREEN[1] and max(map(len, short.splitlines())) == SCREEN[0]
+    if words not in LEAVES:
+        return
+    ended = outrider(*words.split(), "--help-all")
+    assert (ended.code, ended.err) == (0, "")
+    everything = without_colours(ended.out)
+    options = {param.opts[0] for param in command_of(words).params if param.param_type_name == "option"}
+    for text in (short, everything):
+        assert "Machine" not in re.findall(r"^╭─ (\w+) ─", text, re.MULTILINE)[:-1]
+        assert "--help-all" in text and text.rstrip().splitlines()[-3] == " Examples:"
+        shown = {option for option in options if re.search(rf"{option}[ ,]", text)}
+        assert shown == options or (text == short and shown)
+
+
+@pytest.mark.parametrize("words", LEAVES)
+def test_examples_in_help_are_valid(words: str) -> None:
+    """They are parsed as the command does, and name models that are known."""
+    assert EXAMPLES.keys() == set(LEAVES)
+    for example in EXAMPLES[words]:
+        assert len(f"   outrider {example}") <= SCREEN[0] and example.startswith(words)
+        params = command_of(words).make_context(words, shlex.split(example.removeprefix(words))).params
+        for name in ("target", "draft", "target_name", "draft_name"):
+            value = params.get(name) or []
+            for model in value if isinstance(value, list) else [value]:
+                assert model in {*known_models(), *LOOKUPS, "none"}
+
+
+def test_an_example_with_a_mistake_is_found() -> None:
+    """The control."""
+    with pytest.raises(Exception, match="nosuch"):
+        command_of("compare").make_context("compare", ["--nosuch"])
+
+
+def completed(line: str) -> list[str]:
+    """Values that bash is offered at the end of a line."""
+    words = line.split(" ")
+    environment = {"_OUTRIDER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    code = (
+        "import sys; from outrider.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(sorted(sys.modules.keys() & {'torch', 'transformers', 'numpy'}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert ended.stderr == ""
+    *values, heavy = ended.stdout.splitlines()
+    assert heavy == "[]"
+    return [value for value in values if value]
+
+
+def test_the_shell_completes_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names come from models.toml, the user's own too, without torch."""
+    file = tmp_path / "outrider" / "models.toml"
+    file.parent.mkdir()
+    file.write_text('[models.fabulous]\nhub = "an/id"\n')
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert completed("outrider generate --target fab") == ["fable", "fable-draft", "fabulous"]
+    assert completed("outrider compare --target qwen3-8b --draft qw") == ["qwen3-0.6b", "qwen3-1.7b"]
+    assert completed("outrider chat qwen3-8b qw") == ["qwen3-0.6b", "qwen3-1.7b"]
+    assert completed("outrider serve --draft ") == ["fable-draft", "ngram", "suffix", "mtp", "none"]
+    assert completed("outrider export --to v") == ["vllm"]
+    assert completed("outrider certify --acceptance g") == ["gumbel"]
+    file.write_text("broken")
+    assert completed("outrider generate --target fab") == []
+
+
+def test_values_are_those_that_are_accepted() -> None:
+    assert set(completion.ENGINES) == ENGINES.keys() and set(completion.RULES) == RULES.keys()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_takes_the_script() -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "outrider", "--show-completion", "bash"],
+        env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    ended = subprocess.run(
+        ["bash", "-c", f"{script}\ncomplete -p outrider"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert ended.stdout.endswith(" outrider\n")

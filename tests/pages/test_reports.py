@@ -1,0 +1,236 @@
+"""Reports of measurements as pages: whole, closed in themselves, true to their documents, for everyone to read."""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from browsers import browser, complaints
+from outrider.pages.reports import render_report
+from outrider.race.page import recorded_page
+
+ORIGIN = {
+    "outrider": "0.1.0",
+    "torch": "2.13.0",
+    "processor": "a processor",
+    "device": "cpu",
+    "argv": ["plan", "--target", "toy & <b>", "--json", "a.json"],
+}
+KINDS = ["alpha", "analyze", "latency", "plan", "what-if"]
+
+
+def interval(value: float, half: float | None = 0.1) -> dict[str, float | None]:
+    low, high = (None, None) if half is None else (value - half, value + half)
+    return {"value": value, "low": low, "high": high, "level": 0.95}
+
+
+def stats(k: int) -> dict[str, Any]:
+    return {
+        "mean_acceptance_length": 1 + k / 2,
+        "draft_acceptance_rate": 0.5 if k else None,
+        "acceptance_histogram": [30, *[10] * k],
+        "num_rounds": 30 + 10 * k,
+        "num_generated_tokens": 100,
+    }
+
+
+def arm(draft: str | None, k: int | str | None) -> dict[str, Any]:
+    return {
+        "name": f"{draft}, K = {k}" if draft else "plain",
+        "draft": draft,
+        "k": k,
+        "num_cases": 3,
+        "ms_per_token": {"mean": 20.25, "std": 1.5},
+        "prefill_ms": {"mean": 30.5, "std": None},
+        "tokens_per_s": 49.0,
+        "speed_up": interval(1.2) if draft else None,
+        "stats": stats(k if isinstance(k, int) else 0),
+        "time_s": {"prefill": 0.1, "draft": 0.5, "verify": 1.0, "rest": 0.2},
+    }
+
+
+def choice(draft: str, k: int, speed_up: float) -> dict[str, Any]:
+    times = {"tokens_per_s": 50.0, "round_ms": 40.0, "draft_ms": 10.0, "verify_ms": 30.0}
+    return {
+        "draft": draft,
+        "k": k,
+        "tau": interval(1 + k / 2),
+        "speed_up": interval(speed_up),
+        "if_free": 2.5,
+        "if_agreeing": 1.75,
+        **times,
+    }
+
+
+def setting(rows: int) -> dict[str, Any]:
+    choices = [choice("<small>", k, 1.25 - k / 100) for k in (1, 2, 4)] + [choice("ngram", 2, 0.9)]
+    return {
+        "num_rows": rows,
+        "context": 64,
+        "prefill_ms": 60.0,
+        "plain_ms": 24.5,
+        "choices": choices,
+        "best": choices[0],
+    }
+
+
+def rounds_of(k: int, category: str | None = None) -> dict[str, Any]:
+    positions = [
+        {
+            "position": place + 1,
+            "num_drafted": 50,
+            "num_judged": 40,
+            "num_accepted": 30,
+            "conditional": interval(0.75) if place < 2 else None,
+            "unconditional": interval(0.6),
+        }
+        for place in range(k)
+    ]
+    return {
+        "category": category,
+        "num_prompts": 3,
+        "tau": interval(1 + k / 2),
+        "prompt_tau": None if category else 1.5,
+        "stats": stats(k),
+        "positions": positions,
+    }
+
+
+@cache
+def written(kind: str) -> str:
+    """A document, as text."""
+    body: dict[str, Any] = {"schema": f"outrider/{kind}/1", "provenance": ORIGIN}
+    body["options"] = {"target": "toy", "draft": ["<small>", "ngram"], "log": None, "temperature": 1.0}
+    if kind == "alpha":
+        body["alphas"] = [
+            {
+                "draft": "<small>",
+                "temperature": temperature,
+                "top_p": top_p,
+                "alpha": interval(0.8 + temperature / 10, None if top_p == 1 else 0.05),
+                "num_tokens": 1234,
+                "by_offset": [interval(0.9), interval(0.8)] if top_p == 1 else None,
+            }
+            for temperature in (0.0, 1.0)
+            for top_p in (0.9, 1.0)
+        ]
+    elif kind == "analyze":
+        body["options"] = {"file": "<i>.jsonl"}
+        arms = [
+            (draft, k, rule)
+            for draft, k, rule in (("<small>", 3, "block"), ("<small>", 3, "gumbel"), (None, None, None))
+        ]
+        body["arms"] = [
+            {"draft": draft, "k": k, "acceptance": rule, **rounds_of(3), "categories": [rounds_of(3, "code")]}
+            for draft, k, rule in arms
+        ]
+        body["notes"] = ["An assumption."]
+    elif kind in ("latency", "compare"):
+        arms = [arm(None, None), arm("<small>", 2), arm("<small>", "auto"), arm("ngram", 4)]
+        body |= {"arms": arms, "num_prompts": 3, "peak_memory_bytes": 2**30, "is_interrupted": True}
+        body["same_model_checks"] = [{"message": "Sanity check: <small>."}]
+    elif kind == "plan":
+        body |= {"settings": [setting(1), setting(4)], "measured": [arm(None, None), arm("<small>", 2)]}
+    else:
+        points = [{"k": k, "tau": 1.5, "speed_up": 1.0 + k / 10, "operations": 1.2} for k in (1, 2)]
+        body |= {"schema": "outrider/plan/1", "options": {"what_if": {"alpha": 0.8, "c": 0.05}}}
+        body |= {"predictions": points, "best": points[1]}
+    return json.dumps(body)
+
+
+@cache
+def page_of(kind: str) -> str:
+    """Drawn once for all tests, since that takes a second."""
+    if kind == "compare":
+        return recorded_page([], json.loads(written(kind)))
+    return render_report(json.loads(written(kind)))
+
+
+def words_of(page: str) -> str:
+    return " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", page, flags=re.DOTALL).split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_is_whole_and_fetches_nothing(kind: str) -> None:
+    page = page_of(kind)
+    assert page.startswith("<!DOCTYPE html>") and page == render_report(json.loads(written(kind)))
+    assert not re.findall(r"<(script|link|img|iframe|object|image|small|b|i)\b", page)
+    assert set(re.findall(r"https?://[^\"\s<]*", page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert "@import" not in page and all(at.startswith("#") for at in re.findall(r"url\(([^)]*)\)", page))
+    ids = re.findall(r"\bid=\"([^\"]*)\"", page)
+    assert len(ids) == len(set(ids)) and ids
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert page.index("<svg") < page.index("<table") < page.index("How it was measured")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("alpha", ["toy with &lt;small&gt;, ngram", "1,234 tokens", "0.900 0.800", "0.850, 0.950", "TV"]),
+        (
+            "analyze",
+            [
+                "Rounds of &lt;i&gt;.jsonl",
+                "&lt;small&gt;, K = 3, gumbel",
+                "code",
+                "An assumption.",
+                "2.50 [2.40, 2.60]",
+            ],
+        ),
+        (
+            "latency",
+            ["Latency of toy", "1.20 [1.10, 1.30]", "1024 MiB", "20.25 ±1.50", "5.00", "which was interrupted"],
+        ),
+        (
+            "plan",
+            ["&lt;small&gt;, K = 1", "1.24 times as fast", "4 rows of 64 tokens", "Crosses: measured", "1.75 if it"],
+        ),
+        ("what-if", ["K = 2: 1.20 times as fast", "alpha = 0.8, c = 0.05", "Nothing was measured"]),
+        ("compare", ["Measured", "20.25 ±1.50", "Sanity check: &lt;small&gt;.", "How it was measured"]),
+    ],
+)
+def test_a_report_says_what_the_document_says(kind: str, said: list[str]) -> None:
+    text = words_of(page_of(kind))
+    for words in [*said, "outrider plan --target &#39;toy &amp; &lt;b&gt;&#39;", "2.13.0", "a processor"]:
+        assert words in text
+    assert "log" not in re.findall(r"<dt>(\w+)</dt>", page_of(kind))  # not given
+
+
+def test_no_draft_may_be_the_best() -> None:
+    document = json.loads(written("plan"))
+    for one in document["settings"]:
+        one["best"] = None
+    text = words_of(render_report(document | {"measured": []}))
+    assert text.startswith("No draft: outrider plan") and "no draft is faster than plain decoding" in text
+    document = copy.deepcopy(json.loads(written("what-if"))) | {"best": None}
+    assert words_of(render_report(document)).startswith("No draft")
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_everyone_can_read_a_report(tmp_path: Path, is_dark: bool) -> None:
+    """axe (by Deque) finds nothing; on a phone nothing but tables scrolls sideways."""
+    axe = pytest.importorskip("axe_core_python", reason="axe is not installed: pip install axe-core-python")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    run: Callable[[str], str] = "const done = arguments[0]; axe.run().then({}, (e) => done([String(e)]))".format
+    kinds = [*KINDS, "compare"]
+    with browser(width=390 if is_dark else 1200, is_dark=is_dark, is_still=True) as driver:
+        for kind in kinds:
+            (tmp_path / f"{kind}.html").write_text(page_of(kind), encoding="utf-8")
+            driver.get((tmp_path / f"{kind}.html").as_uri())
+            driver.execute_script(script)
+            assert driver.execute_async_script(run("(found) => done(found.violations.map((one) => one.id))")) == [], (
+                kind
+            )
+            width = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+            assert len(set(driver.execute_script(width))) == 1, kind
+            assert complaints(driver) == [] or kind == "compare"
