@@ -44,7 +44,13 @@ def test_lines_that_install_work_today() -> None:
 
 def test_lines_that_do_not_work_are_found() -> None:
     """The control."""
-    text = "`pip install 'outrider[serve]'`\n    pip install .\npip install -e '.[test]' && pytest\npip install six '.[no]'\n"
+    lines = (
+        "`pip install 'outrider[serve]'`",
+        "  pip install .",
+        "pip install -e '.[test]' && pytest",
+        "pip install six '.[no]'",
+    )
+    text = "\n".join(lines)
     assert list(_installed(text)) == ["outrider[serve]", ".", ".[test]", ".[no]"]
     assert [word in WORKS_TODAY for word in _installed(text)] == [False, True, True, False]
 
