@@ -51,12 +51,12 @@ for seed in range(3):
 #
 # `certify` tests the rule with the pair's own p and q by enumeration, then samples of the real loop, and makes
 # deliberate mistakes that it must detect. It states the smallest deviation that it would have seen: with more tokens, a
-# smaller one. For your pair leave `--num-tokens` out.
+# smaller one. For your pair leave both options out.
 
 # %%
 import subprocess
 import sys
 
-command = [sys.executable, "-m", "outrider", "certify", "--num-tokens", "600"]
+command = [sys.executable, "-m", "outrider", "certify", "--num-tokens", "200", "-n", "16"]
 done = subprocess.run(command, capture_output=True, text=True, check=False)
 print(done.stdout or done.stderr)
