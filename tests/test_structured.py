@@ -221,7 +221,7 @@ def test_a_grammar_beyond_its_limits_ends_its_text(monkeypatch: pytest.MonkeyPat
 
 def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtra, match=r"structured output needs llguidance: pip install 'outrider\[structured\]'"):
+    with pytest.raises(MissingExtra, match=r"structured output needs llguidance: pip install '\.\[structured\]'"):
         embedded().generate(PROMPT, regex="a")
 
 

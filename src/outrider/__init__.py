@@ -59,11 +59,13 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Names are imported on first use, so that `import outrider` and `outrider --help` do not import torch.
-    if name not in __all__:
-        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)
+if not TYPE_CHECKING:  # else a type checker would take any name for one of this module's
+
+    def __getattr__(name: str) -> Any:
+        # Names are imported on first use, so that `import outrider` and `outrider --help` do not import torch.
+        if name not in __all__:
+            raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+        return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -47,6 +47,9 @@ __all__ = [
 ]
 
 
+# The line that installs an extra, in a clone: nothing is published yet. README and pages say the same
+# (tests/test_install.py).
+INSTALL = "pip install '.[{extra}]'"
 _MOST_CHARACTERS = 200  # shown of a value, which may be a whole document
 
 
@@ -132,7 +135,7 @@ class MissingExtra(UsageError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str, needed_by: str = "this") -> None:
-        super().__init__(f"{needed_by} needs {package}: pip install 'outrider[{extra}]'")
+        super().__init__(f"{needed_by} needs {package}: {INSTALL.format(extra=extra)} in a clone of Outrider")
         self.package = package
         self.extra = extra
         self.needed_by = needed_by

@@ -132,7 +132,7 @@ def test_plot_files_are_checked_before_the_work(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(FileError, match="folder.png"):
         check_plot_file(tmp_path / "folder.png")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=r"this needs matplotlib: pip install 'outrider\[plot\]'"):
+    with pytest.raises(MissingExtra, match=r"this needs matplotlib: pip install '\.\[plot\]'"):
         check_plot_file(tmp_path / "plot.png")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 

@@ -123,7 +123,7 @@ def test_a_page_is_refused_before_the_work(
     assert "choose another file" in outrider("certify", "--html", page, "--prompts", page).error
     assert page.read_text() == "The king\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'outrider[plot]'" in outrider("certify", "--html", page, "--prompts", prompts).error
+    assert "pip install '.[plot]'" in outrider("certify", "--html", page, "--prompts", prompts).error
 
 
 def test_bad_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_page_is_refused_before_the_work(outrider: Outrider, tmp_path: Path, m
     assert "must end in .html" in outrider(*command, "--html", tmp_path / "page.json").error
     assert "there is no folder" in outrider(*command, "--html", tmp_path / "nowhere" / "page.html").error
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'outrider[plot]'" in outrider(*command, "--html", other).error
+    assert "pip install '.[plot]'" in outrider(*command, "--html", other).error
 
 
 def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_an_error_before_anything_is_loaded(
     *_, error = outrider(*EVAL, beams).err.splitlines()
     assert "generation_kwargs: num_beams = 4 is invalid: Outrider has no such option" in error
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    assert outrider(*EVAL, folder).error == "this needs lm-eval: pip install 'outrider[eval]'"
+    assert outrider(*EVAL, folder).error == "this needs lm-eval: pip install '.[eval]' in a clone of Outrider"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_bad_plot_files_are_refused_before_the_work(
     assert "there is no folder" in outrider("latency", "--plot", tmp_path / "no" / "plot.png").error
     assert "folder.png" in outrider("latency", "--plot", tmp_path / "folder.png").error
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install 'outrider[plot]'" in outrider("latency", "--plot", tmp_path / "plot.png").error
+    assert "pip install '.[plot]'" in outrider("latency", "--plot", tmp_path / "plot.png").error
 
 
 def test_ctrl_c_reports_what_is_complete(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_without_ray_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "ray", None)
     output = tmp_path / "out.jsonl"
     message = outrider("generate", "--prompts", prompts, "--output", output, "--ray", "local").error
-    assert message == "this needs ray: pip install 'outrider[ray]'"
+    assert message == "this needs ray: pip install '.[ray]' in a clone of Outrider"
     assert not output.exists()
 
 

@@ -168,4 +168,4 @@ def test_the_base_must_be_there(folder: Path, tmp_path: Path) -> None:
 
 def test_without_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "find_spec", lambda _: None)
-    assert "needs peft: pip install 'outrider[peft]'" in refusal(folder, MissingExtra)
+    assert "needs peft: pip install '.[peft]'" in refusal(folder, MissingExtra)

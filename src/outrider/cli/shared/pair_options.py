@@ -116,8 +116,8 @@ class PairOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="int8, int4, fp8, 8bit, nf4, a8 or none. Quantizes the target's weights; a8, with a GGUF file or a 4-bit "
-            "checkpoint on the CPU, its activations. A name ending in :int8 does the same.",
+            help="int8, int4, fp8, 8bit, nf4, a8 or none. Quantizes the target's weights; a8, with a GGUF file or a "
+            "4-bit checkpoint on the CPU, its activations. A name ending in :int8 does the same.",
             autocompletion=one_of(("none", *QUANTIZATIONS, ROUNDS_ROWS)),
             rich_help_panel=MACHINE_PANEL,
         ),

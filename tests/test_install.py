@@ -1,0 +1,83 @@
+"""What pages and messages say about installing works today: in a clone, with extras that exist."""
+
+import ast
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import INSTALL, MissingExtra
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"].keys()
+FOLDERS = ("docs", "recipes", "examples", "deploy", "src", ".github")
+FILES = [
+    path
+    for path in [*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*")))]
+    if path.suffix in {".md", ".py", ".yml", ".yaml", ".html"} and path.name != "CHANGELOG.md"
+]
+WORKS_TODAY = {".", *(shlex.split(INSTALL.format(extra=extra))[-1] for extra in EXTRAS)}
+
+
+def _installed(text: str) -> Iterator[str]:
+    """What the lines ``pip install ...`` of a text install of Outrider: folders, or its name."""
+    for line in re.findall(r"pip install ([^`\n\"#&|;]+)", text):
+        for word in line.replace("'", " ").split():
+            if re.match(r"\.($|\[)|outrider\b", word):
+                yield word.rstrip(".,:") or "."
+
+
+def test_lines_that_install_work_today() -> None:
+    wrong = {
+        (str(path.relative_to(ROOT)), word)
+        for path in FILES
+        for word in _installed(path.read_text(encoding="utf-8"))
+        if word not in WORKS_TODAY and "{" not in word
+    }
+    assert wrong == set()
+
+
+def test_lines_that_do_not_work_are_found() -> None:
+    """The control."""
+    lines = (
+        "`pip install 'outrider[serve]'`",
+        "  pip install .",
+        "pip install -e '.[test]' && pytest",
+        "pip install six '.[no]'",
+    )
+    text = "\n".join(lines)
+    assert list(_installed(text)) == ["outrider[serve]", ".", ".[test]", ".[no]"]
+    assert [word in WORKS_TODAY for word in _installed(text)] == [False, True, True, False]
+
+
+def test_the_readme_has_two_commands() -> None:
+    """The second is read by .ci/run."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^pip install .*$", readme, re.MULTILINE) == [
+        "pip install . && outrider compare",
+        f"{INSTALL.format(extra='test')} && pytest",
+    ]
+    (pattern,) = re.findall(r"sed -n '(.*)' README", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    done = subprocess.run(["sed", "-n", pattern, ROOT / "README.md"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{INSTALL.format(extra='test')} && pytest\n"
+
+
+def test_messages_name_extras_that_exist() -> None:
+    named = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtra":
+                named += [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+    assert len(named) > 5 and set(named) <= EXTRAS
+    assert str(MissingExtra("ray", "ray", "this")) == "this needs ray: pip install '.[ray]' in a clone of Outrider"
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff"])
+def test_the_version_is_the_same_everywhere(name: str) -> None:
+    found = re.search(r"^(?:## \[|version: )(\d+\.\d+\.\d+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None and found[1] == PROJECT["version"]

@@ -1,0 +1,86 @@
+"""What is public stays, and a caller's types hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import outrider
+from public import LIST, missing, public
+
+
+def test_nothing_public_has_gone() -> None:
+    """Deprecate first (CONTRIBUTING.md). ``python tests/public.py`` writes the list of a new version."""
+    assert missing(json.loads(LIST.read_text(encoding="utf-8")), json.loads(json.dumps(public()))) == []
+
+
+def test_what_has_gone_is_named() -> None:
+    """The control."""
+    old = {"python": {"load": ["target", "draft"], "Chunk": {"text": []}}, "errors": {"PromptError": "UsageError"}}
+    new = {"python": {"load": ["draft", "more"], "Chunk": {}}, "errors": {"PromptError": "Exception"}, "more": 1}
+    assert missing(old, new) == ["python.load.target", "python.Chunk.text", "errors.PromptError.UsageError"]
+    assert missing(old, old) == []
+
+
+CALLER = """
+from collections.abc import AsyncIterator
+from typing import assert_type
+
+import outrider
+
+decoder = outrider.load("fable", "fable-draft", num_draft_tokens="auto", compile=False)
+assert_type(decoder, outrider.Decoder)
+for chunk in decoder.stream("Once", temperature=0.5, seed=1, stop=["."]):
+    assert_type(chunk, outrider.Chunk)
+    assert_type(chunk.text, str)
+sampling = outrider.Sampling(max_new_tokens=5)
+(completion,) = decoder.generate(["The king"], sampling, n=1, max_new_tokens=3)
+assert_type(completion.stats.mean_acceptance_length, float)
+answer = decoder.chat([{"role": "user", "content": "Hello"}], system="Be brief.")
+assert_type(answer, outrider.Completion)
+for index, result in decoder.complete(["a", ("b", {"seed": 1})]):
+    assert_type(index, int)
+    if isinstance(result, outrider.OutriderError):
+        print(result)
+    else:
+        assert_type(result, outrider.Completion)
+with decoder.session(slots=2) as session:
+    assert_type(session, outrider.Session)
+
+
+async def texts(prompt: str) -> AsyncIterator[str]:
+    async with decoder.async_session(slots=2) as shared:
+        async for part in shared.stream(prompt, max_new_tokens=4):
+            yield part.text
+
+
+try:
+    outrider.load("none", placement=outrider.Placement(dtype="float32"))
+except outrider.UsageError as error:
+    print(error)
+"""
+WRONG = {
+    'decoder.stream("Once", temprature=0.5)\n': "temprature",
+    'decoder.stream("Once", temperature="hot")\n': "arg-type",
+    "outrider.load()\n": "call-arg",
+    "outrider.lod\n": "attr-defined",
+}
+
+
+@pytest.mark.slow
+def test_a_caller_under_strict_mypy(tmp_path: Path) -> None:
+    """No complaint about right code, and one about each line of wrong code."""
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    right.write_text(CALLER)
+    wrong.write_text('import outrider\n\ndecoder = outrider.load("fable")\n' + "".join(WRONG))
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
+    source = Path(outrider.__file__).parents[1]
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "right.py", "wrong.py"]
+    env = {} if source.name == "site-packages" else {"MYPYPATH": str(source)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    *errors, last = done.stdout.splitlines()
+    assert "right.py" not in done.stdout and last.startswith(f"Found {len(WRONG)} errors"), done.stdout + done.stderr
+    for place, named in enumerate(WRONG.values(), start=4):
+        assert any(line.startswith(f"wrong.py:{place}:") and named in line for line in errors), done.stdout
