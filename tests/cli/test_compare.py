@@ -283,4 +283,4 @@ def test_the_race_ends_with_the_next_step(outrider: Outrider) -> None:
     """With the options of the pair."""
     ended = outrider("compare", PROMPT, "-n", 4, "--num-runs", 1, "--dtype", "float64", "--no-compile")
     words = "--target fable --draft fable-draft --dtype float64 --no-compile"
-    assert f"Next: outrider plan {words}" in ended.out and f"outrider certify {words}" in ended.out
+    assert f"  outrider plan {words}\n  outrider certify {words}\n" in ended.out

@@ -139,9 +139,11 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
 def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) -> None:
     rounds, plot = tmp_path / "rounds.txt", tmp_path / "rounds.svg"
     rounds.write_text("[3]\n[4]\n[2]\n[4]\n")
-    ended = outrider("analyze", rounds, "--plot", plot)
+    page = tmp_path / "rounds.html"
+    ended = outrider("analyze", rounds, "--plot", plot, "--html", page)
     assert ended.code == 0 and plot.stat().st_size > 5000
-    assert "of reached" in ended.out and "Plot:" in ended.out
+    assert "of reached" not in ended.out and "Plot:" in ended.out and page.name in ended.out.splitlines()[-1]
+    assert "of reached" in page.read_text(encoding="utf-8") and "add --html" in outrider("analyze", rounds).out
 
 
 def test_an_interrupted_recording_is_continued(

@@ -1,6 +1,6 @@
 """Reports of measurements as HTML pages: pictures, then tables, then how it was measured.
 
-A report depends only on the document that a command writes with ``--json`` (docs/json.md).
+A report depends only on the document that a command writes with ``--json`` (docs/reference/json.md).
 """
 
 from __future__ import annotations
