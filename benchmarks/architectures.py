@@ -142,6 +142,11 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
 
 _PAGE = """# Which models work
 
+**Llama, Qwen, Gemma, Mistral: yes.** So do Phi, GPT-OSS, DeepSeek-V3, Granite, OLMo, SmolLM, Falcon, GLM, and hybrids
+(Qwen3.5, Qwen3-Next, LFM2, Granite 4, Mamba ...). ALiBi (BLOOM, MPT), RWKV, compressed or
+indexed attention (DeepSeek-V3.2 and V4), and attention other than Transformers' eager and SDPA: no. Loading names the
+reason.
+
 Made by [benchmarks/architectures.py](../benchmarks/architectures.py) from tiny random models of the types of causal
 models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if greedily it
 equals Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
