@@ -142,6 +142,11 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
 
 _PAGE = """# Which models work
 
+**Llama, Qwen, Gemma, Mistral: yes.** So do Phi, GPT-OSS, DeepSeek-V3, Granite, OLMo, SmolLM, Falcon, GLM, and hybrids
+(Qwen3.5, Qwen3-Next, LFM2, Granite 4, Mamba ...). ALiBi (BLOOM, MPT), RWKV, compressed or
+indexed attention (DeepSeek-V3.2 and V4), and attention other than Transformers' eager and SDPA: no. Loading names the
+reason.
+
 Made by [benchmarks/architectures.py](../benchmarks/architectures.py) from tiny random models of the types of causal
 models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if greedily it
 equals Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
@@ -161,7 +166,7 @@ Their grouped experts have no float64.
 ## With recurrent or convolutional state
 
 Of the types above these keep a state, as target and as draft. A recurrence waits at an anchor ([how it
-works](how-it-works.md), section 3.1); inputs of convolutions alone (LFM2, LFM3) have places, as keys have. Most of them
+works](../how-it-works/proofs.md), section 3.1); inputs of convolutions alone (LFM2, LFM3) have places, as keys have. Most of them
 compute it in float32, whatever the type of the model.
 
 {states}

@@ -2,11 +2,15 @@
 most 40 words."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from pages import DOCS, PAGES, ROOT
+
+from outrider import errors
 
 SRC = ROOT / "src" / "outrider"
 ARCHITECTURE = DOCS / "internals" / "architecture.md"
@@ -58,6 +62,19 @@ def _named_in(nav: Any) -> list[str]:
 def test_the_navigation_names_every_page_once() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     assert sorted(_named_in(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def test_pages_that_are_made_are_current() -> None:
+    """docs/reference/commands.md is the help of the commands, docs/llms.txt the navigation."""
+    made = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "reference.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert (made.returncode, made.stderr) == (0, "")
+
+
+def test_the_page_of_errors_names_each() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| [│├└ ]*`(\w+)`", page, re.MULTILINE)) == set(errors.__all__)
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The table of wrong ways in docs/how-it-works/index.md, by simulation.
+"""The table of wrong ways in docs/how-it-works/proofs.md, by simulation.
 
 Three tokens, the same p and q at every position, two drafted tokens; one round under the rule, then sampling from p.
 Total variation is between the law of the first two tokens and the target's. With 200,000 texts its estimate has a
@@ -18,7 +18,7 @@ from outrider.records import Draft, Verdict
 from outrider.sampling.noise import RoundUniforms
 from outrider.sampling.rules import BLOCK, REJECTION, Rule
 
-PAGE = Path(__file__).parents[1] / "docs" / "how-it-works" / "index.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-it-works" / "proofs.md"
 P = torch.tensor([1 / 6, 1 / 3, 1 / 2], dtype=torch.float64)
 Q = torch.tensor([1 / 2, 1 / 3, 1 / 6], dtype=torch.float64)
 NUM_TEXTS = 200_000

@@ -1,7 +1,7 @@
 """The acceptance rules: how many drafted tokens are accepted, and the token after them.
 
 All rules here are lossless: whatever the draft, the committed tokens follow the target's distribution. Each is a pure
-function of p, q, the drafted ids and the round's noise. Proofs: docs/how-it-works/index.md.
+function of p, q, the drafted ids and the round's noise. Proofs: docs/how-it-works/proofs.md.
 
 - ``rejection``: accept x with probability min(1, p(x)/q(x)), one by one, else draw from the residual (p - q)+.
   Leviathan, Kalman, Matias 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
