@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
+from outrider.serve import messages
 from outrider.serve.connections import network_of
 from outrider.serve.fair_queue import TurnsPool
 from outrider.serve.http_errors import Refusal, refusal_of, unavailable
@@ -71,6 +72,7 @@ class App:
             ("/v1/completions", Generation(self, Preparer.completions, self.answer)),
             ("/v1/chat/completions", Generation(self, Preparer.chat, self.answer)),
             ("/v1/responses", Generation(self, Preparer.responses, self.answer_response)),
+            (messages.PATH, Generation(self, Preparer.messages, self.answer_response)),
             ("/v1/race", Generation(self, parse_race, self.answer_race)),
         ]
         others = [
@@ -242,7 +244,8 @@ class HostGuard:
             host = Headers(scope=scope).get("host", "")
             if not is_loopback(_name_of(host)):
                 message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
-                await _send(_response(Refusal(message, status=403, type_="permission_error")), send)
+                refusal = Refusal(message, status=403, type_="permission_error")
+                await _send(_response(refusal, scope["path"]), send)
                 return
         await self._app(scope, receive, send)
 
@@ -260,15 +263,16 @@ class KeyGuard:
             if not any([hmac.compare_digest(digest, one) for one in self._digests]):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
-                await _send(_response(refusal, {"www-authenticate": "Bearer"}), send)
+                await _send(_response(refusal, scope["path"], {"www-authenticate": "Bearer"}), send)
                 return
         await self._app(scope, receive, send)
 
 
 def _key_of(scope: Scope) -> bytes | None:
     """Key sent with a request."""
-    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else None
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
 
 
 def _name_of(host: str) -> str:
@@ -338,20 +342,21 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-def _response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+def _response(refusal: Refusal, path: str, headers: Mapping[str, str] | None = None) -> Response:
     when = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
-    return JSONResponse(refusal.to_json(), refusal.status, {**(headers or {}), **when})
+    body = messages.error_json(refusal) if path == messages.PATH else refusal.to_json()
+    return JSONResponse(body, refusal.status, {**(headers or {}), **when})
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return _response(refusal_of(error))
+    return _response(refusal_of(error), request.url.path)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path:.100}"
     type_ = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
-    return _response(Refusal(message, status=error.status_code, type_=type_), error.headers)
+    return _response(Refusal(message, status=error.status_code, type_=type_), request.url.path, error.headers)
 
 
 async def _leave(request: Request, error: Exception) -> Response:

@@ -14,12 +14,15 @@ from outrider.errors import MissingExtra, OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, Sampling
 from outrider.requests.call import ReadPrompt
 from outrider.requests.state import RequestState
+from outrider.serve import messages, responses
 from outrider.serve.chat_json import ChatForm
 from outrider.serve.completion_json import CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
+from outrider.serve.messages_json import MessageForm
 from outrider.serve.protocol import ParsedRequest, parse_chat, parse_chat_prompt, parse_completions
-from outrider.serve.responses import chat_body, named_as_sent
+from outrider.serve.responses import named_as_sent
+from outrider.serve.responses_answer import ItemForm
 from outrider.serve.responses_json import ResponseForm, asked_of
 from outrider.serve.scoring import check_scores
 from outrider.serve.served_model import ServedModel
@@ -102,19 +105,41 @@ class Preparer:
     def responses(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
         asked = asked_of(body, self.decoder.sampling_defaults)
-        body_of_chat, places = chat_body(body)
-        with named_as_sent(places):
-            ask = self._with_tool_constraint(parse_chat(body_of_chat))
-        if ask.structured_by == "response_format":
-            ask = replace(ask, structured_by="text.format")
 
-        def form_of(ids: Sequence[int]) -> ResponseForm:
-            parser, new_id = self._new_parser(ask, self.thinking, ids)(), self._new_call_id
-            return ResponseForm(asked, parser, new_id, ask.shows_thoughts)
+        def form_of(ask: ParsedRequest, parser: OutputParser) -> ItemForm:
+            return ResponseForm(asked, parser, self._new_call_id, ask.shows_thoughts)
+
+        chat, places = responses.chat_body(body)
+        return self._items(chat, places, responses.NAMES, form_of)
+
+    def messages(self, body: Mapping[str, Any]) -> Parsed:
+        """Parse a request of ``/v1/messages``; prepares a ``PreparedRequest``. Raises Refusal."""
+        chat, places = messages.chat_body(body)
+        return self._items(chat, places, messages.NAMES, lambda ask, parser: MessageForm(parser, self._new_call_id))
+
+    def _items(
+        self,
+        body: Mapping[str, Any],
+        places: Sequence[str],
+        names: Mapping[str, str],
+        form_of: Callable[[ParsedRequest, OutputParser], ItemForm],
+    ) -> Parsed:
+        """Parse a request with a form of its own as a chat.
+
+        Args:
+            body: of the chat.
+            places, names: see ``named_as_sent``.
+        """
+        with named_as_sent(places, names):
+            ask = self._with_tool_constraint(parse_chat(body))
+        if ask.structured_by == "response_format":
+            ask = replace(ask, structured_by=names["response_format"])
 
         def prepare(reading: Reading) -> PreparedRequest:
-            with named_as_sent(places):
-                return self._prepare(ask, reading, form_of, self.thinking)
+            with named_as_sent(places, names):
+                return self._prepare(
+                    ask, reading, lambda ids: form_of(ask, self._new_parser(ask, self.thinking, ids)()), self.thinking
+                )
 
         return Parsed(ask, prepare)
 
@@ -194,7 +219,7 @@ class Preparer:
         self,
         ask: ParsedRequest,
         reading: Reading,
-        form_of: Callable[[Sequence[int]], Form | ResponseForm],
+        form_of: Callable[[Sequence[int]], Form | ItemForm],
         thinking: Thinking | None = None,
     ) -> PreparedRequest:
         """
